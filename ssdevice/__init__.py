@@ -1,0 +1,3 @@
+"""Speculative Streaming on devices: train, export and run stream-fused language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,171 @@
+"""Settings of Speculative Streaming as strict frozen dataclasses, and the loader that keeps them strict."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ssdevice.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Mode(str, Enum):
+    """What main rows compute: with the app's LoRA (``shared``) or exactly the base (``lossless``)."""
+
+    SHARED = "shared"
+    LOSSLESS = "lossless"
+
+
+class StreamMLP(str, Enum):
+    """What stands for the MLP on stream rows in lossless mode: the adapter alone or the base MLP with it."""
+
+    ADAPTER = "adapter"
+    BASE_ADAPTER = "base+adapter"
+
+
+class Schedule(str, Enum):
+    """Streams of every node beside the main rows (``fused``), or of the end node after verification (``deferred``)."""
+
+    FUSED = "fused"
+    DEFERRED = "deferred"
+
+
+class Target(str, Enum):
+    """What an export is for."""
+
+    ONNX = "onnx"
+    COREML = "coreml"
+    EXECUTORCH = "executorch"
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How streams are built and trained; stored as ``streams.json`` beside the weights.
+
+    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in eq. 3 (0: identity).
+    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (000 H.2), on the linears of the MSA layers.
+    ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
+    """
+
+    mode: Mode = Mode.SHARED
+    gamma: int = 4
+    msa_layers: int = 4
+    init_rank: int = 0
+    adapter_rank: int = 8
+    stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
+    lora_rank: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.gamma <= 32:
+            raise ConfigError(f"gamma is {self.gamma}, expected 1 to 32")
+        if self.msa_layers < 1:
+            raise ConfigError(f"msa_layers is {self.msa_layers}, expected 1 or more")
+        if self.init_rank < 0 or self.lora_rank < 0:
+            raise ConfigError("init_rank and lora_rank are 0 or more")
+        if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
+            raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows learn")
+
+    def check_layers(self, layers: int) -> None:
+        """Raise ConfigError unless 1 ≤ N_s < N: streams start from the hidden state of a lower layer."""
+        if self.msa_layers >= layers:
+            raise ConfigError(f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has {layers}")
+
+
+def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
+    """Build dataclass ``cls`` from plain JSON values, refusing unknown keys and wrong types.
+
+    Enums are read from their values, tuples from lists, nested dataclasses from objects. Raises ConfigError naming
+    ``where``, the key, and the nearest known name.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: expected an object, found {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, 1)
+            raise ConfigError(f"{where}: unknown key {str(key)[:60]!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _coerce(hints[name], data[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where}: {name!r} is missing")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        options = [a for a in args if a is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _coerce(option, value, where)
+            except ConfigError:
+                continue
+        return _coerce(options[-1], value, where)
+    if origin is tuple and isinstance(value, list):
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_coerce(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        if len(args) == len(value):
+            return tuple(_coerce(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]") for key, item in value.items()}
+    if isinstance(hint, type):
+        if issubclass(hint, Enum):
+            choices = [member.value for member in hint]
+            if value in choices:
+                return hint(value)
+            raise ConfigError(f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}")
+        if dataclasses.is_dataclass(hint):
+            return load_strict(hint, value, where)
+        if hint is float and type(value) is int:
+            return float(value)
+        if type(value) is hint:
+            return value
+    raise ConfigError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {type(value).__name__}")
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON values of a dataclass, as ``load_strict`` reads them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: JSON is nested too deeply") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,172 @@
+"""The step contract: the functions every target exports and every runtime calls, as data.
+
+Three functions share one set of weights and one KV cache. All sizes are constants of an export::
+
+    step(root[1], drafts[γ,k], length[1], cache)        -> tokens[A], count[1], next_drafts[γ,k], cache'
+    prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
+    step_plain(root[1], length[1], cache)               -> tokens[1], cache'
+
+The cache takes one of two forms. ``STATE``: the graph owns tensors ``keys``/``values`` of shape
+``[layers, kv_heads, capacity, head_dim]`` and writes the committed rows itself. ``ROWS``: the caller passes the
+committed rows of each layer as ``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
+``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
+writes at ``length``. No tensor name is spelled anywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ssdevice.errors import ConfigError
+from ssdevice.tree import Tree
+
+# Functions.
+STEP = "step"
+PREFILL = "prefill"
+PLAIN = "step_plain"
+FUNCTIONS = (STEP, PREFILL, PLAIN)
+
+# Tensors.
+ROOT = "root"
+DRAFTS = "drafts"
+LENGTH = "length"
+CHUNK = "chunk"
+TOKENS = "tokens"
+COUNT = "count"
+VALID = "valid"
+NEXT_DRAFTS = "next_drafts"
+NEXT_ROOT = "next_root"
+ROWS = "rows"
+KEYS = "keys"
+VALUES = "values"
+PAST = "past"
+
+CAPACITY_MULTIPLE = 32
+MAX_CONTEXT = 1 << 20
+
+
+def past_key(layer: int) -> str:
+    """Name of the committed keys of one layer in the ROWS form."""
+    return f"past_keys.{layer}"
+
+
+def past_value(layer: int) -> str:
+    """Name of the committed values of one layer in the ROWS form."""
+    return f"past_values.{layer}"
+
+
+class CacheForm(str, Enum):
+    """Who holds the KV cache: the caller (ROWS) or the graph (STATE)."""
+
+    ROWS = "rows"
+    STATE = "state"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and element type of one tensor; a string in the shape names a dynamic size."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """What a function takes, gives and keeps; the order is the order of the exported signature."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    states: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The constants of an export.
+
+    ``layers``/``kv_heads``/``head_dim``/``vocab``: the model. ``gamma`` streams give ``k`` candidates each for
+    ``tree``. ``context``: tokens a conversation may hold. ``chunk``: C, prompt tokens one prefill call takes.
+    Raises ConfigError for sizes that do not fit each other.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gamma: int
+    k: int
+    tree: Tree
+    context: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "vocab", "context", "chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        if self.gamma < 0 or self.k < 1 or self.k > self.vocab:
+            raise ConfigError(f"γ = {self.gamma}, k = {self.k}: expected γ ≥ 0 and 1 ≤ k ≤ {self.vocab}")
+        self.tree.check(self.gamma, self.k)
+        if self.context > MAX_CONTEXT:
+            raise ConfigError(f"context {self.context} is more than {MAX_CONTEXT}")
+        if self.context <= self.tree.size:
+            raise ConfigError(f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes")
+
+    @property
+    def capacity(self) -> int:
+        """Cache rows: every fixed-size write at a length within the context stays inside (DESIGN section 2)."""
+        rows = self.context + max(self.tree.emitted, self.chunk)
+        return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+    @property
+    def positions(self) -> int:
+        """Rows of the position tables: the deepest stream of the deepest node at a full context."""
+        return self.context + max(self.chunk, self.tree.depth + 1) + self.gamma + 1
+
+    @property
+    def row_width(self) -> int:
+        """Elements of one cache row of one layer's keys."""
+        return self.kv_heads * self.head_dim
+
+
+def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
+    """The contract of an export: function name -> FunctionSpec. Integers are int32 everywhere."""
+    g = geometry
+    drafts = (g.gamma, g.k)
+
+    def function(
+        name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], new_rows: int
+    ) -> FunctionSpec:
+        if cache is CacheForm.STATE:
+            shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
+            return FunctionSpec(
+                name, inputs, outputs, (TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype))
+            )
+        past = tuple(
+            TensorSpec(past_name(layer), (PAST, g.row_width), cache_dtype)
+            for layer in range(g.layers)
+            for past_name in (past_key, past_value)
+        )
+        rows = TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype)
+        return FunctionSpec(name, inputs + past, (*outputs, rows))
+
+    def int32(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(name, shape, "int32")
+
+    specs = [
+        function(
+            STEP,
+            (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)),
+            (int32(TOKENS, g.tree.emitted), int32(COUNT, 1), int32(NEXT_DRAFTS, *drafts)),
+            g.tree.emitted,
+        ),
+        function(
+            PREFILL,
+            (int32(CHUNK, g.chunk), int32(VALID, 1), int32(LENGTH, 1)),
+            (int32(NEXT_ROOT, 1), int32(NEXT_DRAFTS, *drafts)),
+            g.chunk,
+        ),
+        function(PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), (int32(TOKENS, 1),), 1),
+    ]
+    return {spec.name: spec for spec in specs}

@@ -1,0 +1,205 @@
+"""Draft trees: a fixed topology and the constant tables the step graph is built from (2402.11131 section 3.2.2).
+
+A tree is a tuple of rank paths in breadth-first order. The path ``(r1, .., rd)`` is the node at depth d that is
+reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on; ``()`` is the root, the token the
+main stream issued last. With streams γ = 2 and k = 2 candidates each::
+
+    ()            node 0, the root
+    (0,) (1,)     nodes 1, 2: stream 1's candidates
+    (0, 0)        node 3: stream 2's best candidate below node 1
+
+has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 1, 3)).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+from ssdevice.errors import ConfigError
+
+MAX_NODES = 256
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static draft tree: ``paths`` are rank paths, breadth first, the root ``()`` first.
+
+    Raises ConfigError if a parent is missing, a path repeats, the order is not breadth first or there are more
+    than MAX_NODES nodes.
+    """
+
+    paths: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        if not self.paths or self.paths[0] != ():
+            raise ConfigError("a draft tree starts with its root, the empty path []")
+        if len(self.paths) > MAX_NODES:
+            raise ConfigError(f"a draft tree has at most {MAX_NODES} nodes, this one has {len(self.paths)}")
+        known: set[Ranks] = set()
+        for path in self.paths:
+            if any(rank < 0 for rank in path):
+                raise ConfigError(f"tree path {list(path)}: ranks are 0 or more")
+            if path in known:
+                raise ConfigError(f"tree path {list(path)} stands twice")
+            if path and path[:-1] not in known:
+                raise ConfigError(f"tree path {list(path)} has no parent {list(path[:-1])} before it")
+            known.add(path)
+        if tuple(sorted(self.paths, key=lambda p: (len(p), p))) != self.paths:
+            raise ConfigError("tree paths stand in breadth-first order; build trees with Tree.of")
+
+    @classmethod
+    def of(cls, paths: Iterable[Sequence[int]]) -> Tree:
+        """The tree with these rank paths in any order; the root may be left out."""
+        unique = {(), *(tuple(path) for path in paths)}
+        return cls(tuple(sorted(unique, key=lambda p: (len(p), p))))
+
+    @classmethod
+    def root_only(cls) -> Tree:
+        """One node: the tree of plain decoding."""
+        return cls(((),))
+
+    @classmethod
+    def chain(cls, depth: int) -> Tree:
+        """The best candidate of each of ``depth`` streams: depth + 1 nodes."""
+        return cls(tuple((0,) * d for d in range(depth + 1)))
+
+    @classmethod
+    def full(cls, k: int, depth: int) -> Tree:
+        """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""
+        if k < 1 or depth < 0 or sum(k**d for d in range(depth + 1)) > MAX_NODES:
+            raise ConfigError(f"full:k={k},depth={depth} does not have 1..{MAX_NODES} nodes")
+        return cls.of(path for d in range(depth + 1) for path in product(range(k), repeat=d))
+
+    @classmethod
+    def from_counts(cls, observed: Mapping[Ranks, int], size: int) -> Tree:
+        """The tree of at most ``size`` nodes that accepts most on observed rank paths.
+
+        ``observed`` counts, for each verified position, the ranks at which the true next tokens stood in streams
+        1, 2, ..; a path ends before the first token that was no candidate. A node is accepted as often as its path
+        is a prefix of an observed one, so taking the most frequent prefixes is optimal without assuming that
+        streams are independent.
+        """
+        prefixes: Counter[Ranks] = Counter()
+        for path, times in observed.items():
+            for d in range(1, len(path) + 1):
+                prefixes[path[:d]] += times
+        best = sorted(prefixes, key=lambda p: (-prefixes[p], len(p), p))
+        return cls.of(best[: size - 1])
+
+    @classmethod
+    def parse(cls, spec: str) -> Tree:
+        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file holding one of these.
+
+        Raises ConfigError with the accepted forms.
+        """
+        text = spec.strip()
+        if text.startswith("["):
+            return cls._from_json(text)
+        kind, _, rest = text.partition(":")
+        try:
+            if kind == "chain":
+                return cls.chain(_positive(rest))
+            if kind == "full":
+                options = dict(part.split("=", 1) for part in rest.split(","))
+                if options.keys() == {"k", "depth"}:
+                    return cls.full(_positive(options["k"]), _positive(options["depth"]))
+        except ValueError:
+            pass
+        else:
+            path = Path(text)
+            if kind not in ("chain", "full") and path.is_file():
+                try:
+                    return cls.parse(path.read_text("utf-8"))
+                except UnicodeDecodeError as error:
+                    raise ConfigError(f"tree file {path} is not UTF-8 text") from error
+        raise ConfigError(
+            f"tree {spec!r}: expected chain:DEPTH, full:k=K,depth=D, a JSON list of rank paths such as [[0],[1],[0,0]], "
+            "or a file that holds one"
+        )
+
+    @classmethod
+    def _from_json(cls, text: str) -> Tree:
+        try:
+            paths = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
+        if not isinstance(paths, list) or not all(
+            isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
+        ):
+            raise ConfigError("a tree in JSON is a list of lists of ranks, such as [[0],[1],[0,0]]")
+        return cls.of(paths)
+
+    def check(self, gamma: int, k: int) -> None:
+        """Raise ConfigError unless γ streams with k candidates each can fill the tree."""
+        if self.depth > gamma:
+            raise ConfigError(f"the tree is {self.depth} deep but there are only γ = {gamma} streams")
+        if self.width > k:
+            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams give k = {k} (0..{k - 1})")
+
+    def to_json(self) -> list[list[int]]:
+        """The rank paths below the root, as ``parse`` reads them."""
+        return [list(path) for path in self.paths[1:]]
+
+    @property
+    def size(self) -> int:
+        """T, the number of nodes."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node (root 0)."""
+        return len(self.paths[-1])
+
+    @property
+    def width(self) -> int:
+        """k, the number of candidates a stream must give."""
+        return 1 + max((rank for path in self.paths for rank in path), default=0)
+
+    @property
+    def emitted(self) -> int:
+        """A = depth + 1, the most tokens one step can emit."""
+        return self.depth + 1
+
+    @cached_property
+    def _index(self) -> dict[Ranks, int]:
+        return {path: i for i, path in enumerate(self.paths)}
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """[T] parent of each node; the root is its own."""
+        return tuple(self._index[path[:-1]] for path in self.paths)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """[T] depth of each node."""
+        return tuple(len(path) for path in self.paths)
+
+    @cached_property
+    def path_table(self) -> tuple[tuple[int, ...], ...]:
+        """[T, A] node indices from the root to each node, padded with the node itself."""
+        return tuple(
+            tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted)) for path in self.paths
+        )
+
+    @cached_property
+    def ancestors(self) -> tuple[tuple[bool, ...], ...]:
+        """[T, T]; row i is true at node i and its ancestors: the tree part of the attention mask (eq. 4)."""
+        return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
+
+    def token_slots(self, k: int) -> tuple[int, ...]:
+        """[T] where each node's token stands in ``concat(root, drafts[γ, k] row by row)``."""
+        return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
