@@ -1,0 +1,7 @@
+"""``python -m ssdevice``."""
+
+import sys
+
+from ssdevice.cli import main
+
+sys.exit(main())

@@ -1,0 +1,170 @@
+"""A Hugging Face decoder taken apart: embedding, layers, head; the layers themselves run unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.errors import ContextOverflowError, UnsupportedModelError
+from ssdevice.model import attention
+from ssdevice.model.attention import KeyValue, Rows
+from ssdevice.model.families import family_of
+
+Rope = dict[str, tuple[Tensor, Tensor]]
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class Backbone(nn.Module):
+    """The decoder of a Hugging Face causal language model, callable layer by layer with explicit rows and masks.
+
+    ``positions``: how many positions the tables hold. Raises UnsupportedModelError for what a static step cannot
+    express, ContextOverflowError when the model's own tables are shorter.
+    """
+
+    def __init__(self, hf: Any, context: int, positions: int) -> None:
+        super().__init__()
+        config = hf.config
+        self.family = family = family_of(config.model_type)
+        for key, allowed in family.refuse.items():
+            values = allowed if isinstance(allowed, tuple) else (allowed,)
+            if getattr(config, key, values[0]) not in values:
+                raise UnsupportedModelError(f"{config.model_type} with {key}={getattr(config, key)} is not supported")
+        decoder = hf.get_submodule(family.decoder)
+        config._attn_implementation = attention.NAME
+        self.config = config
+        self.embed_tokens = getattr(decoder, family.embed)
+        self.layers: nn.ModuleList = getattr(decoder, family.layers)
+        self.norm = getattr(decoder, family.norm, None) or nn.Identity()
+        self.lm_head = hf.get_output_embeddings()
+        self.project_in = (getattr(decoder, family.project_in) if family.project_in else None) or nn.Identity()
+        self.project_out = (getattr(decoder, family.project_out) if family.project_out else None) or nn.Identity()
+        self.layer_types = tuple(_layer_types(config, len(self.layers)))
+        self.mask_value = attention.MASKED
+        self._make_tables(decoder, context, positions)
+
+    def _make_tables(self, decoder: Any, context: int, positions: int) -> None:
+        """Register the position tables: cos/sin per rotary kind, or the learned table's rows."""
+        family = self.family
+        self._rope_kinds = sorted(set(self.layer_types)) if family.rotary_by_layer_type else [""]
+        if family.position_embedding is not None:
+            table = getattr(decoder, family.position_embedding).weight[family.position_offset :]
+            if context > len(table):
+                raise ContextOverflowError(f"context {context} is longer than the model's {len(table)} positions")
+            rows = torch.arange(positions).clamp(max=len(table) - 1)
+            self.register_buffer("position_table", table.detach()[rows].clone(), persistent=False)
+        if family.rotary is None:
+            self._rope_kinds = []
+            return
+        rotary = getattr(decoder, family.rotary)
+        kind = getattr(rotary, "rope_type", "default")
+        where = torch.arange(positions)
+        if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
+            original = _original_positions(self.config)
+            if context > original:
+                raise UnsupportedModelError(
+                    f"rotary embedding {kind!r} changes with the length beyond {original} positions: "
+                    f"export with a context of at most {original}, not {context}"
+                )
+            where = where.clamp(max=context - 1)
+        probe = torch.zeros(1, dtype=torch.float32)
+        for name in self._rope_kinds:
+            cos, sin = rotary(probe, where[None], *([name] if name else []))
+            self.register_buffer(f"rope_cos_{name}", cos[0].float(), persistent=False)
+            self.register_buffer(f"rope_sin_{name}", sin[0].float(), persistent=False)
+
+    @property
+    def num_layers(self) -> int:
+        """N, the number of decoder layers."""
+        return len(self.layers)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states ``[B, R, D]`` of tokens and positions ``[B, R]``."""
+        h = self.project_in(self.embed_tokens(tokens))
+        if self.family.embed_scale is not None:
+            h = h * getattr(self.config, self.family.embed_scale)
+        if self.family.position_embedding is not None:
+            h = h + nn.functional.embedding(positions, self.position_table)
+        return h
+
+    def rope(self, positions: Tensor) -> Rope:
+        """cos and sin ``[B, R, rotary dim]`` of positions ``[B, R]``, by rotary kind."""
+        table = nn.functional.embedding
+        return {
+            name: (
+                table(positions, getattr(self, f"rope_cos_{name}")),
+                table(positions, getattr(self, f"rope_sin_{name}")),
+            )
+            for name in self._rope_kinds
+        }
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        h: Tensor,
+        rope: Rope,
+        masks: dict[int | None, Tensor],
+        past: Sequence[Sequence[KeyValue]],
+    ) -> tuple[Tensor, list[KeyValue]]:
+        """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
+
+        ``masks``: additive mask ``[B or 1, 1, R, rows]`` by window (``windows()``). ``past[i]``: runs of earlier rows of
+        layer i. Returns the hidden states and the new (keys, values) of each of these layers.
+        """
+        rows = Rows(past)
+        for i in range(first, last):
+            kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
+            out = self.layers[i](
+                h,
+                attention_mask=masks[self.window(i)],
+                past_key_values=rows,
+                position_embeddings=rope.get(kind),
+            )
+            h = out[0] if isinstance(out, tuple) else out
+        return h, [rows.rows(i) for i in range(first, last)]
+
+    def window(self, layer: int) -> int | None:
+        """How many positions layer sees, itself included; None: all."""
+        if self.layer_types[layer] != "sliding_attention":
+            return None
+        window: int = self.config.sliding_window
+        return window
+
+    def windows(self) -> set[int | None]:
+        """The windows that occur."""
+        return {self.window(i) for i in range(self.num_layers)}
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
+        config, family = self.config, self.family
+        logits = self.lm_head(self.project_out(self.norm(h)))
+        if family.logit_scale is not None:
+            logits = logits * getattr(config, family.logit_scale)
+        if family.logit_divisor is not None:
+            logits = logits / getattr(config, family.logit_divisor)
+        cap = getattr(config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def _layer_types(config: Any, layers: int) -> list[str]:
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise UnsupportedModelError(f"layer types {sorted(unknown)} are not supported")
+        return list(types)
+    window = getattr(config, "sliding_window", None)
+    return ["sliding_attention" if window is not None else "full_attention"] * layers
+
+
+def _original_positions(config: Any) -> int:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return int(original or config.max_position_embeddings)

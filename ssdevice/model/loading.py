@@ -1,0 +1,125 @@
+"""From folders to modules: a Hugging Face base, an app's adapter merged into it, and the streams on top."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ssdevice.config import Mode, StreamConfig
+from ssdevice.errors import InputError, UnsupportedModelError
+from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, AdapterSettings, BaseIdentity, load_streams, read_settings
+from ssdevice.model.backbone import Backbone
+from ssdevice.model.families import family_of
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import Streams
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for training, reference decoding or export. ``settings`` is None without an adapter."""
+
+    folder: Path
+    identity: BaseIdentity
+    model: StreamModel
+    settings: AdapterSettings | None
+
+
+def resolve_folder(model: str) -> Path:
+    """A local Hugging Face folder, or the snapshot folder of a hub id; raises InputError."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise InputError(f"--model {model}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--model {model}: no such folder, and the hub does not give it ({reason})") from error
+
+
+def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config_file = folder / "config.json"
+    try:
+        raw = json.loads(config_file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{config_file}: cannot be read ({error})") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise InputError(f"{config_file}: has no model_type")
+    family_of(raw["model_type"])
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{folder}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+    return hf.eval()
+
+
+def merge_lora(hf: Any, adapter: Path) -> Any:
+    """The model with a PEFT adapter folded into its weights."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(hf, str(adapter)).merge_and_unload().eval()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({str(error).splitlines()[0]})") from error
+
+
+def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
+    """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
+
+    ``context``: tokens a conversation may hold; position tables reach past it by a chunk and the streams.
+    """
+    if config is not None:
+        config.check_layers(hf.config.num_hidden_layers)
+    backbone = Backbone(hf, context, context + POSITION_MARGIN)
+    streams = Streams(backbone, config) if config is not None else None
+    return StreamModel(backbone, streams, (gamma or config.gamma) if config is not None else 0)
+
+
+POSITION_MARGIN = 1024
+"""Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
+
+
+def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None) -> LoadedModel:
+    """The base in ``folder`` with the app in ``adapter`` merged in; ``gamma``: how many of its streams to keep.
+
+    An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. Raises InputError.
+    """
+    if adapter is not None and not adapter.is_dir():
+        raise InputError(f"adapter {adapter}: no such folder")
+    hf = load_hf(folder)
+    identity = BaseIdentity.of(folder, hf.config)
+    settings: AdapterSettings | None = None
+    if adapter is not None:
+        has_streams, has_lora = (adapter / SETTINGS).is_file(), (adapter / PEFT_CONFIG).is_file()
+        if not has_streams and not has_lora:
+            raise InputError(f"{adapter}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+        if has_streams:
+            settings = read_settings(adapter)
+            settings.base.check(identity, f"adapter {adapter}")
+            if settings.streams.mode is Mode.LOSSLESS and has_lora:
+                raise InputError(f"{adapter}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
+        if has_lora:
+            hf = merge_lora(hf, adapter)
+    config = settings.streams if settings is not None else None
+    if config is not None and gamma is not None and gamma > config.gamma:
+        raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")
+    model = build(hf, config, context, gamma)
+    if model.streams is not None and adapter is not None:
+        load_streams(adapter, model.streams)
+    return LoadedModel(folder, identity, model.eval(), settings)

@@ -1,0 +1,248 @@
+"""The step: verify a draft tree and write the next draft in one call (2402.11131 section 3.2; DESIGN section 2).
+
+T tree nodes, A = depth + 1, γ streams with k candidates each, D hidden, P rows of past. Batch is 1, integers are
+int32, and every size but P is a Python constant, so the graphs are static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.config import Schedule
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.backbone import Backbone
+from ssdevice.model.streams import Streams
+from ssdevice.model.visibility import additive, committed, own_streams, stream_positions, within
+from ssdevice.tree import Tree
+
+Past = Sequence[KeyValue]
+"""Per layer the (keys, values) rows ``[1, kv_heads, P, head_dim]``; rows at ``length`` and beyond are masked."""
+Masks = dict[int | None, Tensor]
+"""Additive masks by attention window."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gives: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit."""
+
+    tokens: Tensor
+    count: Tensor
+    drafts: Tensor
+    rows: list[KeyValue]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a prefill gives: ``root [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
+
+    root: Tensor
+    drafts: Tensor
+    rows: list[KeyValue]
+
+
+class StreamModel(nn.Module):
+    """A backbone with its streams: step, prefill, training and reference decoding are made of this.
+
+    ``streams``: None for plain decoding. ``gamma``: how many streams run; those deeper than the tree are dropped.
+    """
+
+    def __init__(self, backbone: Backbone, streams: Streams | None, gamma: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.streams = streams
+        self.gamma = gamma if streams is not None else 0
+        self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
+
+    def lower(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
+        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``."""
+        backbone = self.backbone
+        return backbone.run(0, self.first_msa, h, backbone.rope(positions), masks, [[kv] for kv in past])
+
+    def upper(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
+        """The top N_s layers on main rows (eq. 1)."""
+        backbone = self.backbone
+        runs = [[kv] for kv in past]
+        return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
+
+    def stream_pass(
+        self, h: Tensor, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
+    ) -> Tensor:
+        """The MSA layers on the streams of n nodes alone (eq. 2 and 3).
+
+        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows the
+        streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
+        """
+        backbone, streams = self.backbone, self.streams
+        assert streams is not None
+        own = additive(own_streams(h.shape[1], self.gamma, h.device), backbone.mask_value)
+        masks = {w: torch.cat([m, own.expand(m.shape[0], 1, -1, -1)], dim=3) for w, m in visible.items()}
+        rope = backbone.rope(stream_positions(positions, self.gamma))
+        with streams.rows_after(0):
+            s, _ = backbone.run(
+                self.first_msa, backbone.num_layers, streams.start(h, self.gamma), rope, masks, context
+            )
+        return s
+
+    def draft_after(self, h: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int) -> Tensor:
+        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose hidden state at layer N - N_s is ``h [1, 1, D]``.
+
+        ``rows``: the new rows at positions ``length`` and on, of which ``0..last`` are the node's path and itself.
+        """
+        new = rows[0][0].shape[2]
+        offsets = torch.arange(new, dtype=torch.int32, device=h.device)
+        node_at = length + last
+        at = stream_positions(node_at, self.gamma)
+        visible = {}
+        for window in self.backbone.windows():
+            path = (offsets <= last)[None] & within(at, length + offsets, window)
+            seen = torch.cat([committed(at, length, past[0][0].shape[2], window), path], dim=1)
+            visible[window] = additive(seen[None, None], self.backbone.mask_value)
+        runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
+        return self.best(self.stream_pass(h, node_at[None], visible, runs), k)
+
+    def best(self, s: Tensor, k: int) -> Tensor:
+        """The k likeliest tokens of each stream ``[1, γ, D] -> [γ, k]``; only these rows meet the LM head."""
+        return top_k(self.backbone.head(s)[0], k)
+
+
+class StepModule(nn.Module):
+    """``step`` for one tree and schedule; with the root-only tree and no streams it is ``step_plain``."""
+
+    def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
+        super().__init__()
+        self.model, self.tree, self.k, self.schedule = model, tree, k, schedule
+        for name, table, kind in (
+            ("slots", tree.token_slots(k), torch.int32),
+            ("depths", tree.depths, torch.int32),
+            ("parents", tree.parents, torch.int32),
+            ("paths", tree.path_table, torch.int32),
+            ("ancestors", tree.ancestors, torch.bool),
+        ):
+            self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
+
+    def forward(self, root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
+        """One step at ``length [1]`` committed tokens: see the module and DESIGN section 2 for the phases."""
+        model, tree = self.model, self.tree
+        # The tree: tokens gathered from the drafts, one position per depth, eyes on the past and on ancestors.
+        tokens = torch.cat([root, drafts.reshape(-1)]).index_select(0, self.slots)
+        positions = length + self.depths
+        masks = self._main_masks(positions, length, past[0][0].shape[2])
+        h = model.backbone.embed(tokens[None], positions[None])
+        middle, rows = model.lower(h, positions[None], masks, past)
+
+        fused = model.streams is not None and self.schedule is Schedule.FUSED
+        if fused:
+            h, streams, upper = self._fused(middle, positions, length, masks, past)
+        else:
+            h, upper = model.upper(middle, positions[None], masks, past)
+
+        # Verify: the main stream's own choice at every node decides which path stands.
+        predicted = argmax(model.backbone.head(h)[0])
+        end = self._verify(tokens, predicted)
+        path = self.paths.index_select(0, end)[0]
+        depth = self.depths.index_select(0, end)
+
+        # Commit: only the rows of the accepted path leave the step.
+        rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows + upper]
+
+        # Draft: the streams of the end node write the next tree.
+        if fused:
+            by_node = streams.reshape(tree.size, model.gamma, -1)
+            drafts = model.best(by_node.index_select(0, end), self.k)
+        elif model.streams is not None:
+            drafts = model.draft_after(middle.index_select(1, end), length, depth, past, rows, self.k)
+        return Step(predicted.index_select(0, path), depth + 1, drafts, rows)
+
+    def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
+        """``[1, 1, T, P + T]``: committed rows, then the node's ancestors and itself (eq. 4), in each window."""
+        masks = {}
+        for window in self.model.backbone.windows():
+            tree = self.ancestors & within(self.depths, self.depths, window)
+            seen = torch.cat([committed(positions, length, past_rows, window), tree], dim=1)
+            masks[window] = additive(seen[None, None], self.model.backbone.mask_value)
+        return masks
+
+    def _verify(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+        """``[1]``: the deepest node all of whose path agrees with the prediction at its parent; lowest index wins."""
+        if self.tree.size == 1:
+            return torch.zeros(1, dtype=torch.int32)
+        # The root is the main stream's own token and always stands, so its column is left out.
+        agrees = tokens[1:] == predicted.index_select(0, self.parents[1:])
+        wrong = torch.where(agrees, 0.0, 1.0)[:, None]
+        rejected = torch.matmul(self.ancestors[:, 1:].to(wrong.dtype), wrong)[:, 0]
+        return argmax(torch.where(rejected < 0.5, self.depths + 1.0, 0.0)[None])
+
+    def _fused(
+        self, h: Tensor, positions: Tensor, length: Tensor, masks: Masks, past: Past
+    ) -> tuple[Tensor, Tensor, list[KeyValue]]:
+        """The MSA layers over T main rows and T * γ stream rows at once: ``(main, streams, main's new rows)``."""
+        model, size = self.model, self.tree.size
+        backbone, streams, gamma = model.backbone, model.streams, model.gamma
+        assert streams is not None
+        at = stream_positions(positions, gamma)
+        past_rows = past[0][0].shape[2]
+        ancestors = self.ancestors.repeat_interleave(gamma, dim=0)
+        own = own_streams(size, gamma)
+        blind = torch.full((1, 1, size, size * gamma), backbone.mask_value)
+        both_masks = {}
+        for window, mask in masks.items():
+            tree = ancestors & within(at, positions, window)
+            seen = torch.cat([committed(at, length, past_rows, window), tree, own], dim=1)
+            stream_rows = additive(seen[None, None], backbone.mask_value)
+            both_masks[window] = torch.cat([torch.cat([mask, blind], dim=3), stream_rows], dim=2)
+        both = torch.cat([h, streams.start(h, gamma)], dim=1)
+        where = torch.cat([positions, at])[None]
+        with streams.rows_after(size):
+            both, new = model.upper(both, where, both_masks, past)
+        return both[:, :size], both[:, size:], [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
+
+
+class PrefillModule(nn.Module):
+    """``prefill``: commit a chunk of C prompt tokens; the last chunk's root and drafts start decoding."""
+
+    def __init__(self, model: StreamModel, chunk: int, k: int) -> None:
+        super().__init__()
+        self.model, self.chunk, self.k = model, chunk, k
+        self.register_buffer("offsets", torch.arange(chunk, dtype=torch.int32), persistent=False)
+
+    def forward(self, tokens: Tensor, valid: Tensor, length: Tensor, past: Past) -> Prefill:
+        """``tokens [C]`` of which ``valid [1]`` count, at ``length [1]`` committed tokens."""
+        model, backbone, offsets = self.model, self.model.backbone, self.offsets
+        positions = length + offsets
+        causal = offsets[:, None] >= offsets[None]
+        masks = {}
+        for window in backbone.windows():
+            chunk = causal & within(offsets, offsets, window)
+            seen = torch.cat([committed(positions, length, past[0][0].shape[2], window), chunk], dim=1)
+            masks[window] = additive(seen[None, None], backbone.mask_value)
+        middle, rows = model.lower(backbone.embed(tokens[None], positions[None]), positions[None], masks, past)
+        h, upper = model.upper(middle, positions[None], masks, past)
+        rows = rows + upper
+        last = valid - 1
+        root = argmax(backbone.head(h.index_select(1, last))[0])
+        if model.streams is None:
+            return Prefill(root, torch.zeros(0, self.k, dtype=torch.int32), rows)
+        return Prefill(root, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Index of the largest value in the last dimension, the lowest among equals, as int32."""
+    return torch.argmax(scores, dim=-1).to(torch.int32)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first, the lowest id among equals.
+
+    k rounds of argmax: torch's topk leaves the order of equals open and some targets turn it into a full sort.
+    """
+    ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    taken: list[Tensor] = []
+    for _ in range(k):
+        best = argmax(scores)[:, None]
+        taken.append(best)
+        scores = torch.where(ids[None] == best, torch.finfo(scores.dtype).min, scores)
+    return torch.cat(taken, dim=1)

@@ -1,0 +1,124 @@
+"""Streams: how they start (2402.11131 eq. 3) and what distinguishes their rows in lossless mode (its successor, H.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.errors import UnsupportedModelError
+from ssdevice.model.backbone import Backbone
+
+
+@dataclass
+class RowSplit:
+    """How many leading rows of the running layer call are main rows; None: all of them."""
+
+    main: int | None = None
+
+
+class LowRank(nn.Module):
+    """x -> up(act(down(x))) with ``up`` zero at first, so that training starts from the base."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, activation: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+        self.activation = activation
+        nn.init.kaiming_uniform_(self.down.weight, a=5**0.5)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., inputs] -> [.., outputs]``."""
+        h = self.down(x)
+        return cast(Tensor, self.up(nn.functional.silu(h) if self.activation else h))
+
+
+class StreamRowAdapter(nn.Module):
+    """A base module that stream rows see with a low-rank term added, or replaced by it; main rows never see it."""
+
+    def __init__(self, base: nn.Module, adapter: LowRank, split: RowSplit, replace: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter = adapter
+        self.split = split
+        self.replace = replace
+
+    def _stream(self, x: Tensor) -> Tensor:
+        low_rank = self.adapter(x)
+        return cast(Tensor, low_rank if self.replace else self.base(x) + low_rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., R, inputs] -> [.., R, outputs]``; rows before ``split.main`` are main rows."""
+        main = self.split.main
+        if main is None:
+            return cast(Tensor, self.base(x))
+        if main == 0:
+            return self._stream(x)
+        if self.replace:
+            return torch.cat([self.base(x[..., :main, :]), self._stream(x[..., main:, :])], dim=-2)
+        y = self.base(x)
+        return torch.cat([y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2)
+
+
+class Streams(nn.Module):
+    """Stream identifier embeddings P, the transformation f and the stream adapters.
+
+    Building it in lossless mode wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
+    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter, once.
+    """
+
+    def __init__(self, backbone: Backbone, config: StreamConfig) -> None:
+        super().__init__()
+        config.check_layers(backbone.num_layers)
+        self.config = config
+        width = int(backbone.config.hidden_size)
+        self.split = RowSplit()
+        self.identifiers = nn.Parameter(torch.randn(config.gamma, width) * 0.02)
+        self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
+        self.adapters = nn.ModuleDict()
+        if config.mode is Mode.LOSSLESS:
+            for i in range(backbone.num_layers - config.msa_layers, backbone.num_layers):
+                self._wrap(backbone.layers[i], i)
+
+    @contextmanager
+    def rows_after(self, main: int) -> Iterator[None]:
+        """Within this context the layers run on ``main`` main rows followed by stream rows."""
+        self.split.main = main
+        try:
+            yield
+        finally:
+            self.split.main = None
+
+    def start(self, h: Tensor, gamma: int) -> Tensor:
+        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, streams of one node together."""
+        if self.transform is not None:
+            h = h + self.transform(h)
+        batch, nodes, width = h.shape
+        return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
+
+    def _wrap(self, layer: nn.Module, index: int) -> None:
+        config = self.config
+        replace_mlp = config.stream_mlp is StreamMLP.ADAPTER
+        if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
+            raise UnsupportedModelError("stream_mlp 'adapter' needs layers with an mlp module; use 'base+adapter'")
+        for path, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear) and not (replace_mlp and path.startswith("mlp.")):
+                adapter = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
+                self._install(layer, index, path, linear, adapter, replace=False)
+        if replace_mlp:
+            mlp = cast(nn.Module, layer.mlp)
+            width = int(self.identifiers.shape[1])
+            self._install(layer, index, "mlp", mlp, LowRank(width, width, config.adapter_rank, True), replace=True)
+
+    def _install(
+        self, layer: nn.Module, index: int, path: str, base: nn.Module, adapter: LowRank, replace: bool
+    ) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(owner), name, StreamRowAdapter(base, adapter, self.split, replace))
+        self.adapters[f"{index}-{path.replace('.', '-')}"] = adapter

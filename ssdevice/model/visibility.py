@@ -1,0 +1,38 @@
+"""Which rows may see which: boolean tables and the additive masks made of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def additive(visible: Tensor, value: float) -> Tensor:
+    """0 where visible, ``value`` where not; float32, same shape."""
+    return torch.where(visible, 0.0, value).to(torch.float32)
+
+
+def committed(positions: Tensor, length: Tensor, past_rows: int, window: int | None) -> Tensor:
+    """``[R, P]`` bool: row at ``positions [R]`` sees cache row j if j < length and j lies in its window."""
+    row = torch.arange(past_rows, dtype=torch.int32, device=positions.device)
+    seen = (row < length)[None].expand(positions.shape[0], -1)
+    return seen if window is None else seen & (positions[:, None] - row[None] < window)
+
+
+def within(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
+    """``[R, n]`` bool: whether rows at ``others [n]`` lie in the window of rows at ``positions [R]``, order aside."""
+    if window is None:
+        return torch.ones(positions.shape[0], others.shape[0], dtype=torch.bool, device=positions.device)
+    return positions[:, None] - others[None] < window
+
+
+def own_streams(nodes: int, gamma: int, device: torch.device | None = None) -> Tensor:
+    """``[n * γ, n * γ]`` bool: stream j of a node sees streams 1..j of the same node (eq. 2)."""
+    block = torch.ones(gamma, gamma, dtype=torch.bool, device=device).tril()
+    same = torch.eye(nodes, dtype=torch.bool, device=device)
+    return (same[:, None, :, None] & block[None, :, None, :]).reshape(nodes * gamma, nodes * gamma)
+
+
+def stream_positions(positions: Tensor, gamma: int) -> Tensor:
+    """Position of stream j of a node is the node's plus j: ``[.., n] -> [.., n * γ]``."""
+    ahead = torch.arange(1, gamma + 1, dtype=positions.dtype, device=positions.device)
+    return (positions[..., None] + ahead).flatten(-2)
