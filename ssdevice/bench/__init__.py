@@ -1,0 +1,1 @@
+"""Measuring speed, quality and equality of a bundle."""

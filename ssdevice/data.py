@@ -1,0 +1,194 @@
+"""Application data: JSON Lines of prompts and completions, read as a stream and checked line by line.
+
+One object a line, in either of two forms::
+
+    {"prompt": "name[Aromi], food[French]", "completion": "Aromi is French.", "references": ["Aromi is French.", ..]}
+    {"messages": [{"role": "system", ..}?, {"role": "user", "content": ".."}, {"role": "assistant", ..}?]}
+
+``references`` (all accepted answers, for measuring) and ``id`` (any text or number, ignored) may be added to both; any
+other key is an error, so that a misspelt ``completion`` does not pass for a missing one. Files are UTF-8, plain or,
+when the name ends in ``.gz``, gzip. Empty lines are skipped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ssdevice.errors import InputError
+
+MAX_LINE_BYTES = 16 << 20
+GZIP_MAGIC = b"\x1f\x8b"
+KEYS = ("prompt", "completion", "references", "messages", "id")
+ROLES = (("user",), ("user", "assistant"), ("system", "user"), ("system", "user", "assistant"))
+
+
+@dataclass(frozen=True)
+class Example:
+    """One exchange: what the user gives, what the model should answer, and every answer that counts as right.
+
+    ``completion`` is None where the data have none; ``references`` are then what ``targets`` offers.
+    """
+
+    prompt: str
+    completion: str | None = None
+    references: tuple[str, ...] = ()
+    system: str | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The references, or the completion alone where there are none; empty if there is neither."""
+        return self.references or (() if self.completion is None else (self.completion,))
+
+
+def iter_examples(path: str | Path, *, require_completion: bool = True) -> Iterator[Example]:
+    """Examples of one file in order, reading no more than asked for.
+
+    Raises InputError naming the file, and the line where there is one: no such file, not gzip, not UTF-8, not JSON,
+    unknown keys, wrong types, an empty prompt, no completion where ``require_completion``, or no example at all.
+    """
+    path = Path(path)
+    found = False
+    for number, line in _lines(path):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{where}: not UTF-8 text (byte {error.start} of the line); save the file as UTF-8"
+            ) from error
+        if text.strip():
+            found = True
+            yield _example(_parse(text, where), where, require_completion)
+    if not found:
+        raise InputError(f"{path}: holds no examples; expected one JSON object a line")
+
+
+def read_examples(
+    paths: Iterable[str | Path] | str | Path, *, limit: int | None = None, require_completion: bool = True
+) -> list[Example]:
+    """The first ``limit`` examples (all of them if None) of one or more files, in order.
+
+    Raises InputError as ``iter_examples`` does; lines past the limit are not read and not checked.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit is {limit}, expected 1 or more")
+    files = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if not files:
+        raise InputError("no data file given")
+    examples: list[Example] = []
+    for path in files:
+        for example in iter_examples(path, require_completion=require_completion):
+            examples.append(example)
+            if len(examples) == limit:
+                return examples
+    return examples
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    zipped = path.suffix == ".gz"
+    number = 0
+    try:
+        with _open(path, zipped) as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputError(
+                        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is it JSON Lines?"
+                    )
+                if number == 1 and not zipped and line.startswith(GZIP_MAGIC):
+                    raise InputError(f"{path}: holds gzip data; rename it to end in .gz")
+                yield number, line
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        hint = "its name ends in .gz but it is not gzip" if number == 0 else f"damaged gzip data after line {number}"
+        raise InputError(f"{path}: {hint} ({error})") from error
+    except EOFError as error:
+        raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path, zipped: bool) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if zipped else path.open("rb")
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise InputError(f"{where}: a key stands twice in one object")
+        return fields
+
+    try:
+        value = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg}, column {error.colno}): {text.strip()[:60]!r}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or deep nesting
+        raise InputError(f"{where}: JSON that cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _example(fields: dict[str, Any], where: str, require_completion: bool) -> Example:
+    for key in fields:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1)
+            hint = f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(KEYS)}"
+            raise InputError(f"{where}: unknown key {key[:60]!r}{hint}")
+    references = fields.get("references", [])
+    if not isinstance(references, list):
+        raise InputError(f"{where}: 'references' is {type(references).__name__}, expected a list of strings")
+    answers = tuple(_text(item, f"{where}: references[{i}]") for i, item in enumerate(references))
+    system = completion = None
+    if "messages" in fields:
+        if "prompt" in fields or "completion" in fields:
+            raise InputError(f"{where}: give either 'messages' or 'prompt' and 'completion', not both")
+        turns = _messages(fields["messages"], where)
+        prompt, system, completion = turns["user"], turns.get("system"), turns.get("assistant")
+    elif "prompt" in fields:
+        prompt = _text(fields["prompt"], f"{where}: 'prompt'")
+        if "completion" in fields:
+            completion = _text(fields["completion"], f"{where}: 'completion'")
+    else:
+        raise InputError(f"{where}: 'prompt' is missing")
+    if completion is None and require_completion:
+        raise InputError(f"{where}: 'completion' is missing")
+    return Example(prompt, completion, answers, system)
+
+
+def _messages(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise InputError(f"{where}: 'messages' is a list of objects with 'role' and 'content'")
+    for i, turn in enumerate(value):
+        if turn.keys() != {"role", "content"}:
+            raise InputError(f"{where}: messages[{i}] has keys {sorted(turn)}, expected 'role' and 'content'")
+    roles = tuple(turn["role"] for turn in value)
+    if roles not in ROLES:
+        raise InputError(
+            f"{where}: messages by {list(roles)!r:.80}; an example is one exchange: an optional system message, "
+            "one of the user, then one of the assistant"
+        )
+    return {turn["role"]: _text(turn["content"], f"{where}: content of the {turn['role']} message") for turn in value}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{what} is {type(value).__name__}, expected a string")
+    if not value.strip():
+        raise InputError(f"{what} is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} holds half a character (a lone surrogate at {error.start})") from error
+    return value
