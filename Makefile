@@ -1,0 +1,55 @@
+# make demo | test | check | conformance | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# A step of its own: a CPU build is taken where the index offers one, before any other package asks for torch.
+TORCH  ?= torch==2.13.0
+
+# The demo asks for less than the tests; an environment that has everything serves both.
+DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
+
+.PHONY: demo test check format conformance bench clean
+
+demo: $(DEMO_ENV)
+	$(BIN)/ssdevice demo
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m "not slow"
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+conformance: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m slow
+
+bench: $(DEMO_ENV)
+	$(BIN)/ssdevice demo --bench
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "ssdevice needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/torch.stamp: | $(BIN)/python
+	$(PIP) install -q '$(TORCH)'
+	touch $@
+
+$(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e '.[export,bench]'
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e '.[dev]'
+	touch $@ $(VENV)/demo.stamp
