@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,28 +19,28 @@ from ssdevice.errors import ConfigError
 T = TypeVar("T")
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """What main rows compute: with the app's LoRA (``shared``) or exactly the base (``lossless``)."""
 
     SHARED = "shared"
     LOSSLESS = "lossless"
 
 
-class StreamMLP(str, Enum):
+class StreamMLP(StrEnum):
     """What stands for the MLP on stream rows in lossless mode: the adapter alone or the base MLP with it."""
 
     ADAPTER = "adapter"
     BASE_ADAPTER = "base+adapter"
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
     """Streams of every node beside the main rows (``fused``), or of the end node after verification (``deferred``)."""
 
     FUSED = "fused"
     DEFERRED = "deferred"
 
 
-class Target(str, Enum):
+class Target(StrEnum):
     """What an export is for."""
 
     ONNX = "onnx"
@@ -87,13 +88,14 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     ``where``, the key, and the nearest known name.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected an object, found {type(data).__name__}")
+        raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, 1)
-            raise ConfigError(f"{where}: unknown key {str(key)[:60]!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            hint = f", did you mean {near[0]!r}?" if near else f"; known keys are {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {str(key)[:60]!r}{hint}")
     values = {}
     for name, field in fields.items():
         if name in data:
@@ -123,9 +125,10 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         if len(args) == 2 and args[1] is Ellipsis:
             return tuple(_coerce(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-        if len(args) == len(value):
-            return tuple(_coerce(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
-    if origin is dict and isinstance(value, dict):
+        if len(args) != len(value):
+            raise ConfigError(f"{where}: expected {len(args)} values, found {len(value)}")
+        return tuple(_coerce(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+    if origin in (dict, Mapping) and isinstance(value, dict):
         return {str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]") for key, item in value.items()}
     if isinstance(hint, type):
         if issubclass(hint, Enum):
@@ -135,11 +138,34 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}")
         if dataclasses.is_dataclass(hint):
             return load_strict(hint, value, where)
-        if hint is float and type(value) is int:
-            return float(value)
+        if hint is float and type(value) in (int, float):
+            # NaN and infinities are not JSON, yet Python's reader takes them and reads 1e999 as one.
+            if abs(value) <= sys.float_info.max:
+                return float(value)
+            raise ConfigError(f"{where}: {str(value)[:60]} is not a finite number")
         if type(value) is hint:
             return value
-    raise ConfigError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {type(value).__name__}")
+    name = hint.__name__ if isinstance(hint, type) else str(origin.__name__ if isinstance(origin, type) else hint)
+    raise ConfigError(f"{where}: expected {JSON_NAMES.get(name, name)}, found {_json_name(value)}")
+
+
+# What a reader of the JSON file calls the types of Python.
+JSON_NAMES = {
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "an object",
+    "Mapping": "an object",
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "NoneType": "null",
+}
+
+
+def _json_name(value: Any) -> str:
+    name = type(value).__name__
+    return JSON_NAMES.get(name, name)
 
 
 def to_json(value: Any) -> Any:
@@ -156,15 +182,30 @@ def to_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place."""
+    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place.
+
+    Stricter than ``json.loads``: a key that stands twice in an object is an error, because readers differ in which
+    of the two they take.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ConfigError(f"{path}: key {key[:60]!r} stands twice in one object")
+            found[key] = value
+        return found
+
     try:
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"), object_pairs_hook=once)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError(f"{path}: not JSON this tool can use ({error})") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: JSON is nested too deeply") from error
     except OSError as error:

@@ -16,7 +16,7 @@ writes at ``length``. No tensor name is spelled anywhere else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from ssdevice.errors import ConfigError
 from ssdevice.tree import Tree
@@ -56,7 +56,7 @@ def past_value(layer: int) -> str:
     return f"past_values.{layer}"
 
 
-class CacheForm(str, Enum):
+class CacheForm(StrEnum):
     """Who holds the KV cache: the caller (ROWS) or the graph (STATE)."""
 
     ROWS = "rows"

@@ -24,6 +24,7 @@ from pathlib import Path
 from ssdevice.errors import ConfigError
 
 MAX_NODES = 256
+FORMS = "chain:DEPTH, full:k=K,depth=D or a JSON list of rank paths such as [[0],[1],[0,0]]"
 Ranks = tuple[int, ...]
 
 
@@ -68,13 +69,16 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> Tree:
         """The best candidate of each of ``depth`` streams: depth + 1 nodes."""
+        if not 0 <= depth < MAX_NODES:
+            raise ConfigError(f"chain:{_short(depth)} does not have 1..{MAX_NODES} nodes")
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
     @classmethod
     def full(cls, k: int, depth: int) -> Tree:
         """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""
-        if k < 1 or depth < 0 or sum(k**d for d in range(depth + 1)) > MAX_NODES:
-            raise ConfigError(f"full:k={k},depth={depth} does not have 1..{MAX_NODES} nodes")
+        # The bound on depth comes first: k**depth of numbers from a file may not fit the memory.
+        if k < 1 or not 0 <= depth < MAX_NODES or sum(k**d for d in range(depth + 1)) > MAX_NODES:
+            raise ConfigError(f"full:k={_short(k)},depth={_short(depth)} does not have 1..{MAX_NODES} nodes")
         return cls.of(path for d in range(depth + 1) for path in product(range(k), repeat=d))
 
     @classmethod
@@ -84,13 +88,18 @@ class Tree:
         ``observed`` counts, for each verified position, the ranks at which the true next tokens stood in streams
         1, 2, ..; a path ends before the first token that was no candidate. A node is accepted as often as its path
         is a prefix of an observed one, so taking the most frequent prefixes is optimal without assuming that
-        streams are independent.
+        streams are independent. Prefixes that were never observed get no node: each costs compute. Raises
+        ConfigError for a size that is not 1..MAX_NODES or a negative count.
         """
+        if not 1 <= size <= MAX_NODES:
+            raise ConfigError(f"a draft tree has 1..{MAX_NODES} nodes, {size} were asked for")
         prefixes: Counter[Ranks] = Counter()
         for path, times in observed.items():
+            if times < 0:
+                raise ConfigError(f"path {list(path)} was observed {times} times, expected 0 or more")
             for d in range(1, len(path) + 1):
                 prefixes[path[:d]] += times
-        best = sorted(prefixes, key=lambda p: (-prefixes[p], len(p), p))
+        best = sorted((p for p, times in prefixes.items() if times), key=lambda p: (-prefixes[p], len(p), p))
         return cls.of(best[: size - 1])
 
     @classmethod
@@ -102,33 +111,40 @@ class Tree:
         text = spec.strip()
         if text.startswith("["):
             return cls._from_json(text)
+        if text.startswith(("chain:", "full:")):
+            return cls._from_shape(text)
+        try:
+            content = Path(text).read_text("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"tree file {text[:200]} is not UTF-8 text") from error
+        except (OSError, ValueError) as error:  # no such file, or no possible name of one
+            raise ConfigError(f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one") from error
+        if content.startswith("["):
+            return cls._from_json(content)
+        if content.startswith(("chain:", "full:")):
+            return cls._from_shape(content)
+        # A file that names a file is refused: it could name itself.
+        raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
+
+    @classmethod
+    def _from_shape(cls, text: str) -> Tree:
         kind, _, rest = text.partition(":")
         try:
             if kind == "chain":
                 return cls.chain(_positive(rest))
-            if kind == "full":
-                options = dict(part.split("=", 1) for part in rest.split(","))
-                if options.keys() == {"k", "depth"}:
-                    return cls.full(_positive(options["k"]), _positive(options["depth"]))
-        except ValueError:
-            pass
-        else:
-            path = Path(text)
-            if kind not in ("chain", "full") and path.is_file():
-                try:
-                    return cls.parse(path.read_text("utf-8"))
-                except UnicodeDecodeError as error:
-                    raise ConfigError(f"tree file {path} is not UTF-8 text") from error
-        raise ConfigError(
-            f"tree {spec!r}: expected chain:DEPTH, full:k=K,depth=D, a JSON list of rank paths such as [[0],[1],[0,0]], "
-            "or a file that holds one"
-        )
+            names, values = zip(*(part.split("=") for part in rest.split(",")), strict=True)
+            if sorted(names) == ["depth", "k"]:
+                options = dict(zip(names, values, strict=True))
+                return cls.full(_positive(options["k"]), _positive(options["depth"]))
+        except ValueError as error:
+            raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}") from error
+        raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}")
 
     @classmethod
     def _from_json(cls, text: str) -> Tree:
         try:
             paths = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
         if not isinstance(paths, list) or not all(
             isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
@@ -184,9 +200,7 @@ class Tree:
     @cached_property
     def path_table(self) -> tuple[tuple[int, ...], ...]:
         """[T, A] node indices from the root to each node, padded with the node itself."""
-        return tuple(
-            tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted)) for path in self.paths
-        )
+        return tuple(tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted)) for path in self.paths)
 
     @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
@@ -194,12 +208,17 @@ class Tree:
         return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
 
     def token_slots(self, k: int) -> tuple[int, ...]:
-        """[T] where each node's token stands in ``concat(root, drafts[γ, k] row by row)``."""
+        """[T] where each node's token stands in ``concat(root, drafts[γ, k] row by row)``; ConfigError if k < width."""
+        if k < self.width:
+            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams give k = {k}")
         return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ValueError(text[:60])
+    return int(text)
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**9 else "a huge number"

@@ -1,0 +1,31 @@
+"""What all tests share: one thread, no network, hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import os
+
+# Before any test module can import torch, onnxruntime or transformers: they read these at import.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MPLBACKEND": "Agg",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# Timing is never asserted: a loaded machine must not fail a test. CI draws the same examples every time.
+settings.register_profile("local", deadline=None, max_examples=60)
+settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return Path(__file__).resolve().parents[1]

@@ -1,0 +1,29 @@
+"""Exit codes and messages: 2 for what the caller can correct, 1 for a failure."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from ssdevice import errors
+from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError
+
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_belongs_to_the_hierarchy(cls: type[SSDeviceError]) -> None:
+    assert issubclass(cls, SSDeviceError)
+    assert cls.exit_code == (2 if issubclass(cls, InputError) else 1)
+    assert cls.__doc__
+
+
+def test_a_failed_check_is_not_the_callers_fault() -> None:
+    assert ParityError.exit_code == SSDeviceError.exit_code == 1
+
+
+def test_missing_extra_says_what_to_install() -> None:
+    error = MissingExtraError("coreml", "coremltools")
+    assert error.extra == "coreml"
+    assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
