@@ -1,0 +1,46 @@
+"""Running a bundle never loads a training framework, and the command line starts without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "peft", "coremltools", "executorch", "torchao", "onnx", "onnxscript", "matplotlib")
+CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "runtime", "bench")
+
+
+def loaded_by(repository: Path, code: str) -> set[str]:
+    """Top-level modules in memory after ``code`` has run in a fresh interpreter."""
+    report = "import json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], cwd=repository, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_import_loads_no_framework(repository: Path, name: str) -> None:
+    if importlib.util.find_spec(f"ssdevice.{name}") is None:
+        pytest.skip(f"ssdevice.{name} is not part of this tree")
+    assert not loaded_by(repository, f"import ssdevice.{name}") & set(HEAVY)
+
+
+def test_help_loads_no_framework(repository: Path) -> None:
+    if importlib.util.find_spec("ssdevice.cli") is None:
+        pytest.skip("ssdevice.cli is not part of this tree")
+    code = """
+import sys
+from ssdevice.cli import main
+try:
+    code = main(["--help"])
+except SystemExit as stop:
+    code = stop.code
+assert not code, code
+"""
+    assert not loaded_by(repository, code) & {*HEAVY, "onnxruntime", "numpy"}

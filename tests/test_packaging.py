@@ -1,0 +1,82 @@
+"""The wheel holds every module of the tree once, under its dotted home, and does not need the links to be built."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+FOLDERS = {"ssdevice": "ssdevice", "export": "ssdevice/export", "runtime": "ssdevice/runtime"}
+LINKS = ("export", "runtime")
+
+
+def modules(root: Path) -> set[str]:
+    """Where each module of the tree belongs in a wheel."""
+    found = set()
+    for folder, home in FOLDERS.items():
+        for file in (root / folder).rglob("*.py"):
+            inside = file.relative_to(root / folder)
+            if folder == "ssdevice" and inside.parts[0] in LINKS:
+                continue  # reached through a link: the file's home is the real folder
+            found.add(f"{home}/{inside.as_posix()}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built, without network and without the links, from a copy of the sources."""
+    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in FOLDERS:
+        skip = shutil.ignore_patterns("__pycache__", *(LINKS if name == "ssdevice" else ()))
+        shutil.copytree(repository / name, copy / name, ignore=skip)
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(repository / name, copy)
+    build = f"import setuptools.build_meta as backend; backend.build_wheel({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    [path] = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_module_once(repository: Path, wheel: zipfile.ZipFile) -> None:
+    names = [name for name in wheel.namelist() if name.endswith(".py")]
+    assert len(names) == len(set(names))
+    missing = sorted(modules(repository) - set(names))
+    assert not missing, f"not in the wheel, add their packages to [tool.setuptools] in pyproject.toml: {missing}"
+    assert set(names) == modules(repository), "the wheel holds modules that the tree does not"
+
+
+def test_wheel_puts_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ssdevice"}
+    assert "ssdevice/py.typed" in wheel.namelist()
+
+
+def test_every_package_has_an_init(repository: Path) -> None:
+    homes = modules(repository)
+    folders = {str(Path(home).parent) for home in homes}
+    assert not sorted(folder for folder in folders if f"{folder}/__init__.py" not in homes)
+
+
+def test_core_needs_no_heavy_dependency(wheel: zipfile.ZipFile) -> None:
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    requires = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist", [])
+    core = {line.split(">")[0].split("=")[0].split("<")[0].strip() for line in requires if "extra ==" not in line}
+    assert core == {"numpy", "onnxruntime", "tokenizers", "jinja2", "rich"}
+
+
+def test_links_point_at_the_real_folders(repository: Path) -> None:
+    for name in LINKS:
+        assert (repository / "ssdevice" / name).resolve() == repository / name
+
+
+def test_script_and_extras_are_declared(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"ssdevice": "ssdevice.cli:main"}
+    assert {"export", "train", "coreml", "executorch", "bench", "all", "dev"} == set(project["optional-dependencies"])
