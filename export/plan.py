@@ -1,0 +1,271 @@
+"""What is asked of an export, what follows from it, and the interface every target implements."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ssdevice.config import Schedule, Target
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
+from ssdevice.tree import Tree
+
+if TYPE_CHECKING:
+    from ssdevice.model.adapter import AdapterSettings, BaseIdentity
+    from ssdevice.model.loading import LoadedModel
+
+DEFAULT_CONTEXT = 512
+DEFAULT_CHUNK = 64
+MAX_CHUNK = 512
+
+Report = Callable[[str, int, int, str], None]
+"""``report(stage, done, total, detail)``: where a long export stands."""
+
+
+class Quant(StrEnum):
+    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the caller asks for; None: the default of the target or the adapter.
+
+    ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
+    default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
+    """
+
+    model: str
+    target: Target
+    quant: Quant
+    out: Path
+    adapters: tuple[tuple[str, Path], ...] = ()
+    tree: Tree | None = None
+    schedule: Schedule | None = None
+    context: int = DEFAULT_CONTEXT
+    chunk: int = DEFAULT_CHUNK
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk <= MAX_CHUNK:
+            raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will do: everything that is known before weights are loaded.
+
+    ``settings``: the adapter's, None without streams; then only prefill and plain decoding are exported.
+    ``parameters``: elements of the base's weights by stored tensor name.
+    """
+
+    options: ExportOptions
+    folder: Path
+    identity: BaseIdentity
+    settings: AdapterSettings | None
+    geometry: Geometry
+    schedule: Schedule
+    parameters: Mapping[str, int]
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the one adapter that is merged."""
+        return self.options.adapters[0][1] if self.options.adapters else None
+
+    @property
+    def tree(self) -> Tree:
+        """The draft tree."""
+        return self.geometry.tree
+
+    @property
+    def function_names(self) -> tuple[str, ...]:
+        """The contract's functions this export has."""
+        return FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)
+
+    def functions(self, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
+        """The signatures of the functions this export has."""
+        every = functions(self.geometry, cache, cache_dtype)
+        return {name: every[name] for name in self.function_names}
+
+    def estimated_bytes(self) -> int:
+        """About how large the weights will be on disk; scales included, graphs not."""
+        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0}[self.options.quant]
+        return int(sum(self.parameters.values()) * bits / 8)
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as plain JSON values, for ``--dry-run``."""
+        g = self.geometry
+        return {
+            "model": str(self.folder),
+            "family": self.identity.model_type,
+            "apps": [name for name, _ in self.options.adapters],
+            "target": self.options.target.value,
+            "quant": self.options.quant.value,
+            "mode": self.settings.streams.mode.value if self.settings else None,
+            "functions": list(self.function_names),
+            "gamma": g.gamma,
+            "k": g.k,
+            "msa_layers": self.settings.streams.msa_layers if self.settings else None,
+            "tree": g.tree.to_json(),
+            "tree_size": g.tree.size,
+            "schedule": self.schedule.value,
+            "context": g.context,
+            "chunk": g.chunk,
+            "out": str(self.options.out),
+            "estimated_bytes": self.estimated_bytes(),
+        }
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """A plan with its model loaded; ``loaded.model`` has the adapter merged and ``geometry.gamma`` streams."""
+
+    plan: ExportPlan
+    loaded: LoadedModel
+    report: Report
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """A file or folder a target wrote into the bundle folder: its role, and its path there (POSIX, relative)."""
+
+    role: str
+    path: str
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """What a target wrote. ``notes``: what differs from what was asked, one sentence each (kept in the manifest)."""
+
+    files: tuple[TargetFile, ...]
+    cache: CacheForm
+    cache_dtype: str
+    notes: tuple[str, ...] = ()
+    tools: Mapping[str, str] | None = None
+
+
+class Exporter(Protocol):
+    """A target. ``quants``: what it can do; ``schedule``: its default; ``tools``: packages whose versions count."""
+
+    @property
+    def quants(self) -> tuple[Quant, ...]: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write the target's files below ``folder`` (the bundle in the making)."""
+        ...
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """Compare the written files with the reference; raises ParityError. Returns the largest differences seen."""
+        ...
+
+
+def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
+    """Check everything that can be checked without loading weights.
+
+    Raises InputError (or a subclass) naming the value that cannot be used.
+    """
+    from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, BaseIdentity, read_settings
+    from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
+
+    if options.quant not in target.quants:
+        able = ", ".join(target.quants)
+        raise ConfigError(f"target {options.target} has no {options.quant} form; it offers {able}")
+    if len(options.adapters) > 1:  # one adapter is merged; slots for several belong here
+        raise ConfigError(f"one adapter per {options.target} bundle for now, {len(options.adapters)} were given")
+    folder = resolve_folder(options.model)
+    config = read_config(folder)
+    identity = BaseIdentity.of(folder, config)
+    settings = None
+    for name, adapter in options.adapters:
+        if not adapter.is_dir():
+            raise InputError(f"--adapter {name}={adapter}: no such folder")
+        if (adapter / SETTINGS).is_file():
+            settings = read_settings(adapter)
+            settings.base.check(identity, f"adapter {adapter}")
+            settings.streams.check_layers(config.num_hidden_layers)
+        elif not (adapter / PEFT_CONFIG).is_file():
+            raise InputError(f"--adapter {name}={adapter}: neither {SETTINGS} nor {PEFT_CONFIG} is in it")
+    tree = _tree(options, settings)
+    if options.chunk + tree.depth + 2 > POSITION_MARGIN:
+        raise ConfigError(f"--chunk {options.chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
+    heads = int(config.num_attention_heads)
+    geometry = Geometry(
+        layers=int(config.num_hidden_layers),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab=int(config.vocab_size),
+        gamma=tree.depth,
+        k=tree.width,
+        tree=tree,
+        context=options.context,
+        chunk=options.chunk,
+    )
+    schedule = options.schedule or target.schedule
+    return ExportPlan(options, folder, identity, settings, geometry, schedule, stored_parameters(folder))
+
+
+def _tree(options: ExportOptions, settings: AdapterSettings | None) -> Tree:
+    """The tree asked for, or the chain of all streams; without streams the root alone."""
+    if settings is None:
+        if options.tree is not None and options.tree.size > 1:
+            raise ConfigError("--tree needs an adapter with streams: without one there is nothing to draft with")
+        return Tree.root_only()
+    gamma = settings.streams.gamma
+    if options.tree is None:
+        return Tree.chain(gamma)
+    if options.tree.size == 1:
+        raise ConfigError("--tree has only its root; leave --adapter out to export plain decoding alone")
+    if options.tree.depth > gamma:
+        raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter has γ = {gamma} streams")
+    return options.tree
+
+
+def read_config(folder: Path) -> Any:
+    """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
+    from transformers import AutoConfig
+
+    from ssdevice.config import read_json
+    from ssdevice.model.families import family_of
+
+    raw = read_json(folder / "config.json")
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise UnsupportedModelError(f"{folder / 'config.json'} names no model_type")
+    family_of(raw["model_type"])
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
+
+
+def stored_parameters(folder: Path) -> dict[str, int]:
+    """Elements of every tensor in a folder's safetensors files, from their headers; raises InputError."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > file.stat().st_size:
+                    raise InputError(f"{file}: its header claims {length} bytes, more than the file has")
+                header = json.loads(stream.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    count = 1
+                    for size in entry["shape"]:
+                        count *= int(size)
+                    sizes[name] = count
+        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{file}: not a safetensors file ({error})") from error
+    return sizes
