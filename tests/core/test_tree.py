@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -202,7 +202,7 @@ def test_from_counts_accepts_as_much_as_the_best_of_all_trees(observed: dict[Ran
 @given(st.dictionaries(ranks, st.integers(0, 100), max_size=10))
 def test_from_counts_grows_node_by_node(observed: dict[Ranks, int]) -> None:
     sizes = [Tree.from_counts(observed, size) for size in range(1, 8)]
-    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+    for smaller, larger in pairwise(sizes):
         assert set(smaller.paths) <= set(larger.paths)
 
 
