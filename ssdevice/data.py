@@ -71,7 +71,7 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
 
 
 def read_examples(
-    paths: Iterable[str | Path] | str | Path, *, limit: int | None = None, require_completion: bool = True
+    paths: Iterable[str | Path] | str | Path, limit: int | None = None, *, require_completion: bool = True
 ) -> list[Example]:
     """The first ``limit`` examples (all of them if None) of one or more files, in order.
 

@@ -1,0 +1,176 @@
+"""An answer as text while its tokens arrive: pieces that never change again, cut at stop tokens and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ssdevice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNDECODED = "\ufffd"
+PATIENCE = 16  # tokens without a clean end after which one is searched for
+LONGEST_CHARACTER = 4  # bytes, so tokens, that one character can span
+
+
+class TextStream:
+    """Text of a growing sequence of ids, special tokens left out.
+
+    A piece is given out once no later token can change it, so characters that span tokens appear whole; the pieces and
+    ``flush`` together are the text of all ids decoded at once. One exception: where a model breaks off inside a run of
+    byte-fallback tokens, decoding at once also spoils the run's whole characters, and a stream has shown them.
+
+    Only the tokens since the last piece and one piece before them are decoded (that one decides whether a word begins
+    with a space), so a token costs the same however long the answer is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ids: list[int] = []  # the window that is decoded
+        self._settled = 0  # ids in the window whose text is out to the last character
+        self._sent = 0  # characters of the window's text that are out
+        self._patience = PATIENCE
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these further ids settle, often empty."""
+        # Tokens without text would leave the window without a token that decides about the space before a word.
+        self._ids += [i for i in ids if i not in self._special and self._tokenizer.id_to_token(i) is not None]
+        if len(self._ids) == self._settled:
+            return ""
+        text = self._decode(self._ids)
+        whole = text.rstrip(UNDECODED)
+        piece = whole[self._sent :]
+        if len(whole) < len(text) or len(text) <= self._sent:
+            self._sent = max(self._sent, len(whole))
+            if len(self._ids) - self._settled >= self._patience:
+                piece += self._settle_front(text)
+            return piece
+        self._ids = self._ids[self._settled :]
+        self._settled, self._sent, self._patience = len(self._ids), len(self._decode(self._ids)), PATIENCE
+        return piece
+
+    def flush(self) -> str:
+        """The rest, a broken character as U+FFFD; the stream is then ready for another answer."""
+        piece = self._decode(self._ids)[self._sent :]
+        self._reset()
+        return piece
+
+    def _settle_front(self, text: str) -> str:
+        """Drop the front of a window that has no clean end (bytes that are no UTF-8), so that it stays short."""
+        for cut in range(len(self._ids) - 1, len(self._ids) - 2 * LONGEST_CHARACTER, -1):
+            front = self._decode(self._ids[:cut])
+            # Equal when no character spans the cut and the decoder treats the rest as it would in place.
+            if front + self._decode(self._ids[cut:]) == text:
+                piece = front[self._sent :]
+                self._ids = self._ids[cut:]
+                self._settled, self._sent, self._patience = 0, max(self._sent - len(front), 0), PATIENCE
+                return piece
+        self._patience *= 2
+        return ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class StopStrings:
+    """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning.
+
+    The first is the one that ends first (of those, the longest), so that it does not depend on how the text is cut into
+    pieces. ``stop`` is the string found, or None; ``cut`` the number of characters before it. Raises ConfigError for an
+    empty string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ConfigError("a stop string is empty")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self._given = 0
+        self.stop: str | None = None
+
+    @property
+    def cut(self) -> int | None:
+        """Characters of the whole text that stand before the stop string; None until it is found."""
+        return None if self.stop is None else self._given
+
+    def push(self, piece: str) -> str:
+        """The text that is certain to stand before any stop string; empty once one was found."""
+        if self.stop is not None:
+            return ""
+        text = self._held + piece
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            _, keep, self.stop = min(ends)
+            self._held = ""
+        else:
+            keep = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+            self._held = text[keep:]
+        self._given += keep
+        return text[:keep]
+
+    def flush(self) -> str:
+        """What was held back, now that no more text comes."""
+        text, self._held = self._held, ""
+        self._given += len(text)
+        return text
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a run of tokens gave: settled ``text``, the ``used`` first tokens of the run, and whether it ``stopped``.
+
+    If it stopped, token ``used - 1`` of the run is the stop token or completes the stop string, and later tokens of the
+    run do not count.
+    """
+
+    text: str
+    used: int
+    stopped: bool
+
+
+class TextOutput:
+    """The text of an answer from runs of accepted tokens, until a stop token or a stop string.
+
+    Tokens are judged one by one, so where an answer ends does not depend on how many were accepted at a time.
+    """
+
+    def __init__(self, stream: TextStream, stop_ids: Collection[int], stops: StopStrings) -> None:
+        self._stream = stream
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = stops
+        self.stopped = False
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stops.stop
+
+    def push(self, run: Sequence[int]) -> Emission:
+        """Take a run of tokens; after a stop, none is taken."""
+        text = ""
+        for used, token in enumerate(run if not self.stopped else (), 1):
+            if token in self._stop_ids:
+                text += self.finish()
+            else:
+                text += self._stops.push(self._stream.push((token,)))
+            if self.stopped or self.stop is not None:
+                self.stopped = True
+                return Emission(text, used, True)
+        return Emission(text, 0 if self.stopped else len(run), self.stopped)
+
+    def finish(self) -> str:
+        """The rest of the text when no more tokens come."""
+        self.stopped = True
+        return self._stops.push(self._stream.flush()) + self._stops.flush()
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
