@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,6 @@ class ChatTokenizer:
                 f"{TOKENIZER_CONFIG_FILE}"
             )
         self._template = ChatTemplate(chat)
-        self._closing = _closing_of(self._template)
-        self._closing_stops = any(i in chat.stop_ids for i in self.encode(self._closing))
 
     @classmethod
     def open(cls, folder: str | Path, *, variables: dict[str, Any] | None = None) -> ChatTokenizer:
@@ -112,7 +111,7 @@ class ChatTokenizer:
         """
         if not prompt.strip():
             raise InputError("the prompt is empty")
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
         return self.encode(self._template.render(messages, add_generation_prompt=True))
 
@@ -122,18 +121,31 @@ class ChatTokenizer:
         What the template puts after the stop token (often a line break) is not part of an answer. If it puts no stop
         token there, the first of ``stop_ids`` is appended.
         """
-        head = self._template.render(PROMPT, add_generation_prompt=True)
+        head, head_ids = self._head
         whole = self._template.render([*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False)
         # Some templates open the answer differently when it is still to come (a reasoning mark, for one).
         tail = whole[len(head) :] if whole.startswith(head) else text + self._closing
-        head_ids, whole_ids = self.encode(head), self.encode(head + tail)
+        whole_ids = self.encode(head + tail)
         # Encoded after the head, so that a tokenizer which begins every text with a space does not do so here.
         ids = whole_ids[len(head_ids) :] if whole_ids[: len(head_ids)] == head_ids else self.encode(tail)
         if not self._closing_stops:
             return [*ids, self.stop_ids[0]]
-        while ids and ids[-1] not in self.stop_ids:
+        while ids[-1] not in self.stop_ids:
             ids.pop()
         return ids
+
+    @cached_property
+    def _head(self) -> tuple[str, list[int]]:
+        head = self._template.render(PROMPT, add_generation_prompt=True)
+        return head, self.encode(head)
+
+    @cached_property
+    def _closing(self) -> str:
+        return _closing_of(self._template)
+
+    @cached_property
+    def _closing_stops(self) -> bool:
+        return any(i in self.stop_ids for i in self.encode(self._closing))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands, no special tokens added; raises InputError for half characters."""

@@ -40,20 +40,24 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these further ids settle, often empty."""
+        # One by one: the text of a run may have no clean end anywhere but within it.
+        return "".join([self._push(i) for i in ids])
+
+    def _push(self, token: int) -> str:
         # Tokens without text would leave the window without a token that decides about the space before a word.
-        self._ids += [i for i in ids if i not in self._special and self._tokenizer.id_to_token(i) is not None]
-        if len(self._ids) == self._settled:
+        if token in self._special or self._tokenizer.id_to_token(token) is None:
             return ""
+        self._ids.append(token)
         text = self._decode(self._ids)
         whole = text.rstrip(UNDECODED)
         piece = whole[self._sent :]
-        if len(whole) < len(text) or len(text) <= self._sent:
-            self._sent = max(self._sent, len(whole))
-            if len(self._ids) - self._settled >= self._patience:
-                piece += self._settle_front(text)
+        if len(whole) == len(text) > self._sent:
+            self._ids = self._ids[self._settled :]
+            self._settled, self._sent, self._patience = len(self._ids), len(self._decode(self._ids)), PATIENCE
             return piece
-        self._ids = self._ids[self._settled :]
-        self._settled, self._sent, self._patience = len(self._ids), len(self._decode(self._ids)), PATIENCE
+        self._sent = max(self._sent, len(whole))
+        if len(self._ids) - self._settled >= self._patience:
+            piece += self._settle_front(text)
         return piece
 
     def flush(self) -> str:
