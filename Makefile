@@ -5,6 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # A step of its own: a CPU build is taken where the index offers one, before any other package asks for torch.
 TORCH  ?= torch==2.13.0
+# For bench: a bundle, rows to decode, where the numbers go.
+BUNDLE ?=
+DATA   ?=
+OUT    ?= out/bench.json
 
 # The demo asks for less than the tests; an environment that has everything serves both.
 DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
@@ -31,7 +35,9 @@ conformance: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m slow
 
 bench: $(DEMO_ENV)
-	$(BIN)/ssdevice demo --bench
+	@test -n '$(BUNDLE)' -a -n '$(DATA)' || { echo "make bench BUNDLE=FOLDER DATA=FILE.jsonl [OUT=out/bench.json]" >&2; exit 2; }
+	mkdir -p '$(dir $(OUT))'
+	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --json '$(OUT)'
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ssdevice.cli import COMMANDS
+
 HEAVY = ("torch", "transformers", "peft", "coremltools", "executorch", "torchao", "onnx", "onnxscript", "matplotlib")
 CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "runtime", "bench")
 
@@ -31,16 +33,19 @@ def test_import_loads_no_framework(repository: Path, name: str) -> None:
     assert not loaded_by(repository, f"import ssdevice.{name}") & set(HEAVY)
 
 
-def test_help_loads_no_framework(repository: Path) -> None:
-    if importlib.util.find_spec("ssdevice.cli") is None:
-        pytest.skip("ssdevice.cli is not part of this tree")
-    code = """
-import sys
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_loads_no_framework(repository: Path, command: str | None) -> None:
+    if command and importlib.util.find_spec(f"ssdevice.commands.{command}") is None:
+        pytest.skip(f"ssdevice.commands.{command} is not part of this tree")
+    code = f"""
 from ssdevice.cli import main
 try:
-    code = main(["--help"])
+    code = main({[command, "--help"] if command else ["--help"]!r})
 except SystemExit as stop:
     code = stop.code
 assert not code, code
 """
-    assert not loaded_by(repository, code) & {*HEAVY, "onnxruntime", "numpy"}
+    loaded = loaded_by(repository, code)
+    assert not loaded & set(HEAVY)
+    if command is None:
+        assert not loaded & {"onnxruntime", "numpy", "rich"}
