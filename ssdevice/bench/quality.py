@@ -1,0 +1,133 @@
+"""Quality of answers, one number an example, so that means and paired intervals can be made of them.
+
+========================  =============================================================  ==========================
+metric                    what counts                                                    columns
+========================  =============================================================  ==========================
+``exact_match``           the answer equals a target                                     ``exact_match``,
+                                                                                         ``exact_match_normalized``
+``final_answer``          the number after ``####`` is the target's                      ``final_answer``
+``rouge``                 F-measure of ROUGE-1 and ROUGE-Lsum against the best target    ``rouge1``, ``rougeLsum``
+========================  =============================================================  ==========================
+
+Targets of an example are its references, or its completion where it has none. All values lie in 0..1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+
+from ssdevice.data import Example
+from ssdevice.errors import InputError, MissingExtraError
+
+Scores = dict[str, list[float]]
+ANSWER_MARK = "####"
+QUOTE = "\0"  # stands for quoted text while the rest is normalized
+
+_ANSWER = re.compile(ANSWER_MARK + r"\s*(-?)\s*\$?\s*(-?)(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
+_AROUND_SIGN = re.compile(r"\s*([(),;=<>!+*/-])\s*")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+def normalize_query(text: str) -> str:
+    """A query as ``exact_match_normalized`` compares it.
+
+    Outside quotes: lower case, one space between words and none around signs, no semicolon at the end. Quoted text
+    keeps its letters and spaces; 'single' and "double" quotes are the same.
+    """
+    quoted: list[str] = []
+
+    def lift(found: re.Match[str]) -> str:
+        quoted.append(found.group()[1:-1])
+        return QUOTE
+
+    plain = _AROUND_SIGN.sub(r"\1", " ".join(_QUOTED.sub(lift, text.replace(QUOTE, "")).casefold().split()))
+    pieces = plain.rstrip("; ").split(QUOTE)
+    return pieces[0] + "".join(f'"{inner}"{piece}' for inner, piece in zip(quoted, pieces[1:], strict=True))
+
+
+def final_answer(text: str) -> Decimal | None:
+    """The number after the first ``####`` of a worked solution, or None: ``#### $1,234.0`` is 1234."""
+    found = _ANSWER.search(text)
+    if found is None:
+        return None
+    before, after, digits = found.groups()
+    value = Decimal(digits.replace(",", ""))
+    return -value if before or after else value
+
+
+def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
+    """1 where an answer equals a target: strictly but for space at the ends, and as ``normalize_query`` leaves them."""
+    strict, normalized = [], []
+    for prediction, example in zip(predictions, examples, strict=True):
+        strict.append(float(prediction.strip() in {target.strip() for target in example.targets}))
+        normalized.append(float(normalize_query(prediction) in {normalize_query(t) for t in example.targets}))
+    return {"exact_match": strict, "exact_match_normalized": normalized}
+
+
+def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
+    """1 where the number after ``####`` equals that of a target, as numbers (1,000 = 1000.0).
+
+    Raises InputError for an example none of whose targets has such a number.
+    """
+    scores = []
+    for i, (prediction, example) in enumerate(zip(predictions, examples, strict=True)):
+        accepted = {answer for target in example.targets if (answer := final_answer(target)) is not None}
+        if not accepted:
+            raise InputError(f"example {i + 1}: its completion has no '{ANSWER_MARK} number'; choose another metric")
+        scores.append(float(final_answer(prediction) in accepted))
+    return {"final_answer": scores}
+
+
+def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
+    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library, with its stemmer; English text only.
+
+    Of several targets the best counts, for each of the two apart. Sentences, which ROUGE-Lsum matches one by one, end
+    at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("bench", error.name or "rouge_score") from error
+    columns = ("rouge1", "rougeLsum")
+    scorer = RougeScorer(columns, use_stemmer=True)
+    scores: Scores = {column: [] for column in columns}
+    for prediction, example in zip(predictions, examples, strict=True):
+        targets = [_SENTENCE_END.sub("\n", target) for target in example.targets]
+        best = scorer.score_multi(targets, _SENTENCE_END.sub("\n", prediction))
+        for column in columns:
+            scores[column].append(float(best[column].fmeasure))
+    return scores
+
+
+Metric = Callable[[Sequence[str], Sequence[Example]], Scores]
+METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "final_answer": final_answer_match, "rouge": rouge}
+
+
+def choose_metric(examples: Sequence[Example]) -> str:
+    """The metric that data ask for.
+
+    ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else ``exact_match``.
+    Summaries with a single reference each look like queries: name ``rouge`` for them.
+    """
+    if examples and all(any(final_answer(target) is not None for target in e.targets) for e in examples):
+        return "final_answer"
+    return "rouge" if any(e.references for e in examples) else "exact_match"
+
+
+def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
+    """Column -> one value an example, in order.
+
+    Raises InputError for an unknown metric, other numbers of predictions than of examples, or an example without a
+    target.
+    """
+    if metric not in METRICS:
+        raise InputError(f"metric {metric[:60]!r} is not one of {', '.join(METRICS)}")
+    if len(predictions) != len(examples):
+        raise InputError(f"{len(predictions)} predictions for {len(examples)} examples")
+    for i, example in enumerate(examples):
+        if not example.targets:
+            raise InputError(f"example {i + 1} has neither a completion nor references to compare with")
+    return METRICS[metric](predictions, examples)

@@ -1,0 +1,137 @@
+"""How sure a measured difference is: paired bootstrap intervals, and the spread of repeated rounds.
+
+Bootstrap intervals are percentile intervals: examples are drawn with replacement, both arms of an example together,
+and the outer (1 - confidence) / 2 of the resampled values are cut off at either end. The same seed gives the same
+interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ssdevice.errors import InputError
+
+SAMPLES = 10_000
+DRAWN_AT_ONCE = 1 << 20  # numbers; keeps memory at some tens of MB whatever the data
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the bounds that hold it with the given confidence.
+
+    The bounds are None where there are fewer than two examples: nothing can be resampled then.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+    confidence: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether ``value`` (0 for a difference, 1 for a ratio) lies outside; never without bounds."""
+        return self.low is not None and self.high is not None and not self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of repeated rounds with the quartiles and the extremes."""
+
+    median: float
+    q1: float
+    q3: float
+    low: float
+    high: float
+
+    @property
+    def iqr(self) -> float:
+        """Distance of the quartiles: half of the rounds lie within."""
+        return self.q3 - self.q1
+
+
+def spread(values: Sequence[float] | ArrayLike) -> Spread:
+    """Median, quartiles (linear interpolation), least and greatest of one value or more; raises InputError."""
+    data = _values(values, "values")
+    q1, median, q3 = (float(q) for q in np.quantile(data, (0.25, 0.5, 0.75)))
+    return Spread(median, q1, q3, float(data.min()), float(data.max()))
+
+
+def mean_interval(values: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0) -> Interval:
+    """The mean of values ``[n]`` and its bootstrap interval; raises InputError for none or not finite ones."""
+    data = _values(values, "values")
+    return _bootstrap(data[:, None], lambda means: means[:, 0], confidence, samples, seed)
+
+
+def paired_difference(
+    first: ArrayLike, second: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0
+) -> Interval:
+    """Mean of ``second - first`` over paired examples ``[n]`` and its bootstrap interval.
+
+    The gain of ``second`` is sure at this confidence if the interval excludes 0. Raises InputError unless both have
+    the same number, one or more, of finite values.
+    """
+    a, b = _pair(first, second)
+    return mean_interval(b - a, confidence=confidence, samples=samples, seed=seed)
+
+
+def speedup(
+    baseline_seconds: ArrayLike,
+    seconds: ArrayLike,
+    *,
+    confidence: float = 0.95,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Time of the baseline over time of the other arm, each summed over paired examples or rounds ``[n]``.
+
+    A ratio of sums, so long answers weigh as much as they take; 2 means half the time. Raises InputError unless both
+    have the same number, one or more, of times above 0.
+    """
+    a, b = _pair(baseline_seconds, seconds)
+    if (a <= 0).any() or (b <= 0).any():
+        raise InputError("a speed-up needs times above 0 seconds")
+    return _bootstrap(np.stack((a, b), axis=1), lambda means: means[:, 0] / means[:, 1], confidence, samples, seed)
+
+
+def _bootstrap(
+    rows: Floats, statistic: Callable[[Floats], Floats], confidence: float, samples: int, seed: int
+) -> Interval:
+    """Interval of a statistic, which maps ``[m, columns]`` means to ``[m]``, over rows ``[n, columns]``."""
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence is {confidence}, expected a number between 0 and 1")
+    if samples < 1:
+        raise InputError(f"samples is {samples}, expected 1 or more")
+    estimate = float(statistic(rows.mean(axis=0, keepdims=True))[0])
+    count = len(rows)
+    if count < 2:
+        return Interval(estimate, None, None, confidence)
+    rng = np.random.default_rng(seed)
+    at_once = max(1, DRAWN_AT_ONCE // count)
+    drawn = []
+    for start in range(0, samples, at_once):
+        picks = rng.integers(0, count, size=(min(at_once, samples - start), count))
+        drawn.append(statistic(rows[picks].mean(axis=1)))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(drawn), (tail, 1 - tail))
+    return Interval(estimate, float(low), float(high), confidence)
+
+
+def _pair(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
+    a, b = _values(first, "the first arm"), _values(second, "the second arm")
+    if len(a) != len(b):
+        raise InputError(f"paired arms have {len(a)} and {len(b)} values")
+    return a, b
+
+
+def _values(values: ArrayLike, what: str) -> Floats:
+    data = np.asarray(values, dtype=np.float64)
+    if data.ndim != 1 or data.size == 0:
+        raise InputError(f"{what}: expected one value or more in a row, found shape {list(data.shape)}")
+    if not np.isfinite(data).all():
+        raise InputError(f"{what}: holds a value that is not finite")
+    return data

@@ -1,0 +1,85 @@
+"""Intervals and spreads: checked against what is known in closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssdevice.bench import statistics
+from ssdevice.bench.statistics import Interval, Spread, mean_interval, paired_difference, speedup, spread
+from ssdevice.errors import InputError
+
+
+def test_interval_of_a_mean_is_that_of_its_normal_approximation() -> None:
+    values = np.random.default_rng(1).normal(5, 2, size=400)
+    interval = mean_interval(values)
+    half = 1.96 * values.std() / 20
+    assert interval.estimate == pytest.approx(values.mean())
+    assert interval.low == pytest.approx(values.mean() - half, abs=0.02)
+    assert interval.high == pytest.approx(values.mean() + half, abs=0.02)
+    wider = mean_interval(values, confidence=0.99)
+    assert wider.low is not None and interval.low is not None and wider.low < interval.low
+
+
+def test_pairing_finds_a_small_gain_in_noisy_examples() -> None:
+    rng = np.random.default_rng(2)
+    first = rng.normal(0, 10, size=200)
+    second = first + 0.5 + rng.normal(0, 1, size=200)
+    interval = paired_difference(first, second)
+    assert interval.estimate == pytest.approx((second - first).mean())
+    assert interval.excludes(0) and not interval.excludes(interval.estimate)
+    assert not paired_difference(first, rng.permutation(first)).excludes(0)
+
+
+def test_speedup_is_a_ratio_of_sums() -> None:
+    interval = speedup([2.0, 30.0], [1.0, 10.0])
+    assert interval.estimate == pytest.approx(32 / 11)
+    assert (interval.low, interval.high) == (pytest.approx(2), pytest.approx(3))
+    assert speedup([4.0] * 5, [2.0] * 5) == Interval(2, 2, 2, 0.95)
+
+
+def test_same_seed_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(3).random(50)
+    assert mean_interval(values, seed=7) == mean_interval(values, seed=7) != mean_interval(values, seed=8)
+    expected = mean_interval(values, samples=100)
+    monkeypatch.setattr(statistics, "DRAWN_AT_ONCE", 120)  # drawing in small portions changes nothing
+    assert mean_interval(values, samples=100) == expected
+
+
+def test_one_example_has_no_bounds() -> None:
+    interval = paired_difference([1], [3])
+    assert interval == Interval(2, None, None, 0.95)
+    assert not interval.excludes(0)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20))
+def test_bounds_hold_the_estimate_and_stay_in_the_range_of_the_values(values: list[float]) -> None:
+    interval = mean_interval(values, samples=200, confidence=0.999)
+    assert interval.low is not None and interval.high is not None
+    slack = 1e-9 * max(1, *map(abs, values))
+    assert min(values) - slack <= interval.low <= interval.high <= max(values) + slack
+
+
+def test_spread_of_rounds() -> None:
+    assert spread([5, 1, 2, 4, 3]) == Spread(median=3, q1=2, q3=4, low=1, high=5)
+    assert spread([5, 1, 2, 4, 3]).iqr == 2
+    assert spread([7]) == Spread(7, 7, 7, 7, 7)
+
+
+def test_wrong_input_is_named() -> None:
+    with pytest.raises(InputError, match=r"values: expected one value or more in a row, found shape \[0\]"):
+        spread([])
+    with pytest.raises(InputError, match="paired arms have 2 and 1 values"):
+        paired_difference([1, 2], [1])
+    with pytest.raises(InputError, match="the second arm: holds a value that is not finite"):
+        paired_difference([1.0], [float("nan")])
+    with pytest.raises(InputError, match="times above 0"):
+        speedup([1.0, 2.0], [0.0, 1.0])
+    for confidence in (0, 1, 95):
+        with pytest.raises(InputError, match="confidence is"):
+            mean_interval([1, 2], confidence=confidence)
+    with pytest.raises(InputError, match="samples is 0"):
+        mean_interval([1, 2], samples=0)
