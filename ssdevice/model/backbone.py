@@ -24,6 +24,8 @@ class Backbone(nn.Module):
     express, ContextOverflowError when the model's own tables are shorter.
     """
 
+    position_table: Tensor
+
     def __init__(self, hf: Any, context: int, positions: int) -> None:
         super().__init__()
         config = hf.config
@@ -82,7 +84,7 @@ class Backbone(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states ``[B, R, D]`` of tokens and positions ``[B, R]``."""
-        h = self.project_in(self.embed_tokens(tokens))
+        h: Tensor = self.project_in(self.embed_tokens(tokens))
         if self.family.embed_scale is not None:
             h = h * getattr(self.config, self.family.embed_scale)
         if self.family.position_embedding is not None:
@@ -111,8 +113,8 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[KeyValue]]:
         """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
 
-        ``masks``: additive mask ``[B or 1, 1, R, rows]`` by window (``windows()``). ``past[i]``: runs of earlier rows of
-        layer i. Returns the hidden states and the new (keys, values) of each of these layers.
+        ``masks``: additive ``[B or 1, 1, R, rows]`` by window. ``past[i]``: runs of earlier rows of layer i.
+        Returns the hidden states and the new (keys, values) of each of these layers.
         """
         rows = Rows(past)
         for i in range(first, last):
@@ -140,7 +142,7 @@ class Backbone(nn.Module):
     def head(self, h: Tensor) -> Tensor:
         """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
         config, family = self.config, self.family
-        logits = self.lm_head(self.project_out(self.norm(h)))
+        logits: Tensor = self.lm_head(self.project_out(self.norm(h)))
         if family.logit_scale is not None:
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:

@@ -63,7 +63,7 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     family_of(raw["model_type"])
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        hf = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+        hf: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise InputError(f"{folder}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
     return hf.eval()

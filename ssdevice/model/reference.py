@@ -83,7 +83,8 @@ class Reference:
             count, tokens, drafts = int(out.count), out.tokens.tolist(), out.drafts
             cache.commit(out.rows, count)
             root = tokens[count - 1]
-            kept = until(tokens[:count], stop)[: min(max_tokens - len(result.tokens), self.context + count - cache.length)]
+            room = min(max_tokens - len(result.tokens), self.context + count - cache.length)
+            kept = until(tokens[:count], stop)[:room]
             result.tokens.extend(kept)
             result.steps.append(len(kept))
         return result
@@ -115,5 +116,3 @@ def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
         if token in stop:
             return tokens[: i + 1]
     return tokens
-
-

@@ -73,8 +73,8 @@ class StreamModel(nn.Module):
     ) -> Tensor:
         """The MSA layers on the streams of n nodes alone (eq. 2 and 3).
 
-        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows the
-        streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
+        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows
+        that streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
         """
         backbone, streams = self.backbone, self.streams
         assert streams is not None
@@ -82,13 +82,11 @@ class StreamModel(nn.Module):
         masks = {w: torch.cat([m, own.expand(m.shape[0], 1, -1, -1)], dim=3) for w, m in visible.items()}
         rope = backbone.rope(stream_positions(positions, self.gamma))
         with streams.rows_after(0):
-            s, _ = backbone.run(
-                self.first_msa, backbone.num_layers, streams.start(h, self.gamma), rope, masks, context
-            )
+            s, _ = backbone.run(self.first_msa, backbone.num_layers, streams.start(h, self.gamma), rope, masks, context)
         return s
 
     def draft_after(self, h: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int) -> Tensor:
-        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose hidden state at layer N - N_s is ``h [1, 1, D]``.
+        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, at layer N - N_s in state ``h [1, 1, D]``.
 
         ``rows``: the new rows at positions ``length`` and on, of which ``0..last`` are the node's path and itself.
         """
@@ -111,6 +109,12 @@ class StreamModel(nn.Module):
 
 class StepModule(nn.Module):
     """``step`` for one tree and schedule; with the root-only tree and no streams it is ``step_plain``."""
+
+    slots: Tensor
+    depths: Tensor
+    parents: Tensor
+    paths: Tensor
+    ancestors: Tensor
 
     def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
         super().__init__()
@@ -203,6 +207,8 @@ class StepModule(nn.Module):
 
 class PrefillModule(nn.Module):
     """``prefill``: commit a chunk of C prompt tokens; the last chunk's root and drafts start decoding."""
+
+    offsets: Tensor
 
     def __init__(self, model: StreamModel, chunk: int, k: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Streams: how they start (2402.11131 eq. 3) and what distinguishes their rows in lossless mode (its successor, H.2)."""
+"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (H.2 of its successor)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""``ssdevice train``: an app's adapter from prompt/completion pairs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.errors import InputError, MissingExtraError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command; defaults are the papers' recipe."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
+    add("--data", required=True, nargs="+", type=Path, metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
+    add("--app", required=True, metavar="NAME", help="name of the app")
+    add("--out", required=True, type=Path, metavar="ADAPTER", help="adapter folder to write")
+    add("--mode", choices=[m.value for m in Mode], default=Mode.SHARED.value, help="shared (default) or lossless")
+    add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
+    add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
+    add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
+    add("--limit", type=int, default=0, metavar="N", help="use the first N rows only")
+    stream = parser.add_argument_group("streams")
+    add = stream.add_argument
+    add("--gamma", type=int, default=4, help="γ, number of streams (default 4)")
+    add("--msa-layers", type=int, default=4, metavar="N_s", help="layers that carry streams (default 4)")
+    add("--init-rank", type=int, default=0, help="rank of f in eq. 3 (default 0: identity)")
+    add("--lora-rank", type=int, default=32, help="LoRA rank in shared mode (default 32)")
+    add("--adapter-rank", type=int, default=8, help="stream adapter rank in lossless mode (default 8)")
+    add("--stream-mlp", choices=[m.value for m in StreamMLP], default=StreamMLP.BASE_ADAPTER.value,
+        help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
+    recipe = parser.add_argument_group("recipe")
+    add = recipe.add_argument
+    add("--objective", choices=["streaming", "next-token"], default="streaming",
+        help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
+    add("--epochs", type=float, default=5.0, help="passes over the data (default 5)")
+    add("--steps", type=int, default=0, help="optimizer steps instead of epochs")
+    add("--batch-size", type=int, default=32)
+    add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
+    add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
+    add("--warmup", type=int, default=50, metavar="STEPS")
+    add("--weight-decay", type=float, default=0.0)
+    add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
+    add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
+    add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
+    add("--segment", type=int, default=64, metavar="TOKENS", help="completion tokens whose streams run together")
+    add("--precision", choices=["bf16", "fp32"], default="bf16")
+    add("--seed", type=int, default=0)
+    add("--self-distill", action="store_true", help="train on the base's own greedy completions")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, then print a JSON object with tokens per step on the dev rows."""
+    try:
+        import torch
+
+        from ssdevice.train.options import Objective, TrainOptions
+        from ssdevice.train.trainer import train
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("train", error.name or "torch") from error
+    from ssdevice.commands.progress import Progress
+
+    if args.out.exists() and not (args.out.is_dir() and _ours(args.out)):
+        raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    streams = StreamConfig(
+        mode=Mode(args.mode),
+        gamma=args.gamma,
+        msa_layers=args.msa_layers,
+        init_rank=args.init_rank,
+        adapter_rank=args.adapter_rank,
+        stream_mlp=StreamMLP(args.stream_mlp),
+        lora_rank=args.lora_rank if args.mode == Mode.SHARED.value else 0,
+    )
+    options = TrainOptions(
+        model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
+        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
+        limit=args.limit, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size, accumulate=args.accumulate,
+        lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay, alpha_main=args.alpha_main,
+        alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
+        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
+    )  # fmt: skip
+    with Progress(args.quiet) as progress:
+        result = train(options, progress.report)
+    if result is not None:
+        summary = {
+            "app": args.app,
+            "dev_prompts": result.prompts,
+            "tokens_per_step": {
+                f"chain:{args.gamma}": round(result.chain, 3),
+                **{f"T={size}": round(beta, 3) for size, (beta, _) in result.trees.items()},
+            },
+            "trees": {f"T={size}": tree.to_json() for size, (_, tree) in result.trees.items()},
+        }
+        print(json.dumps(summary))
+    else:
+        print(f"wrote {args.out}", file=sys.stderr)
+    return 0
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a folder is empty or holds an unfinished run, which this command continues."""
+    return not any(folder.iterdir()) or (folder / ".training").is_dir()

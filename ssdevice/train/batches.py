@@ -1,0 +1,97 @@
+"""Tokenized examples and batches of similar length, in an order that a seed and a position fix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssdevice.data import Example
+from ssdevice.errors import InputError
+from ssdevice.text import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of one example, prompt first."""
+
+    ids: tuple[int, ...]
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``tokens [B, S]`` right-padded; ``prompts [B]`` and ``lengths [B]`` count tokens without padding."""
+
+    tokens: Tensor
+    prompts: Tensor
+    lengths: Tensor
+
+
+def tokenize(
+    examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, max_length: int
+) -> tuple[list[Sample], int]:
+    """Samples no longer than ``max_length`` tokens, and how many longer ones were left out.
+
+    Raises InputError if nothing is left.
+    """
+    samples, dropped = [], 0
+    for example in examples:
+        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction)
+        ids = (*prompt, *tokenizer.completion_ids(example.completion or ""))
+        if len(ids) > max_length:
+            dropped += 1
+        else:
+            samples.append(Sample(ids, len(prompt)))
+    if not samples:
+        raise InputError(f"none of the {len(examples)} examples has {max_length} tokens or fewer; raise --max-length")
+    return samples, dropped
+
+
+class BatchOrder:
+    """Which samples form batch number i: fixed by the seed, so that a resumed run sees what the first one would.
+
+    Every epoch shuffles, sorts by length within pools of many batches, and shuffles the batches, so padding is short
+    and order is still random.
+    """
+
+    POOL = 50
+
+    def __init__(self, samples: Sequence[Sample], size: int, seed: int, pad: int) -> None:
+        self.samples, self.size, self.seed, self.pad = samples, size, seed, pad
+        self.per_epoch = -(-len(samples) // size)
+
+    def from_position(self, position: int) -> Iterator[Batch]:
+        """Batches from number ``position`` on, without end."""
+        epoch, offset = divmod(position, self.per_epoch)
+        while True:
+            for group in self._epoch(epoch)[offset:]:
+                yield collate([self.samples[i] for i in group], self.pad)
+            epoch, offset = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        rng = random.Random(f"{self.seed}/{epoch}")
+        order = list(range(len(self.samples)))
+        rng.shuffle(order)
+        batches = []
+        for start in range(0, len(order), self.size * self.POOL):
+            pool = sorted(order[start : start + self.size * self.POOL], key=lambda i: len(self.samples[i].ids))
+            batches += [pool[i : i + self.size] for i in range(0, len(pool), self.size)]
+        rng.shuffle(batches)
+        return batches
+
+
+def collate(samples: Sequence[Sample], pad: int) -> Batch:
+    """One right-padded batch."""
+    width = max(len(s.ids) for s in samples)
+    tokens = torch.full((len(samples), width), pad, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample.ids)] = torch.tensor(sample.ids)
+    return Batch(
+        tokens,
+        torch.tensor([s.prompt for s in samples]),
+        torch.tensor([len(s.ids) for s in samples]),
+    )

@@ -1,0 +1,136 @@
+"""The Speculative Streaming loss (2402.11131 eq. 5): next token on main rows, the γ after it on streams.
+
+Streams start at the last prompt token, whose main row predicts the first completion token, and run in segments of
+completion tokens (appendix I of the successor paper): only one segment's streams are in memory at a time, so the peak
+does not grow with γ times the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.step import Masks, StreamModel
+from ssdevice.model.visibility import additive, stream_positions, within
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """α0 for the main stream and αj for every speculative stream."""
+
+    main: float
+    stream: float
+
+
+class StreamingLoss(nn.Module):
+    """``forward(tokens, prompts, lengths)`` gives the weighted loss and the mean loss of each stream ``[1 + γ]``.
+
+    ``segment``: completion tokens whose streams run together. Losses are means over the predicted tokens of their
+    stream, in nats. Main rows are run without gradients when nothing in them learns (α0 = 0).
+    """
+
+    def __init__(self, model: StreamModel, weights: LossWeights, segment: int = 64) -> None:
+        super().__init__()
+        self.model, self.weights, self.segment = model, weights, segment
+
+    def forward(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
+            middle, final, rows = self.run_main(tokens)
+        nodes = completion_rows(prompts, lengths)
+        zero = final.new_zeros((), dtype=torch.float32)
+        main = self._main_loss(final, tokens, nodes, lengths) if self.weights.main else zero
+        totals = [main]
+        if self.model.streams is not None and self.weights.stream:
+            sums = zero.new_zeros(self.model.gamma)
+            counts = zero.new_zeros(self.model.gamma)
+            segments = torch.split(nodes, self.segment, dim=1)
+            for part in segments:
+                arguments = (middle, part, tokens, lengths, rows)
+                if len(segments) > 1 and torch.is_grad_enabled():
+                    loss, count = checkpoint(self._segment, *arguments, use_reentrant=False)
+                else:
+                    loss, count = self._segment(*arguments)
+                sums, counts = sums + loss, counts + count
+            totals += list(sums / counts.clamp(min=1))
+        per_stream = torch.stack(totals)
+        alpha = torch.full_like(per_stream, self.weights.stream)
+        alpha[0] = self.weights.main
+        return (alpha * per_stream).sum(), per_stream.detach()
+
+    def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[KeyValue]]:
+        """Main rows of whole sequences: hidden states at layer N - N_s and N, and the MSA layers' new rows."""
+        model, backbone = self.model, self.model.backbone
+        positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        masks = {}
+        for window in backbone.windows():
+            causal = (positions[:, None] >= positions[None]) & within(positions, positions, window)
+            masks[window] = additive(causal[None, None], backbone.mask_value)
+        rope = backbone.rope(positions[None])
+        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))
+        middle, _ = backbone.run(0, model.first_msa, h, rope, masks, nothing)
+        final, rows = backbone.run(model.first_msa, backbone.num_layers, middle, rope, masks, nothing)
+        return middle, final, rows
+
+    def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
+        rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
+        wanted = targets(tokens, nodes, lengths, 1)
+        keep = wanted != IGNORE
+        return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep])
+
+    def _segment(
+        self, middle: Tensor, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Sequence[KeyValue]
+    ) -> tuple[Tensor, Tensor]:
+        """Summed loss and count ``[γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1 for none)."""
+        backbone, gamma = self.model.backbone, self.model.gamma
+        s = self.run_streams(middle, nodes, tokens.shape[1], rows)
+        ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
+        keep = ahead.flatten(1) != IGNORE
+        each = cross_entropy(backbone.head(s[keep]).float(), ahead.flatten(1)[keep], reduction="none")
+        stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
+        zero = each.new_zeros(gamma)
+        return zero.index_add(0, stream, each), zero.index_add(0, stream, torch.ones_like(each))
+
+    def run_streams(self, middle: Tensor, nodes: Tensor, width: int, rows: Sequence[KeyValue]) -> Tensor:
+        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences of ``width`` tokens."""
+        at = nodes.clamp(min=0)
+        h = middle.gather(1, at[..., None].expand(-1, -1, middle.shape[-1]))
+        context: list[list[KeyValue]] = [[] for _ in range(self.model.first_msa)]
+        return self.model.stream_pass(h, at.to(torch.int32), self._visible(at, width), context + [[kv] for kv in rows])
+
+    def _visible(self, at: Tensor, width: int) -> Masks:
+        """Streams of the node in row i see rows 0..i, in each window of their own position."""
+        gamma = self.model.gamma
+        row = torch.arange(width, device=at.device)
+        node = at.repeat_interleave(gamma, dim=1)[..., None]
+        position = stream_positions(at, gamma)[..., None]
+        masks = {}
+        for window in self.model.backbone.windows():
+            seen = row <= node
+            seen = seen if window is None else seen & (position - row < window)
+            masks[window] = additive(seen[:, None], self.model.backbone.mask_value)
+        return masks
+
+
+def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
+    """``[B, n]`` row numbers from the last prompt token to the last but one token; -1 where a sequence has fewer."""
+    first, last = prompts - 1, lengths - 2
+    offsets = torch.arange(int((last - first).max()) + 1, device=prompts.device)
+    rows = first[:, None] + offsets
+    return torch.where(rows <= last[:, None], rows, -1)
+
+
+def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tensor:
+    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for no node."""
+    where = nodes + ahead
+    inside = (nodes >= 0) & (where < lengths[:, None])
+    return torch.where(inside, tokens.gather(1, where.clamp(0, tokens.shape[1] - 1)), IGNORE)

@@ -1,0 +1,81 @@
+"""What a training run is given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from ssdevice.config import Mode, StreamConfig, to_json
+from ssdevice.errors import ConfigError
+
+
+class Objective(StrEnum):
+    """The Speculative Streaming loss, or next-token LoRA fine-tuning: the baseline it is compared with."""
+
+    STREAMING = "streaming"
+    NEXT_TOKEN = "next-token"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """One run. ``steps`` 0: ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps.
+
+    ``alpha_main``/``alpha_stream``: α0 and αj of eq. 5; None: 1 and 0.1 in shared mode, 0 and 1 in lossless mode.
+    ``self_distill``: train on the model's own greedy completions. ``limit``: use the first rows only (0: all).
+    """
+
+    model: str
+    data: tuple[Path, ...]
+    app: str
+    out: Path
+    streams: StreamConfig = field(default_factory=StreamConfig)
+    objective: Objective = Objective.STREAMING
+    instruction: str = ""
+    dev: Path | None = None
+    dev_limit: int = 100
+    limit: int = 0
+    epochs: float = 5.0
+    steps: int = 0
+    batch_size: int = 32
+    accumulate: int = 1
+    lr: float = 5e-4
+    warmup: int = 50
+    weight_decay: float = 0.0
+    alpha_main: float | None = None
+    alpha_stream: float | None = None
+    max_length: int = 512
+    segment: int = 64
+    precision: str = "bf16"
+    seed: int = 0
+    self_distill: bool = False
+    checkpoint_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
+            raise ConfigError("batch size, accumulation and segment are 1 or more, max length is 2 or more")
+        if self.precision not in ("bf16", "fp32"):
+            raise ConfigError(f"precision {self.precision!r}: choose bf16 or fp32")
+        if self.lr <= 0 or (self.steps <= 0 and self.epochs <= 0):
+            raise ConfigError("lr and the number of epochs or steps are above 0")
+        if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
+            raise ConfigError("next-token training changes main rows: it has no lossless mode")
+
+    @property
+    def alphas(self) -> tuple[float, float]:
+        """(α0, αj)."""
+        if self.objective is Objective.NEXT_TOKEN:
+            return 1.0, 0.0
+        lossless = self.streams.mode is Mode.LOSSLESS
+        main = (0.0 if lossless else 1.0) if self.alpha_main is None else self.alpha_main
+        stream = (1.0 if lossless else 0.1) if self.alpha_stream is None else self.alpha_stream
+        return main, stream
+
+    def fingerprint(self, base_sha256: str) -> str:
+        """Identifies the run: equal options, data and base continue a checkpoint, others must not."""
+        fixed = {k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit")}
+        fixed["data"] = [str(path) for path in self.data]
+        text = json.dumps([to_json(fixed), base_sha256], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,41 @@
+"""Simulated tokens per step are the ones that decoding gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ssdevice.config import Schedule
+from ssdevice.model.reference import Reference
+from ssdevice.train.acceptance import MISS, count_paths, stream_ranks, tokens_per_step
+from ssdevice.train.batches import Sample
+from ssdevice.tree import Tree
+from tests.train.test_loss import GAMMA, tiny_model
+
+
+def test_a_perfect_chain_emits_depth_plus_one_tokens() -> None:
+    ranks = [[[0] * GAMMA for _ in range(9)]]
+    assert tokens_per_step(ranks, Tree.chain(GAMMA)) == 4.0
+    assert tokens_per_step(ranks, Tree.root_only()) == 1.0
+
+
+def test_paths_end_before_the_first_miss() -> None:
+    assert count_paths([[[0, 5, 0], [1, 2, MISS]]], width=4) == {(0,): 1, (1, 2): 1}
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(GAMMA), Tree.full(4, 2), Tree.full(6, 1)])
+def test_simulation_equals_decoding(tree: Tree) -> None:
+    model = tiny_model().eval()
+    reference = Reference(model, tree, tree.width, Schedule.DEFERRED, 96, chunk=16)
+    emitted = steps = 0
+    samples = []
+    with torch.no_grad():
+        for seed in range(6):
+            prompt = torch.randint(0, 61, (5 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
+            result = reference.speculative(prompt, 40)
+            assert result.tokens == reference.plain(prompt, 40).tokens
+            emitted += sum(result.steps)
+            steps += len(result.steps)
+            samples.append(Sample((*prompt, *result.tokens), len(prompt)))
+    ranks = stream_ranks(model, samples)
+    assert tokens_per_step(ranks, tree) == pytest.approx(emitted / steps)

@@ -1,0 +1,128 @@
+"""The loss is eq. 5, whatever the segments, and its memory is that of one segment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from ssdevice.config import Mode, StreamConfig
+from ssdevice.model.loading import build
+from ssdevice.model.step import StreamModel
+from ssdevice.model.visibility import additive
+from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows, targets
+
+GAMMA = 3
+
+
+def tiny_model(mode: Mode = Mode.SHARED) -> StreamModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+    )
+    hf = LlamaForCausalLM(config).eval()
+    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4), 128)
+    assert model.streams is not None
+    for adapter in model.streams.adapters.values():
+        torch.nn.init.normal_(adapter.up.weight, std=0.3)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 61, (2, 14), generator=generator)
+    return tokens, torch.tensor([5, 3]), torch.tensor([14, 9])
+
+
+def test_rows_begin_at_the_last_prompt_token_and_end_before_the_last_token() -> None:
+    _, prompts, lengths = batch()
+    rows = completion_rows(prompts, lengths)
+    assert rows[0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert rows[1].tolist() == [2, 3, 4, 5, 6, 7, -1, -1, -1]
+
+
+def test_targets_beyond_the_sequence_are_ignored() -> None:
+    tokens, prompts, lengths = batch()
+    nodes = completion_rows(prompts, lengths)
+    ahead = targets(tokens, nodes, lengths, 3)
+    assert ahead[1, 0] == tokens[1, 5]
+    assert ahead[1, 4].item() == IGNORE and ahead[1, 7].item() == IGNORE
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
+    model = tiny_model(mode)
+    tokens, prompts, lengths = batch()
+    _, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1), segment=4)(tokens, prompts, lengths)
+
+    losses: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
+    backbone = model.backbone
+    for row in range(2):
+        for t in range(int(prompts[row]) - 1, int(lengths[row]) - 1):
+            ids = tokens[row : row + 1, : t + 1]
+            at = torch.arange(t + 1, dtype=torch.int32)[None]
+            causal = additive((at[0][:, None] >= at[0][None])[None, None], backbone.mask_value)
+            nothing: list[list] = [[] for _ in range(3)]
+            rope = backbone.rope(at)
+            middle, _ = backbone.run(0, model.first_msa, backbone.embed(ids, at), rope, {None: causal}, nothing)
+            final, kv = backbone.run(model.first_msa, 3, middle, rope, {None: causal}, nothing)
+            losses[0].append(cross_entropy(backbone.head(final[:, -1]), tokens[row, t + 1][None]))
+            everything = {None: torch.zeros(1, 1, GAMMA, t + 1)}
+            s = model.stream_pass(middle[:, -1:], at[:, -1:], everything, [[], *([pair] for pair in kv)])
+            for j in range(GAMMA):
+                if t + 2 + j < int(lengths[row]):
+                    losses[j + 1].append(cross_entropy(backbone.head(s[:, j]), tokens[row, t + 2 + j][None]))
+    expected = torch.stack([torch.stack(each).mean() for each in losses])
+    torch.testing.assert_close(per_stream, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_segments_change_neither_loss_nor_gradients(mode: Mode) -> None:
+    weights = LossWeights(0.0 if mode is Mode.LOSSLESS else 1.0, 0.5)
+    grads = []
+    for segment in (2, 64):
+        model = tiny_model(mode)
+        total, _ = StreamingLoss(model, weights, segment)(*batch())
+        total.backward()
+        assert model.streams is not None
+        grads.append({n: p.grad for n, p in model.streams.named_parameters()} | {"loss": total.detach()})
+    assert grads[0].keys() == grads[1].keys()
+    for name, value in grads[0].items():
+        torch.testing.assert_close(value, grads[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_lossless_training_keeps_no_graph_of_main_rows() -> None:
+    model = tiny_model(Mode.LOSSLESS)
+    model.backbone.requires_grad_(False)
+    total, _ = StreamingLoss(model, LossWeights(0.0, 1.0))(*batch())
+    total.backward()
+    assert all(p.grad is None for n, p in model.backbone.named_parameters() if "adapter" not in n)
+    assert model.streams is not None and model.streams.identifiers.grad is not None
+
+
+def test_peak_memory_of_streams_is_that_of_one_segment() -> None:
+    def saved_bytes(segment: int) -> int:
+        model = tiny_model()
+        model.backbone.requires_grad_(False)
+        tokens = torch.randint(0, 61, (1, 100), generator=torch.Generator().manual_seed(1))
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            StreamingLoss(model, LossWeights(0.0, 1.0), segment)(tokens, torch.tensor([4]), torch.tensor([100]))
+        return total
+
+    assert saved_bytes(8) < saved_bytes(128) / 8

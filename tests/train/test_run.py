@@ -1,0 +1,133 @@
+"""A training run: it learns, it goes on after kill -9 as if nothing had happened, and it refuses wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ssdevice.cli import main
+from ssdevice.train.batches import BatchOrder, Sample
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a word tokenizer and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("base")
+    words = ["<pad>", "<end>", "<user>", "<assistant>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(words[:4])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs whose completion counts on from the prompt's letter: easy to learn, also four ahead."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    rows = [
+        {"prompt": alphabet[i], "completion": " ".join(alphabet[(i + d) % 26] for d in range(1, 9))} for i in range(26)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
+    return [
+        sys.executable, "-m", "ssdevice", "train", "--model", str(base), "--data", str(data), "--app", "abc",
+        "--out", str(out), "--msa-layers", "2", "--batch-size", "8", "--lr", "1e-2", "--warmup", "2",
+        "--precision", "fp32", "--threads", "1", *extra,
+    ]  # fmt: skip
+
+
+def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
+    samples = [Sample(tuple(range(n + 2)), 1) for n in range(23)]
+    order = BatchOrder(samples, 4, seed=5, pad=0)
+    whole = order.from_position(0)
+    first = [next(whole).tokens for _ in range(15)]
+    resumed = BatchOrder(samples, 4, seed=5, pad=0).from_position(9)
+    for expected in first[9:]:
+        assert torch.equal(next(resumed).tokens, expected)
+    lengths = sorted(int(x) for _, b in zip(range(6), order.from_position(0), strict=False) for x in b.lengths)
+    assert lengths == sorted(len(s.ids) for s in samples), "an epoch shows every sample once"
+
+
+def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = command(base, data, tmp_path / "abc", "--steps", "200", "--dev", str(data), "--dev-limit", "8")
+    assert main(arguments[3:]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["tokens_per_step"]["chain:4"] > 2.5, "plain decoding is 1.0, untrained streams 1.0 to 1.1"
+    names = {p.name for p in (tmp_path / "abc").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "streams.json", "streams.safetensors"}
+
+
+def test_killed_run_goes_on_to_the_same_weights(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--steps", "60", "--mode", "lossless", "--checkpoint-seconds", "0")
+    assert main(command(base, data, tmp_path / "whole", *options)[3:]) == 0
+    out = tmp_path / "killed"
+    process = subprocess.Popen(command(base, data, out, *options), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / ".training" / "checkpoint.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (out / ".training" / "checkpoint.pt").exists() and not (out / "streams.json").exists()
+    assert main(command(base, data, out, *options, "--seed", "1")[3:]) == 2
+    assert "unfinished run with other options" in capsys.readouterr().err
+    assert main(command(base, data, out, *options)[3:]) == 0
+    expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "killed"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--msa-layers", "3"], "N_s = 3"),
+        (["--model", "/nonexistent"], "no such folder"),
+        (["--data", "/nonexistent.jsonl"], "nonexistent"),
+        (["--gamma", "0"], "gamma is 0"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    base: Path, data: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command(base, data, tmp_path / "x", "--steps", "1")[3:], *change]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("ssdevice: error:") and message in last
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_existing_folder_is_not_overwritten(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(command(base, data, tmp_path, "--steps", "1")[3:]) == 2
+    assert "exists" in capsys.readouterr().err
