@@ -1,0 +1,60 @@
+"""What is known about an answer: its tokens, how many each step gave, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ssdevice.runtime.loop import Reason
+
+
+@dataclass
+class Generation:
+    """An answer as far as it has come. Times are seconds and leave out what the caller does between pieces.
+
+    ``tokens``: all of them, a stop token included; the first is prefill's. ``accepted``: tokens of each step after
+    truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
+    ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it runs.
+    """
+
+    prompt_tokens: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    native_seconds: float = 0.0
+    reason: Reason | None = None
+
+    @property
+    def steps(self) -> int:
+        """Target calls after prefill."""
+        return len(self.accepted)
+
+    @property
+    def seconds(self) -> float:
+        """Prefill and decoding."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        """β: tokens emitted by steps over steps; prefill's token is excluded. 0 without steps."""
+        return sum(self.accepted) / len(self.accepted) if self.accepted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed, prefill excluded. 0 without steps."""
+        return sum(self.accepted) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def host_us_per_step(self) -> float:
+        """Microseconds of a step outside the target's runtime: the loop, the cache and the text."""
+        return (self.decode_seconds - self.native_seconds) / len(self.accepted) * 1e6 if self.accepted else 0.0
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step as it was drafted and verified. ``drafts``: candidates per stream; ``run``: the tokens it emitted."""
+
+    drafts: tuple[tuple[int, ...], ...]
+    run: Sequence[int]
