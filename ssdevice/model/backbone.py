@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ssdevice.errors import ContextOverflowError, UnsupportedModelError
 from ssdevice.model import attention
 from ssdevice.model.attention import KeyValue, Rows
-from ssdevice.model.families import family_of
+from ssdevice.model.families import Family, Sliding, family_of
 
 Rope = dict[str, tuple[Tensor, Tensor]]
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class Backbone(nn.Module):
@@ -33,7 +32,9 @@ class Backbone(nn.Module):
         for key, allowed in family.refuse.items():
             values = allowed if isinstance(allowed, tuple) else (allowed,)
             if getattr(config, key, values[0]) not in values:
-                raise UnsupportedModelError(f"{config.model_type} with {key}={getattr(config, key)} is not supported")
+                raise UnsupportedModelError(
+                    f"{config.model_type} with {key} = {getattr(config, key)} is not supported, only with {values[-1]}"
+                )
         decoder = hf.get_submodule(family.decoder)
         config._attn_implementation = attention.NAME
         self.config = config
@@ -43,7 +44,7 @@ class Backbone(nn.Module):
         self.lm_head = hf.get_output_embeddings()
         self.project_in = (getattr(decoder, family.project_in) if family.project_in else None) or nn.Identity()
         self.project_out = (getattr(decoder, family.project_out) if family.project_out else None) or nn.Identity()
-        self.layer_types = tuple(_layer_types(config, len(self.layers)))
+        self.layer_types = tuple(_layer_types(config, family, len(self.layers)))
         self.mask_value = attention.MASKED
         self._make_tables(decoder, context, positions)
 
@@ -61,14 +62,13 @@ class Backbone(nn.Module):
             self._rope_kinds = []
             return
         rotary = getattr(decoder, family.rotary)
-        kind = getattr(rotary, "rope_type", "default")
         where = torch.arange(positions)
-        if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
-            original = _original_positions(self.config)
-            if context > original:
+        fixed = _positions_of_one_rope(self.config, rotary)
+        if fixed is not None:
+            if context > fixed:
                 raise UnsupportedModelError(
-                    f"rotary embedding {kind!r} changes with the length beyond {original} positions: "
-                    f"export with a context of at most {original}, not {context}"
+                    f"the rotary embedding changes with the length beyond {fixed} positions (rope type "
+                    f"{_rope_types(rotary)}): export with a context of at most {fixed}, not {context}"
                 )
             where = where.clamp(max=context - 1)
         probe = torch.zeros(1, dtype=torch.float32)
@@ -147,26 +147,41 @@ class Backbone(nn.Module):
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:
             logits = logits / getattr(config, family.logit_divisor)
-        cap = getattr(config, "final_logit_softcapping", None)
+        cap = getattr(config, family.logit_softcap) if family.logit_softcap is not None else None
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
 
-def _layer_types(config: Any, layers: int) -> list[str]:
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise UnsupportedModelError(f"layer types {sorted(unknown)} are not supported")
+def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
+    """``full_attention`` or ``sliding_attention`` of each layer, as the family's own forward reads its config."""
+    types = getattr(config, "layer_types", None) or []
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.model_type} with layers of type {', '.join(sorted(unknown))} is not supported: "
+            "every layer must be full_attention or sliding_attention"
+        )
+    if family.sliding is Sliding.BY_LAYER_TYPE:
         return list(types)
-    window = getattr(config, "sliding_window", None)
-    return ["sliding_attention" if window is not None else "full_attention"] * layers
+    slides = family.sliding is Sliding.ALWAYS and config.sliding_window is not None
+    return ["sliding_attention" if slides else "full_attention"] * layers
 
 
-def _original_positions(config: Any) -> int:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    original = parameters.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    return int(original or config.max_position_embeddings)
+def _rope_types(rotary: Any) -> str:
+    kinds = rotary.rope_type
+    return ", ".join(sorted(set(kinds.values()))) if isinstance(kinds, dict) else str(kinds)
+
+
+def _positions_of_one_rope(config: Any, rotary: Any) -> int | None:
+    """Up to which length a rotary embedding stays the same; None: it does not depend on the length."""
+    by_type = isinstance(rotary.rope_type, dict)
+    kinds = rotary.rope_type if by_type else {"": rotary.rope_type}
+    limits = []
+    for name, kind in kinds.items():
+        if kind == "dynamic":
+            limits.append(int(config.max_position_embeddings))
+        elif kind == "longrope":
+            parameters = config.rope_parameters[name] if by_type else config.rope_parameters
+            limits.append(int(parameters["original_max_position_embeddings"]))
+    return min(limits, default=None)
