@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ssdevice.runtime.loop import Reason
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one target call added to an answer: ``tokens`` that count, and the ``text`` that became certain.
+
+    ``drafts [γ, k]``: the candidates that were verified; None for prefill's token, plain decoding, and the last run,
+    which holds text alone.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    drafts: NDArray[np.int32] | None = None
 
 
 @dataclass
@@ -48,13 +63,5 @@ class Generation:
 
     @property
     def host_us_per_step(self) -> float:
-        """Microseconds of a step outside the target's runtime: the loop, the cache and the text."""
+        """Microseconds of a step outside the target's runtime: the loop, the cache and the text. 0 without steps."""
         return (self.decode_seconds - self.native_seconds) / len(self.accepted) * 1e6 if self.accepted else 0.0
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """One step as it was drafted and verified. ``drafts``: candidates per stream; ``run``: the tokens it emitted."""
-
-    drafts: tuple[tuple[int, ...], ...]
-    run: Sequence[int]

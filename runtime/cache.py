@@ -1,0 +1,35 @@
+"""The KV cache of targets that leave it to the host (the ROWS form of the contract)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ssdevice.contract import Geometry
+
+BUCKET = 64
+
+
+class RowCache:
+    """Keys and values of all layers as one array ``[2 * layers, capacity, kv_heads * head_dim]``.
+
+    Keys of layer 0 first, then its values, then layer 1. A prefix of one layer's rows is contiguous, so a target can
+    read it in place, and one assignment commits new rows of every layer. With 2 layers, 3 committed rows and a step
+    that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``.
+    """
+
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        # Zeros, because a masked row must not hold a NaN.
+        self.array: NDArray[np.generic] = np.zeros((2 * geometry.layers, geometry.capacity, geometry.row_width), dtype)
+
+    def commit(self, length: int, rows: NDArray[np.generic], count: int) -> None:
+        """Put the first ``count`` of ``rows [2 * layers, n, kv_heads * head_dim]`` at ``length``."""
+        self.array[:, length : length + count] = rows[:, :count]
+
+    def visible(self, length: int) -> int:
+        """Rows to show a target that has ``length`` committed ones: a multiple of BUCKET, so that few sizes occur."""
+        return min(-(-max(length, 1) // BUCKET) * BUCKET, self.array.shape[1])
+
+    def prefix(self, index: int, rows: int) -> NDArray[np.generic]:
+        """The first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``, not a copy."""
+        return self.array[index, :rows]

@@ -1,0 +1,213 @@
+"""ONNX bundles on ONNX Runtime: the cache stays in one array of the host and is bound in place.
+
+A call fills a few integers, runs a binding whose memory never moves, and copies the accepted rows. There is one binding
+per function and visible size of the cache, made when it is first needed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import DTypeLike, NDArray
+
+from ssdevice.contract import (
+    CHUNK,
+    COUNT,
+    DRAFTS,
+    LENGTH,
+    NEXT_DRAFTS,
+    NEXT_ROOT,
+    PAST,
+    PLAIN,
+    PREFILL,
+    ROOT,
+    ROWS,
+    STEP,
+    TOKENS,
+    VALID,
+    CacheForm,
+    FunctionSpec,
+    Geometry,
+    functions,
+)
+from ssdevice.errors import BundleError
+from ssdevice.runtime.cache import RowCache
+from ssdevice.runtime.engines import Conversation, Engine, EngineOptions
+
+if TYPE_CHECKING:
+    from ssdevice.bundle import Bundle
+
+PROVIDER = "CPUExecutionProvider"
+SPINNING = "session.intra_op.allow_spinning"
+ERRORS_ONLY = 3
+
+
+class OnnxEngine(Engine):
+    """Sessions of ONNX Runtime by function, each opened when it is first called.
+
+    ``files``: the graph of every function the bundle has. Raises BundleError for a graph that is not what the contract
+    says.
+    """
+
+    def __init__(self, files: Mapping[str, Path], geometry: Geometry, cache_dtype: str, options: EngineOptions) -> None:
+        super().__init__(geometry, frozenset(files))
+        self.files = dict(files)
+        self.options = options
+        self.cache_dtype = cache_dtype
+        self.specs = functions(geometry, CacheForm.ROWS, cache_dtype)
+        self._sessions: dict[str, ort.InferenceSession] = {}
+        self._profiles = Path(tempfile.mkdtemp(prefix="ssdevice-")) if options.profile else None
+
+    def session(self, function: str) -> ort.InferenceSession:
+        """The session of a function, opened now if it was not; raises BundleError."""
+        if function not in self._sessions:
+            if function not in self.files:
+                raise BundleError(f"the bundle has no {function}; it has {', '.join(sorted(self.files))}")
+            self._sessions[function] = self._open(function)
+        return self._sessions[function]
+
+    def _open(self, function: str) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.options.threads
+        options.log_severity_level = ERRORS_ONLY
+        options.add_session_config_entry(SPINNING, "1" if self.options.spinning else "0")
+        if self._profiles is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(self._profiles / function)
+        file = self.files[function]
+        try:
+            session = ort.InferenceSession(str(file), options, providers=[PROVIDER])
+        except Exception as error:  # the bindings derive their errors from Exception itself
+            raise BundleError(f"{file}: ONNX Runtime cannot load it ({_first_line(error)})") from error
+        spec = self.specs[function]
+        for given, expected in (
+            (session.get_inputs(), spec.inputs),
+            (session.get_outputs(), spec.outputs),
+        ):
+            missing = {tensor.name for tensor in expected} - {tensor.name for tensor in given}
+            if missing:
+                raise BundleError(f"{file}: {function} has no tensor {sorted(missing)[0]!r}; export the bundle again")
+        return session
+
+    def new_conversation(self) -> OnnxConversation:
+        return OnnxConversation(self)
+
+    def close(self) -> None:
+        self._sessions.clear()
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Microseconds inside kernels by function and operator; ends profiling."""
+        return {name: _kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
+
+
+class OnnxConversation(Conversation):
+    """A cache of the host and the memory of all calls on it."""
+
+    def __init__(self, engine: OnnxEngine) -> None:
+        super().__init__(engine.geometry)
+        self.cache = RowCache(engine.geometry, engine.cache_dtype)
+        self._calls = {name: _Call(engine, engine.specs[name], self.cache) for name in engine.functions}
+
+    def prefill(self, chunk: Sequence[int]) -> int:
+        call, count = self._calls[PREFILL], len(chunk)
+        call.tensors[CHUNK][:count] = chunk
+        call.tensors[VALID][0] = count
+        self._run(call)
+        self.cache.commit(self.length, call.tensors[ROWS], count)
+        self.drafts[:] = call.tensors[NEXT_DRAFTS]
+        return int(call.tensors[NEXT_ROOT][0])
+
+    def step(self, root: int) -> list[int]:
+        call = self._calls[STEP]
+        call.tensors[ROOT][0] = root
+        call.tensors[DRAFTS][:] = self.drafts
+        self._run(call)
+        count = int(call.tensors[COUNT][0])
+        self.cache.commit(self.length, call.tensors[ROWS], count)
+        self.drafts[:] = call.tensors[NEXT_DRAFTS]
+        tokens: list[int] = call.tensors[TOKENS][:count].tolist()
+        return tokens
+
+    def step_plain(self, root: int) -> int:
+        call = self._calls[PLAIN]
+        call.tensors[ROOT][0] = root
+        self._run(call)
+        self.cache.commit(self.length, call.tensors[ROWS], 1)
+        return int(call.tensors[TOKENS][0])
+
+    def _run(self, call: _Call) -> None:
+        call.tensors[LENGTH][0] = self.length
+        binding, session = call.binding(self.cache.visible(self.length)), call.session
+        clock = perf_counter()
+        session.run_with_iobinding(binding)
+        self.native_seconds += perf_counter() - clock
+
+
+class _Call:
+    """One function on one cache: arrays for all its tensors but the past, and bindings to them by visible rows."""
+
+    def __init__(self, engine: OnnxEngine, spec: FunctionSpec, cache: RowCache) -> None:
+        self.engine, self.spec, self.cache = engine, spec, cache
+        self.tensors: dict[str, NDArray[Any]] = {}
+        self.past: list[str] = []
+        for tensor in (*spec.inputs, *spec.outputs):
+            if PAST in tensor.shape:
+                self.past.append(tensor.name)
+            else:
+                self.tensors[tensor.name] = np.zeros(tensor.shape, tensor.dtype)  # type: ignore[arg-type]
+        self._session: ort.InferenceSession | None = None
+        self._bindings: dict[int, ort.IOBinding] = {}
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        if self._session is None:
+            self._session = self.engine.session(self.spec.name)
+        return self._session
+
+    def binding(self, rows: int) -> ort.IOBinding:
+        """The binding that shows the first ``rows`` rows of the cache."""
+        if rows not in self._bindings:
+            binding = self.session.io_binding()
+            present = {tensor.name for tensor in self.session.get_inputs()}
+            for tensor in self.spec.inputs:
+                if tensor.name in self.tensors and tensor.name in present:
+                    binding.bind_input(tensor.name, *_memory(self.tensors[tensor.name]))
+            for index, name in enumerate(self.past):
+                binding.bind_input(name, *_memory(self.cache.prefix(index, rows)))
+            for tensor in self.spec.outputs:
+                binding.bind_output(tensor.name, *_memory(self.tensors[tensor.name]))
+            self._bindings[rows] = binding
+        return self._bindings[rows]
+
+
+def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
+    """The engine of an ONNX bundle."""
+    raise NotImplementedError
+
+
+def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:
+    """What ONNX Runtime is told of an array it uses in place; the array must outlive the binding."""
+    assert array.flags.c_contiguous
+    return "cpu", 0, array.dtype, array.shape, array.ctypes.data
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _kernel_times(file: Path) -> dict[str, float]:
+    """Microseconds by operator in a profile of ONNX Runtime."""
+    times: dict[str, float] = defaultdict(float)
+    for event in json.loads(file.read_text("utf-8")):
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            times[event["args"]["op_name"]] += event["dur"]
+    file.unlink()
+    return dict(times)
