@@ -1,0 +1,361 @@
+"""Rewrites of exported ONNX graphs: fewer nodes for the same numbers.
+
+On small models a node costs as much as its arithmetic, so views are merged, gathers of the accepted path are moved to
+one place, and linears that read the same input become one product. Every rewrite keeps the values it replaces exactly,
+up to the order of the columns inside a merged product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+CONTRIB = "com.microsoft"
+Shape = tuple[int | None, ...]
+Rule = Callable[["Editor", ir.Node], bool]
+
+
+class Editor:
+    """One graph being rewritten: constants, new nodes, replacements."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.graph = model.graph
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
+        self._made = 0
+
+    def constant(self, array: np.ndarray[Any, Any], name: str | None = None) -> ir.Value:
+        """An initializer with this content; small equal ones without a name are shared."""
+        key = (array.tobytes(), str(array.dtype), array.shape)
+        if name is None and key in self._constants:
+            return self._constants[key]
+        chosen = name or self._name("const")
+        value = ir.Value(
+            name=chosen,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+            const_value=ir.Tensor(array, name=chosen),
+        )
+        self.graph.register_initializer(value)
+        if name is None:
+            self._constants[key] = value
+        return value
+
+    def ints(self, *values: int) -> ir.Value:
+        """An int64 vector."""
+        return self.constant(np.array(values, np.int64))
+
+    def insert(
+        self,
+        before: ir.Node,
+        kind: str,
+        inputs: Sequence[ir.Value | None],
+        shape: Sequence[int | None] | None = None,
+        dtype: ir.DataType | None = None,
+        attributes: dict[str, Any] | None = None,
+        domain: str = "",
+        outputs: int = 1,
+    ) -> ir.Value:
+        """A new node before another; its (first) output, named, with shape and element type if given."""
+        node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
+        self.graph.insert_before(before, node)
+        for value in node.outputs:
+            value.name = self._name(kind.lower())
+        out = node.outputs[0]
+        if shape is not None:
+            out.shape = ir.Shape([size if size is not None else None for size in shape])
+        if dtype is not None:
+            out.type = ir.TensorType(dtype)
+        return out
+
+    def reshape(self, before: ir.Node, value: ir.Value, shape: Shape) -> ir.Value:
+        """``value`` with another shape of which at most one size is unknown."""
+        if shape_of(value) == shape and None not in shape:
+            return value
+        target = self.ints(*(-1 if size is None else size for size in shape))
+        return self.insert(before, "Reshape", [value, target], shape, value.dtype)
+
+    def replace(self, node: ir.Node, new: ir.Value) -> None:
+        """Use ``new`` wherever the only output of ``node`` was used, and remove the node."""
+        self.replace_value(node.outputs[0], new)
+        self.graph.remove(node, safe=True)
+
+    def replace_value(self, old: ir.Value, new: ir.Value) -> None:
+        """Use ``new`` wherever ``old`` was used."""
+        if new.shape is None or None in (shape_of(new) or (None,)):
+            new.shape = old.shape
+        if new.type is None:
+            new.type = old.type
+        if old.is_graph_output():
+            name = old.name
+            old.name = self._name("replaced")
+            if new.is_graph_output() or new.producer() is None:
+                producer = old.producer()
+                assert producer is not None
+                new = self.insert(producer, "Identity", [new], None, new.dtype)
+                new.shape = old.shape
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            new.name = name
+        else:
+            ir.convenience.replace_all_uses_with(old, new)
+
+    def _name(self, stem: str) -> str:
+        self._made += 1
+        return f"{stem}~{self._made}"
+
+
+def shape_of(value: ir.Value | None) -> Shape | None:
+    """Sizes of a value, None for those unknown until run time; None if not even the rank is known."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """The content of a constant."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def producer(value: ir.Value | None, kind: str) -> ir.Node | None:
+    """The node that makes a value, if it is of this kind."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == kind else None
+
+
+def views_as_reshapes(edit: Editor, node: ir.Node) -> bool:
+    """Unsqueeze, Squeeze, a gather of the only element, a transpose that moves no data: all are a Reshape."""
+    source, out = node.inputs[0], node.outputs[0]
+    shape = shape_of(out)
+    if source is None or shape is None or shape.count(None) > 1 or source.is_initializer():
+        return False
+    if node.op_type == "Transpose":
+        before = shape_of(source)
+        perm = node.attributes["perm"].as_ints()
+        if before is None or [d for d in perm if before[d] != 1] != [d for d in range(len(before)) if before[d] != 1]:
+            return False
+    elif node.op_type == "Gather":
+        before, index = shape_of(source), constant_of(node.inputs[1])
+        axis = node.attributes.get_int("axis", 0)
+        if before is None or index is None or index.ndim or before[axis] != 1:
+            return False
+    elif node.op_type not in ("Unsqueeze", "Squeeze"):
+        return False
+    edit.replace(node, edit.reshape(node, source, shape))
+    return True
+
+
+def joined_reshapes(edit: Editor, node: ir.Node) -> bool:
+    """A reshape of a reshape, and one that changes nothing."""
+    if node.op_type != "Reshape":
+        return False
+    source, shape = node.inputs[0], shape_of(node.outputs[0])
+    target = constant_of(node.inputs[1])
+    if source is None or target is None:
+        return False
+    if shape is None or None in shape:
+        shape = tuple(None if size == -1 else int(size) for size in target)
+    if 0 in target or shape.count(None) > 1:
+        return False
+    inner = producer(source, "Reshape")
+    if inner is not None:
+        edit.replace(node, edit.reshape(node, inner.inputs[0], shape))
+        return True
+    if shape_of(source) == shape and not (node.outputs[0].is_graph_output() and source.producer() is None):
+        edit.replace(node, source)
+        return True
+    return False
+
+
+def joined_transposes(edit: Editor, node: ir.Node) -> bool:
+    """A transpose of a transpose, also with a leading dimension of one dropped in between."""
+    if node.op_type != "Transpose":
+        return False
+    perm = list(node.attributes["perm"].as_ints())
+    source = node.inputs[0]
+    inner = producer(source, "Transpose")
+    if inner is not None:
+        first = inner.attributes["perm"].as_ints()
+        both = [first[d] for d in perm]
+        origin = inner.inputs[0]
+        if both == sorted(both):
+            edit.replace(node, origin)
+        else:
+            shape = shape_of(node.outputs[0])
+            edit.replace(node, edit.insert(node, "Transpose", [origin], shape, origin.dtype, {"perm": both}))
+        return True
+    view = producer(source, "Reshape")
+    if view is not None and producer(view.inputs[0], "Transpose") is not None:
+        whole, shape = shape_of(view.inputs[0]), shape_of(source)
+        out = shape_of(node.outputs[0])
+        if whole is not None and shape is not None and out is not None and whole == (1, *shape) and None not in out:
+            lifted = [0, *(d + 1 for d in perm)]
+            moved = edit.insert(
+                node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted}
+            )
+            edit.replace(node, edit.reshape(node, moved, out))
+            return True
+    return False
+
+
+def gathers_first(edit: Editor, node: ir.Node) -> bool:
+    """A gather of rows after a transpose or reshape becomes one before it, where rows of all layers look alike."""
+    if node.op_type != "Gather":
+        return False
+    source, index = node.inputs[0], node.inputs[1]
+    axis = node.attributes.get_int("axis", 0)
+    picked, shape = shape_of(index), shape_of(source)
+    if picked is None or len(picked) != 1 or shape is None or None in shape or picked[0] is None:
+        return False
+    content = constant_of(index)
+    if content is not None and np.array_equal(content, np.arange(shape[axis])):
+        edit.replace(node, source)
+        return True
+    out = (*shape[:axis], picked[0], *shape[axis + 1 :])
+    above = producer(source, "Transpose")
+    if above is not None:
+        perm = above.attributes["perm"].as_ints()
+        inner_shape = shape_of(above.inputs[0])
+        assert inner_shape is not None
+        inner_axis = perm[axis]
+        inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
+        got = edit.insert(node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis})
+        edit.replace(node, edit.insert(node, "Transpose", [got], out, source.dtype, {"perm": list(perm)}))
+        return True
+    above = producer(source, "Reshape")
+    if above is not None and (inner_shape := shape_of(above.inputs[0])) is not None and None not in inner_shape:
+        for inner_axis, size in enumerate(inner_shape):
+            if size == shape[axis] and prod(inner_shape[:inner_axis]) == prod(shape[:axis]):  # type: ignore[arg-type]
+                inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
+                got = edit.insert(
+                    node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis}
+                )
+                edit.replace(node, edit.reshape(node, got, out))
+                return True
+    return False
+
+
+def one_gather_of_rows(edit: Editor, node: ir.Node) -> bool:
+    """The accepted path's rows of every layer, gathered one by one and joined, become one gather of the joined rows."""
+    if node.op_type != "Concat" or node.attributes.get_int("axis") != 0 or len(node.inputs) < 2:
+        return False
+    sources, index = [], None
+    for value in node.inputs:
+        view = producer(value, "Reshape")
+        gather = producer(view.inputs[0] if view is not None else value, "Gather")
+        if gather is None or shape_of(value) is None or (index is not None and gather.inputs[1] is not index):
+            return False
+        index, source = gather.inputs[1], gather.inputs[0]
+        shape, rows = shape_of(source), shape_of(index)
+        whole = shape_of(value)
+        axis = gather.attributes.get_int("axis", 0)
+        if shape is None or whole is None or len(whole) != 3 or rows is None or len(rows) != 1 or None in shape:
+            return False
+        if whole[0] != 1 or prod(shape[:axis]) != 1 or prod(shape[axis + 1 :]) != whole[2]:  # type: ignore[arg-type]
+            return False
+        sources.append((source, (1, shape[axis], whole[2])))
+    assert index is not None
+    flat = [edit.reshape(node, source, shape) for source, shape in sources]
+    _, rows_in, width = sources[0][1]
+    joined = edit.insert(node, "Concat", flat, (len(flat), rows_in, width), flat[0].dtype, {"axis": 0})
+    edit.replace(node, edit.insert(node, "Gather", [joined, index], None, joined.dtype, {"axis": 1}))
+    return True
+
+
+def sliced_tables(edit: Editor, node: ir.Node) -> bool:
+    """Columns cut out of a gathered row of a constant table: cut them out of the table."""
+    if node.op_type != "Slice" or len(node.inputs) != 5:
+        return False
+    gather = producer(node.inputs[0], "Gather")
+    bounds = [constant_of(value) for value in node.inputs[1:]]
+    if gather is None or any(b is None or b.size != 1 for b in bounds):
+        return False
+    table, shape = constant_of(gather.inputs[0]), shape_of(node.inputs[0])
+    start, end, axis, step = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
+    if table is None or table.ndim != 2 or shape is None or axis % len(shape) != len(shape) - 1:
+        return False
+    name = f"{gather.inputs[0].name}:{start}:{end}:{step}" if gather.inputs[0] is not None else None
+    known = edit.graph.initializers.get(name or "")
+    cut = known if known is not None else edit.constant(np.ascontiguousarray(table[:, start:end:step]), name)
+    out = shape_of(node.outputs[0])
+    edit.replace(node, edit.insert(node, "Gather", [cut, gather.inputs[1]], out, cut.dtype, {"axis": 0}))
+    return True
+
+
+def skip_normalization(edit: Editor, node: ir.Node) -> bool:
+    """Residual addition and RMS normalization in one node."""
+    if node.op_type != "RMSNormalization" or node.attributes.get_int("axis", -1) != -1:
+        return False
+    total = node.inputs[0]
+    add = producer(total, "Add")
+    if add is None or total is None or shape_of(add.inputs[0]) != shape_of(add.inputs[1]):
+        return False
+    shape = shape_of(total)
+    if shape is None or len(shape) not in (2, 3):
+        return False
+    norm = edit.insert(
+        node,
+        "SkipSimplifiedLayerNormalization",
+        [add.inputs[0], add.inputs[1], node.inputs[1]],
+        shape_of(node.outputs[0]),
+        node.outputs[0].dtype,
+        {"epsilon": node.attributes.get_float("epsilon", 1e-5)},
+        CONTRIB,
+        outputs=4,
+    )
+    made = norm.producer()
+    assert made is not None
+    made.outputs[3].shape, made.outputs[3].type = total.shape, total.type
+    # The sum must exist before its other users, which may stand before this normalization.
+    edit.graph.remove(made)
+    edit.graph.insert_before(add, made)
+    edit.replace_value(total, made.outputs[3])
+    edit.replace(node, norm)
+    return True
+
+
+SIMPLIFY: tuple[Rule, ...] = (
+    views_as_reshapes,
+    joined_reshapes,
+    joined_transposes,
+    gathers_first,
+    one_gather_of_rows,
+    sliced_tables,
+)
+FUSE: tuple[Rule, ...] = (skip_normalization,)
+FINISH: tuple[Rule, ...] = (views_as_reshapes, joined_reshapes)
+"""For a graph whose linears have been lowered."""
+
+
+def apply(edit: Editor, rules: Sequence[Rule]) -> None:
+    """Apply rules until none changes anything, then drop what nobody uses."""
+    changed = True
+    while changed:
+        changed = False
+        for node in list(edit.graph):
+            if node.graph is None:
+                continue
+            for rule in rules:
+                if rule(edit, node):
+                    changed = True
+                    break
+        clean(edit.model)
+
+
+def clean(model: ir.Model) -> None:
+    """Remove unused nodes and initializers."""
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def simplify(model: ir.Model) -> Editor:
+    """All rewrites that need no choice, in place."""
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    edit = Editor(model)
+    apply(edit, SIMPLIFY)
+    apply(edit, FUSE)
+    return edit

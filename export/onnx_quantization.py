@@ -1,0 +1,230 @@
+"""Quantized linears and embeddings for ONNX Runtime.
+
+int8: weights per output column, symmetric; inputs per row, symmetric around 128 in uint8 (signed inputs take a path
+that is many times slower on x86). Rows never share a scale, so a draft row cannot change a verified one. int4: blocks
+of 32 along the inputs for linears; embedding and head stay int8, where four bits cost most accuracy and save least time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ssdevice.export.onnx_graph import CONTRIB, Editor, constant_of, shape_of
+from ssdevice.export.onnx_linears import Linear, linears, lower, out_shape, plain_product
+from ssdevice.export.plan import Quant
+
+Array = np.ndarray[Any, Any]
+ZERO_POINT = 128
+LEVELS = 127.0
+BLOCK = 32
+SMALL = 1 << 14
+"""Weights of fewer elements stay float32: quantizing their input costs more than the product."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """``values [K, N]`` int8 and ``scale [N]`` float32 with ``weight ≈ values * scale``."""
+
+    values: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, weight: Array) -> Int8Weight:
+        """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
+        peak = np.abs(weight).max(axis=0).astype(np.float32)
+        scale = np.where(peak > 0, peak / np.float32(LEVELS), np.float32(1)).astype(np.float32)
+        return cls(np.clip(np.rint(weight / scale), -LEVELS, LEVELS).astype(np.int8), scale)
+
+    def dequantized(self) -> Array:
+        """``[K, N]`` float32."""
+        return self.values.astype(np.float32) * self.scale
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """``packed [N, K / 32, 16]`` uint8 (low nibble first, zero at 8) and ``scale [N, K / 32]`` float32."""
+
+    packed: Array
+    scale: Array
+    inputs: int
+
+    @classmethod
+    def of(cls, weight: Array) -> Int4Weight:
+        """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded with zeros.
+
+        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used.
+        """
+        inputs, outputs = weight.shape
+        blocks = -(-inputs // BLOCK)
+        padded = np.zeros((outputs, blocks * BLOCK), np.float32)
+        padded[:, :inputs] = weight.T
+        grouped = padded.reshape(outputs, blocks, BLOCK)
+        at = np.abs(grouped).argmax(axis=2)[..., None]
+        peak = np.take_along_axis(grouped, at, axis=2)[..., 0]
+        scale = np.where(peak != 0, peak / np.float32(-8), np.float32(1)).astype(np.float32)
+        codes = np.clip(np.rint(grouped / scale[..., None]) + 8, 0, 15).astype(np.uint8)
+        return cls(codes[..., 0::2] | codes[..., 1::2] << 4, scale, inputs)
+
+    def dequantized(self) -> Array:
+        """``[K, N]`` float32."""
+        codes = np.stack([self.packed & 15, self.packed >> 4], axis=-1).reshape(*self.scale.shape, BLOCK)
+        values = (codes.astype(np.float32) - 8) * self.scale[..., None]
+        return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
+
+
+@dataclass
+class WeightStore:
+    """Quantized weights by name, shared by the graphs of one export so that each is quantized once."""
+
+    int8: dict[str, Int8Weight] = field(default_factory=dict)
+    int4: dict[str, Int4Weight] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    """Float32 weights that stayed so: name -> elements."""
+
+    def as_int8(self, name: str, weight: Array) -> Int8Weight:
+        """The int8 form of a weight ``[K, N]``."""
+        if name not in self.int8:
+            self.int8[name] = Int8Weight.of(weight)
+        return self.int8[name]
+
+    def as_int4(self, name: str, weight: Array) -> Int4Weight:
+        """The int4 form of a weight ``[K, N]``."""
+        if name not in self.int4:
+            self.int4[name] = Int4Weight.of(weight)
+        return self.int4[name]
+
+
+def quantize(edit: Editor, quant: Quant, store: WeightStore) -> None:
+    """Lower every linear and embedding of a graph to the form ``quant`` asks for."""
+    tied = _quantize_embeddings(edit, store) if quant in (Quant.INT8, Quant.INT4) else set()
+    inputs = _RowQuantizer(edit)
+    for linear in linears(edit):
+        size = linear.inputs * linear.outputs
+        if quant is Quant.FP32:
+            lower(edit, linear, plain_product)
+        elif size < SMALL:
+            store.kept[linear.name] = size
+            lower(edit, linear, plain_product)
+        elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):
+            lower(edit, linear, lambda e, item, at: _int8_product(e, item, at, inputs, store))
+        else:
+            lower(edit, linear, lambda e, item, at: _int4_product(e, item, at, store))
+
+
+def _is_head(linear: Linear) -> bool:
+    return "lm_head" in linear.name or "embed" in linear.name
+
+
+class _RowQuantizer:
+    """Quantizes a value's rows once, however many linears read it: ``(uint8 values, scale)``."""
+
+    def __init__(self, edit: Editor) -> None:
+        self.edit = edit
+        self._done: dict[int, tuple[ir.Value, ir.Value]] = {}
+
+    def __call__(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+        if id(value) not in self._done:
+            self._done[id(value)] = self._quantize(value, before)
+        return self._done[id(value)]
+
+    def _quantize(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+        edit, shape = self.edit, shape_of(value)
+        if shape is None or None in shape:
+            raise ValueError(f"the rows of {value.name} are not static: {shape}")
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size or 1
+        single = rows == 1
+        size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
+        axes = edit.ints(*range(len(shape))) if single else edit.ints(-1)
+        peak_shape: tuple[int | None, ...] = () if single else shape[:-1]
+        peak = edit.insert(before, "ReduceMax", [size, axes], peak_shape, ir.DataType.FLOAT, {"keepdims": 0})
+        step = edit.constant(np.array(1 / LEVELS, np.float32))
+        scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
+        # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
+        if single:
+            zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+            codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8)
+            return codes, scale
+        flat = edit.reshape(before, scale, (rows,))
+        zeros = edit.constant(np.full((rows,), ZERO_POINT, np.uint8))
+        axis = {"axis": len(shape) - 2}
+        codes = edit.insert(before, "QuantizeLinear", [value, flat, zeros], shape, ir.DataType.UINT8, axis)
+        return codes, edit.reshape(before, flat, (*shape[:-1], 1))
+
+
+def _int8_product(
+    edit: Editor, linear: Linear, before: ir.Node, rows: _RowQuantizer, store: WeightStore
+) -> ir.Value:
+    weight = store.as_int8(linear.name, linear.weight())
+    values = _named(edit, f"{linear.name}.int8", weight.values)
+    scale = _named(edit, f"{linear.name}.scale", weight.scale)
+    codes, row_scale = rows(linear.source, before)
+    zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+    one_row = shape_of(row_scale) == ()
+    # With one row its scale is the operator's own scale of the left operand; more rows are scaled after it.
+    left = row_scale if one_row else edit.constant(np.array(1, np.float32))
+    shape = out_shape(linear)
+    product = edit.insert(
+        before, "MatMulIntegerToFloat", [codes, values, left, scale, zero], shape, ir.DataType.FLOAT, None, CONTRIB
+    )
+    return product if one_row else edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+
+
+def _int4_product(edit: Editor, linear: Linear, before: ir.Node, store: WeightStore) -> ir.Value:
+    weight = store.as_int4(linear.name, linear.weight())
+    packed = _named(edit, f"{linear.name}.int4", weight.packed)
+    scale = _named(edit, f"{linear.name}.scale", weight.scale)
+    attributes = {
+        "K": linear.inputs,
+        "N": linear.outputs,
+        "bits": 4,
+        "block_size": BLOCK,
+        "accuracy_level": 4,
+    }
+    return edit.insert(
+        before, "MatMulNBits", [linear.source, packed, scale], out_shape(linear), ir.DataType.FLOAT, attributes, CONTRIB
+    )
+
+
+def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
+    """Gathers from the float table become gathers from its int8 form, stored as the head's ``[D, V]`` wants it.
+
+    A tied head then shares the bytes. Returns the names of the tables.
+    """
+    names = set()
+    for node in list(edit.graph):
+        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        content = constant_of(table)
+        if table is None or content is None or content.ndim != 2 or content.dtype != np.float32:
+            continue
+        name = table.name or ""
+        if content.size < SMALL or node.attributes.get_int("axis", 0) != 0 or "rope" in name or "position" in name:
+            continue
+        names.add(name)
+        ids = node.inputs[1]
+        shape = shape_of(ids)
+        if ids is None or shape is None or None in shape:
+            raise ValueError(f"the embedding {name} is read with ids of unknown shape")
+        weight = store.as_int8(name, np.ascontiguousarray(content.T))
+        values = _named(edit, f"{name}.int8", weight.values)
+        scale = _named(edit, f"{name}.scale", weight.scale)
+        rows = int(np.prod(shape))
+        flat = edit.reshape(node, ids, (rows,))
+        columns = edit.insert(node, "Gather", [values, flat], (content.shape[1], rows), ir.DataType.INT8, {"axis": 1})
+        codes = edit.insert(node, "Transpose", [columns], (rows, content.shape[1]), ir.DataType.INT8, {"perm": [1, 0]})
+        scales = edit.insert(node, "Gather", [scale, flat], (rows,), ir.DataType.FLOAT, {"axis": 0})
+        out = edit.insert(
+            node, "DequantizeLinear", [codes, scales], (rows, content.shape[1]), ir.DataType.FLOAT, {"axis": 0}
+        )
+        edit.replace(node, edit.reshape(node, out, (*shape, content.shape[1])))
+    return names
+
+
+def _named(edit: Editor, name: str, content: Array) -> ir.Value:
+    known = edit.graph.initializers.get(name)
+    return known if known is not None else edit.constant(content, name)
