@@ -1,0 +1,119 @@
+"""What a bundle's files must be before any of them is believed: bounds, names, strict JSON, sizes and hashes.
+
+Nothing here knows what a manifest says; everything here assumes that it was written by someone hostile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ssdevice.errors import BundleError, ConfigError
+
+MANIFEST_FILE = "manifest.json"
+SIGNATURE_FILE = "manifest.json.sig"
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_JSON_DEPTH = 32
+
+Rule = Mapping[str, Any]
+"""A part of JSON Schema: minimum, maximum, maxLength, pattern, minItems, maxItems, items, maxProperties,
+propertyNames, additionalProperties."""
+
+SEGMENT = "[A-Za-z0-9_]([A-Za-z0-9_.+=@-]*[A-Za-z0-9_+=@-])?"
+# ASCII alone: no two spellings of one name on any file system but for case, which is checked.
+PATH: Rule = {"maxLength": 240, "pattern": f"^{SEGMENT}(/{SEGMENT}){{0,15}}$"}
+# Names that Windows gives to devices, whatever their suffix.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+def check_rule(where: str, value: Any, rule: Rule) -> None:
+    """Raise ConfigError if a value of the right type breaks a rule; None is no value."""
+    if type(value) is int:
+        low, high = rule.get("minimum"), rule.get("maximum")
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ConfigError(f"{where} is {str(value)[:30]}, expected {low} to {high}")
+    elif isinstance(value, str):
+        if len(value) > rule.get("maxLength", len(value)):
+            raise ConfigError(f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed")
+        if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
+            kind = (
+                "a relative path of plain names, such as adapters/sql/a.bin"
+                if rule["pattern"] == PATH["pattern"]
+                else rule["pattern"]
+            )
+            raise ConfigError(f"{where} is {value[:100]!r}, expected {kind}")
+    elif isinstance(value, tuple):
+        low, high = rule.get("minItems", 0), rule.get("maxItems", len(value))
+        if not low <= len(value) <= high:
+            raise ConfigError(f"{where} has {len(value)} entries, expected {low} to {high}")
+        for i, item in enumerate(value):
+            check_rule(f"{where}[{i}]", item, rule.get("items", {}))
+    elif isinstance(value, dict):
+        if len(value) > rule.get("maxProperties", len(value)):
+            raise ConfigError(f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed")
+        for key, item in value.items():
+            check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
+            check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
+
+
+def check_paths(paths: Iterable[str]) -> frozenset[str]:
+    """The folders that these files need; raises ConfigError for names that collide on some file system."""
+    files, folders = set(paths), set[str]()
+    for path in files:
+        check_rule("files: a name", path, PATH)
+        if path.lower() in (MANIFEST_FILE, SIGNATURE_FILE):
+            raise ConfigError(f"files: {path!r} may not be listed, it is the bundle's own")
+        for segment in path.split("/"):
+            if _DEVICES.fullmatch(segment):
+                raise ConfigError(f"files: {path!r} has a name that Windows reserves, {segment!r}")
+        parts = path.split("/")
+        folders |= {"/".join(parts[:i]) for i in range(1, len(parts))}
+    twice = repeated_name(path.lower() for path in [*files, *folders])
+    if twice:
+        raise ConfigError(f"files: {twice!r} stands twice where case does not count, or is a file and a folder")
+    return frozenset(folders)
+
+
+def repeated_name(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def parse_strict(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in these bytes; raises BundleError for anything on which two readers could disagree."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) != len(dict(pairs)):
+            raise BundleError(f"{where}: key {(repeated_name(key for key, _ in pairs) or '')[:60]!r} stands twice")
+        return dict(pairs)
+
+    try:
+        text = data.decode("utf-8")
+        # Before the parser, which recurses.
+        depth = 0
+        for found in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', text, re.DOTALL):
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+            if depth > MAX_JSON_DEPTH:
+                raise BundleError(f"{where}: nested deeper than {MAX_JSON_DEPTH} levels")
+        value = json.loads(text, object_pairs_hook=once)
+        # Lone surrogates and numbers that are not finite pass the parser but cannot be written again.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    except UnicodeEncodeError:
+        raise BundleError(f"{where}: a text has half a surrogate pair") from None
+    except json.JSONDecodeError as error:
+        raise BundleError(f"{where}: not JSON (line {error.lineno}: {error.msg})") from None
+    except ValueError as error:
+        raise BundleError(f"{where}: not JSON this tool can use ({error})") from None
+    if not isinstance(value, dict):
+        raise BundleError(f"{where}: not a JSON object")
+    return value
