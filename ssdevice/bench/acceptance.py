@@ -1,0 +1,70 @@
+"""What became of drafts: the path a step accepted, and how often each stream and rank held the true token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ssdevice.tree import Ranks, Tree
+
+Drafts = Sequence[Sequence[int]]
+"""``[γ, k]`` candidates by stream."""
+
+
+def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
+    """The rank path of the drafts among a step's emitted tokens: the deepest node whose tokens begin ``run``.
+
+    Its length is one less than the run's, unless the run was cut inside accepted drafts.
+    """
+    best: Ranks = ()
+    for path in tree.paths:
+        fits = len(best) < len(path) <= len(run)
+        if fits and all(drafts[depth][rank] == run[depth] for depth, rank in enumerate(path)):
+            best = path
+    return best
+
+
+@dataclass
+class Acceptance:
+    """Counts over steps. A stream's draft is judged by the answer itself, whether or not its step got that far.
+
+    ``held``: (stream, rank) -> how often that candidate was the true token; streams count from 1. ``judged``: stream ->
+    how often the answer was long enough to tell. ``paths``: observed rank paths, for ``Tree.from_counts``.
+    ``emitted``: tokens a step gave, after truncation -> number of steps.
+    """
+
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)
+    judged: Counter[int] = field(default_factory=Counter)
+    paths: Counter[Ranks] = field(default_factory=Counter)
+    emitted: Counter[int] = field(default_factory=Counter)
+
+    def add(self, tokens: Sequence[int], steps: Sequence[tuple[Drafts, int]]) -> None:
+        """Count one answer: its ``tokens`` and, of each step, its drafts and how many tokens it gave."""
+        at = 1  # prefill gave the first
+        for drafts, count in steps:
+            self.emitted[count] += 1
+            path: list[int] = []
+            for stream, candidates in enumerate(drafts, 1):
+                if at + stream > len(tokens):
+                    break
+                self.judged[stream] += 1
+                true = tokens[at + stream - 1]
+                rank = next((r for r, token in enumerate(candidates) if token == true), None)
+                if rank is not None:
+                    self.held[stream, rank] += 1
+                    if len(path) == stream - 1:
+                        path.append(rank)
+            self.paths[tuple(path)] += 1
+            at += count
+
+    def histogram(self, emitted: int) -> list[int]:
+        """Steps that gave 1, 2, .. ``emitted`` tokens."""
+        return [self.emitted[n] for n in range(1, emitted + 1)]
+
+    def table(self, gamma: int, k: int) -> list[list[float]]:
+        """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing was judged."""
+        return [
+            [self.held[stream, rank] / max(self.judged[stream], 1) for rank in range(k)]
+            for stream in range(1, gamma + 1)
+        ]

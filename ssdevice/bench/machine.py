@@ -1,0 +1,99 @@
+"""What the machine was doing while something was measured: a loaded machine gives numbers that do not count."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from ssdevice.errors import MissingExtraError
+
+LOADED = 0.10
+"""Share of all cores that other processes may use before a measurement does not count."""
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Load:
+    """``others``: share of all cores other processes used meanwhile, 0..1; ``before``/``after``: load averages."""
+
+    others: float
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+
+    @property
+    def valid(self) -> bool:
+        """Whether the machine was quiet enough for times to count."""
+        return self.others <= LOADED
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values with the machine they belong to."""
+        return {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "others_cpu_share": round(self.others, 4),
+            "loadavg_before": self.before,
+            "loadavg_after": self.after,
+        }
+
+
+class LoadWatch:
+    """Context manager: how busy others keep the machine while its body runs, as ``load`` afterwards."""
+
+    def __init__(self) -> None:
+        try:
+            import psutil
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("bench", "psutil") from error
+        self._psutil = psutil
+        self.load: Load | None = None
+
+    def __enter__(self) -> LoadWatch:
+        self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), _own_seconds()
+        self._before = _loadavg()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wall = max(perf_counter() - self._clock, 1e-9)
+        others = (self._busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        share = others / wall / (os.cpu_count() or 1)
+        self.load = Load(min(max(share, 0.0), 1.0), self._before, _loadavg())
+
+    def _busy_seconds(self) -> float:
+        """CPU seconds of all processes since the system began."""
+        times = self._psutil.cpu_times()
+        return float(sum(times)) - sum(
+            # Guests are counted in user time already; a waiting disk keeps no core busy.
+            float(getattr(times, name, 0.0))
+            for name in ("idle", "iowait", "guest", "guest_nice")
+        )
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _loadavg() -> tuple[float, float, float]:
+    if sys.platform == "win32":
+        return (0.0, 0.0, 0.0)
+    return os.getloadavg()

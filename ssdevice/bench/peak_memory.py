@@ -1,0 +1,48 @@
+"""Peak resident memory of one way to decode, in a process of its own: arms in one process would share a peak."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssdevice.errors import SSDeviceError
+
+
+def peak_rss_mb(bundle: Path, app: str | None, arm: str, threads: int, prompt: Sequence[int], max_tokens: int) -> float:
+    """MB (10⁶ bytes) a fresh process needs at most to open a bundle and answer one prompt."""
+    request = {
+        "bundle": str(bundle.resolve()),
+        "app": app,
+        "arm": arm,
+        "threads": threads,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdevice.bench.peak_memory"], input=json.dumps(request), capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        raise SSDeviceError(f"the process that measures memory failed: {reason}")
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Answer the request on standard input; print the peak."""
+    import resource
+
+    from ssdevice.runtime.session import Session
+
+    request = json.load(sys.stdin)
+    with Session.open(request["bundle"], app=request["app"], threads=request["threads"]) as session:
+        for _ in session.runs(request["prompt"], max_tokens=request["max_tokens"], arm=request["arm"]):
+            pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6)  # bytes on macOS, KiB elsewhere
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Measures a session: the same prompts through every arm, interleaved, over several rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ssdevice.bench.acceptance import Acceptance
+from ssdevice.bench.machine import Load, LoadWatch
+from ssdevice.bench.statistics import Interval, Spread, speedup, spread
+from ssdevice.contract import PLAIN, STEP
+from ssdevice.data import Example
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.session import Session
+
+SPECULATIVE = "speculative"
+WARM_UP_PROMPTS = 2
+Report = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """``rounds``: times every prompt runs through every arm. ``skip_long``: leave out prompts beyond the context."""
+
+    rounds: int = 3
+    max_tokens: int = 128
+    skip_long: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.max_tokens < 1:
+            raise ConfigError(f"{self.rounds} rounds of {self.max_tokens} tokens: both are 1 or more")
+
+
+@dataclass
+class Arm:
+    """One way to decode. ``answers``: of the first round, by prompt; ``rounds``: all answers by round."""
+
+    name: str
+    rounds: list[list[Generation]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[Generation]:
+        return self.rounds[0]
+
+    def per_round(self, value: Callable[[Sequence[Generation]], float]) -> Spread:
+        """Spread over rounds of a value of all answers of a round."""
+        return spread([value(answers) for answers in self.rounds])
+
+    def seconds(self) -> list[float]:
+        """Decoding time of each prompt that took a step: the median over rounds."""
+        columns = zip(*self.rounds, strict=True)
+        return [spread([a.decode_seconds for a in column]).median for column in columns if column[0].steps]
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        """Tokens that steps emitted over the time of steps; prefill excluded."""
+        return self.per_round(lambda answers: _ratio(_emitted(answers), sum(a.decode_seconds for a in answers)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """β over all prompts: tokens emitted by steps after truncation over steps."""
+        return _ratio(_emitted(self.answers), sum(a.steps for a in self.answers))
+
+    @property
+    def ttft_ms(self) -> Spread:
+        """Median over prompts of the time to the first token."""
+        return self.per_round(lambda answers: spread([a.prefill_seconds * 1e3 for a in answers]).median)
+
+    @property
+    def prefill_tokens_per_second(self) -> Spread:
+        """Prompt tokens over the time to the first token."""
+        return self.per_round(
+            lambda answers: _ratio(sum(a.prompt_tokens for a in answers), sum(a.prefill_seconds for a in answers))
+        )
+
+    @property
+    def host_us_per_step(self) -> Spread:
+        """Microseconds of a step outside the target's runtime: loop, cache and text."""
+
+        def host(answers: Sequence[Generation]) -> float:
+            outside = sum(a.decode_seconds - a.native_seconds for a in answers)
+            return _ratio(outside * 1e6, sum(a.steps for a in answers))
+
+        return self.per_round(host)
+
+    @property
+    def native_ms_per_step(self) -> Spread:
+        """Milliseconds of a step inside the target's runtime."""
+
+        def native(answers: Sequence[Generation]) -> float:
+            return _ratio(sum(a.native_seconds for a in answers) * 1e3, sum(a.steps for a in answers))
+
+        return self.per_round(native)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What was measured. ``skipped``: prompts left out because they exceed the context."""
+
+    examples: list[Example]
+    arms: dict[str, Arm]
+    acceptance: Acceptance
+    load: Load
+    skipped: int
+
+    @property
+    def baseline(self) -> Arm | None:
+        """The faster plain arm."""
+        plain = [arm for name, arm in self.arms.items() if name != SPECULATIVE]
+        return max(plain, key=lambda arm: arm.tokens_per_second.median, default=None)
+
+    def differing(self, name: str) -> list[int]:
+        """Prompts (from 0) whose tokens in any round of an arm are not those of the first arm's first round."""
+        reference = next(iter(self.arms.values())).answers
+        return [
+            i
+            for i, expected in enumerate(reference)
+            if any(answers[i].tokens != expected.tokens for answers in self.arms[name].rounds)
+        ]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all arms gave the same tokens in all rounds."""
+        return not any(self.differing(name) for name in self.arms)
+
+    @property
+    def speedup(self) -> Interval | None:
+        """Decoding time of the faster plain arm over the speculative arm's, with an interval over prompts."""
+        if SPECULATIVE not in self.arms or self.baseline is None:
+            return None
+        plain, speculative = self.baseline.seconds(), self.arms[SPECULATIVE].seconds()
+        return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
+
+
+def available_arms(session: Session) -> list[str]:
+    """The arms a bundle can run: ``plain`` through the T = 1 graph, ``plain_step`` through the step without drafts."""
+    names = ["plain"] if PLAIN in session.engine.functions else []
+    return names + (["plain_step", SPECULATIVE] if STEP in session.engine.functions else [])
+
+
+def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
+    """Run every prompt through every arm, ``options.rounds`` times.
+
+    Arms alternate prompt by prompt, and which goes first rotates, so that drift of the machine meets all alike.
+    Raises ContextOverflowError for a prompt that does not fit unless ``skip_long``.
+    """
+    kept, prompts = _prompts(session, examples, options)
+    arms = {name: Arm(name) for name in available_arms(session)}
+    acceptance = Acceptance()
+    for ids in prompts[:WARM_UP_PROMPTS]:
+        for name in arms:
+            _answer(session, ids, name, options.max_tokens, None)
+    done, total = 0, options.rounds * len(prompts)
+    with LoadWatch() as watch:
+        for number in range(options.rounds):
+            for arm in arms.values():
+                arm.rounds.append([])
+            for i, ids in enumerate(prompts):
+                order = list(arms)
+                turn = (number + i) % len(order)
+                for name in order[turn:] + order[:turn]:
+                    counts = acceptance if number == 0 and name == SPECULATIVE else None
+                    arms[name].rounds[number].append(_answer(session, ids, name, options.max_tokens, counts))
+                done += 1
+                report("bench", done, total, f"round {number + 1}")
+    assert watch.load is not None
+    return BenchResult(kept, arms, acceptance, watch.load, len(examples) - len(kept))
+
+
+def _prompts(
+    session: Session, examples: Sequence[Example], options: BenchOptions
+) -> tuple[list[Example], list[list[int]]]:
+    context = session.engine.geometry.context
+    kept, prompts = [], []
+    for number, example in enumerate(examples, 1):
+        ids = session.prompt_ids(example.prompt, system=example.system)
+        if len(ids) <= context:
+            kept.append(example)
+            prompts.append(ids)
+        elif not options.skip_long:
+            raise ContextOverflowError(
+                f"prompt {number} has {len(ids)} tokens, the bundle was exported for a context of {context}; "
+                "--skip-long leaves such prompts out"
+            )
+    if not prompts:
+        raise InputError("no prompt fits the context")
+    return kept, prompts
+
+
+def _answer(session: Session, ids: list[int], arm: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
+    steps = [
+        (run.drafts.tolist(), len(run.tokens))
+        for run in session.runs(ids, max_tokens=max_tokens, arm=arm)
+        if run.drafts is not None
+    ]
+    if acceptance is not None:
+        acceptance.add(session.last.tokens, steps)
+    return session.last
+
+
+def _emitted(answers: Sequence[Generation]) -> int:
+    return sum(sum(a.accepted) for a in answers)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

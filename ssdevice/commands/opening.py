@@ -1,0 +1,60 @@
+"""The arguments by which commands open a bundle, and the session they open."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdevice.errors import InputError
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.engines import EngineOptions
+    from ssdevice.runtime.session import Session
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    """The bundle and the app in it."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
+    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """How its engine runs."""
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--spinning", action="store_true", help="threads wait busily: faster on an idle machine, slower on a shared one"
+    )
+
+
+def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
+    """What ``add_engine`` read."""
+    from ssdevice.runtime.engines import EngineOptions
+
+    return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
+
+
+def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
+    """The session of ``add_bundle`` and ``add_engine``."""
+    from ssdevice.runtime.session import Session
+
+    return Session.open(args.bundle, app=args.app, options=engine_options(args, profile))
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of 1 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}, expected 1 or more")
+    return value
+
+
+def check_new_file(path: Path | None, option: str) -> None:
+    """Refuse an output file whose folder does not exist, before any work; raises InputError."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise InputError(f"{option} {path}: its folder does not exist")
+    if path is not None and path.is_dir():
+        raise InputError(f"{option} {path}: is a folder, expected a file name")

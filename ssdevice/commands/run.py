@@ -1,0 +1,126 @@
+"""``ssdevice run``: decode prompts with a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive
+from ssdevice.data import Example, iter_examples
+from ssdevice.errors import InputError
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.generation import Generation
+    from ssdevice.runtime.session import Session
+
+STDIN = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice run BUNDLE --prompt TEXT`` or ``--data FILE``."""
+    add_bundle(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from standard input")
+    source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts of --data")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated"
+    )
+    parser.add_argument("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
+    form.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer every prompt on standard output; statistics go to standard error."""
+    if args.system is not None and args.data is not None:
+        raise InputError("--system goes with --prompt; a data file names its own system messages")
+    examples = list(_examples(args))
+    with open_session(args) as session:
+        arm = session.arm(speculate=not args.no_speculate)
+        for number, example in enumerate(examples, 1):
+            try:
+                _answer(args, session, arm, example)
+            except InputError as error:
+                if args.data is None:
+                    raise
+                raise type(error)(f"{args.data}, prompt {number}: {error}") from error
+    return 0
+
+
+def _answer(args: argparse.Namespace, session: Session, arm: str, example: Example) -> None:
+    ids = session.prompt_ids(example.prompt, system=example.system)
+    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, arm=arm)
+    if args.trace:
+        from ssdevice.commands.trace import Trace
+
+        trace = Trace(session.tokenizer, session.engine.geometry.tree)
+        for step in runs:
+            trace.show(step)
+    elif args.json:
+        for _ in runs:
+            pass
+        print(json.dumps(as_json(example.prompt, session.last), ensure_ascii=False), flush=True)
+        return
+    else:
+        for step in runs:
+            if step.text:
+                print(step.text, end="", flush=True)
+        print()
+    if not args.quiet:
+        print(summary(session.last), file=sys.stderr)
+
+
+def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
+    """An answer as ``--json`` prints it. ``seconds``: prefill and decoding; ``accepted``: tokens of each step."""
+    return {
+        "prompt": prompt,
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "steps": answer.steps,
+        "accepted": answer.accepted,
+        "seconds": round(answer.seconds, 6),
+        "ttft_seconds": round(answer.prefill_seconds, 6),
+        "prompt_tokens": answer.prompt_tokens,
+        "reason": answer.reason,
+    }
+
+
+def summary(answer: Generation) -> str:
+    """An answer's statistics as one line."""
+    parts = [f"{len(answer.tokens)} tokens", f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
+    if answer.steps:
+        parts += [
+            f"{answer.steps} steps",
+            f"{answer.tokens_per_step:.2f} tokens per step",
+            f"{answer.tokens_per_second:.1f} tokens/s",
+        ]
+    return f"[{', '.join(parts)}; {answer.reason}]"
+
+
+def _examples(args: argparse.Namespace) -> Iterator[Example]:
+    if args.data is not None:
+        for number, example in enumerate(iter_examples(args.data, require_completion=False)):
+            if number == args.limit:
+                return
+            yield example
+    elif args.prompt == STDIN:
+        content = sys.stdin.buffer.read()
+        try:
+            prompt = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
+        # The shell's or editor's last line break is no part of what was asked.
+        yield Example(prompt.removesuffix("\n").removesuffix("\r"), system=args.system)
+    else:
+        yield Example(args.prompt, system=args.system)

@@ -1,0 +1,67 @@
+"""Steps as they happened: accepted drafts in green, what the model said itself plain, rejected drafts in red."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ssdevice.bench.acceptance import accepted_path
+from ssdevice.text import ChatTokenizer
+from ssdevice.tree import Tree
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.generation import Run
+
+ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"
+ALTERNATIVES = "|"
+
+
+class Trace:
+    """Prints the steps of one answer, one line each (after figure 11 of 2402.11131)."""
+
+    def __init__(self, tokenizer: ChatTokenizer, tree: Tree, console: Console | None = None) -> None:
+        self._tokenizer, self._tree = tokenizer, tree
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._steps = 0
+
+    def show(self, run: Run) -> None:
+        """Print one run; the last, which has text alone, has no line."""
+        if run.tokens:
+            self._console.print(self.line(run))
+            self._steps += 1
+
+    def line(self, run: Run) -> Text:
+        """The line of the next step: its number, how many tokens it gave, and the tokens."""
+        if self._steps == 0:
+            line = Text("prefill   ", style=MARGIN)
+        else:
+            line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} ", style=MARGIN)
+        path = () if run.drafts is None else accepted_path(self._tree, run.drafts.tolist(), run.tokens)
+        for i, token in enumerate(run.tokens):
+            line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
+        if run.drafts is not None:
+            for candidates in self._rejected(run.drafts.tolist(), path):
+                line.append(" ")
+                line.append(ALTERNATIVES.join(self._text(token) for token in candidates), style=REJECTED)
+        return line
+
+    def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
+        """The candidates that the tree held beyond the accepted path, by depth."""
+        beyond: dict[int, list[int]] = {}
+        for node in self._tree.paths:
+            if len(node) > len(path) and node[: len(path)] == path:
+                token = drafts[len(node) - 1][node[-1]]
+                if token not in beyond.setdefault(len(node), []):
+                    beyond[len(node)].append(token)
+        return [beyond[depth] for depth in sorted(beyond)]
+
+    def _text(self, token: int) -> str:
+        """A token alone, its leading space kept and line breaks made visible."""
+        written = str(self._tokenizer.tokenizer.id_to_token(token))
+        text = str(self._tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+        # Decoders drop the space before a first word; the vocabulary still shows it.
+        if written[:1] in ("\u0120", "\u2581") and not text.startswith(" "):
+            text = f" {text}"
+        return (text or written).replace("\n", "\u21b5").replace("\t", "\u21e5")
