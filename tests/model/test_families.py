@@ -1,0 +1,168 @@
+"""Every family: the wrapped layers compute transformers' logits, and a step is plain decoding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ssdevice.config import Mode, Schedule, StreamConfig, StreamMLP
+from ssdevice.model.families import FAMILIES
+from ssdevice.model.loading import build
+from ssdevice.model.step import StreamModel
+from ssdevice.tree import Tree
+from tests.conformance.oracle import check, drive
+from tests.model.tiny import LAYERS, MODELS, VOCAB, WINDOW, tiny_model
+from tests.model.torch_driver import TorchDriver
+
+CONTEXT = 40
+CHUNK = 5
+GAMMA, K = 3, 2
+TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 1)])
+PROMPT = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(4)).tolist()
+SLIDING = {"mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "starcoder2", "smollm3"}
+VARIANTS = {
+    "shared": StreamConfig(mode=Mode.SHARED, gamma=GAMMA, msa_layers=2, init_rank=3),
+    "lossless": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3),
+    "lossless-adapter": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, stream_mlp=StreamMLP.ADAPTER
+    ),
+}
+BASES = {name: tiny_model(name) for name in MODELS}
+"""One base a family, left as it is: wrapping changes a model's attention, so tests take copies."""
+
+
+def wrapped(name: str, variant: str | None) -> StreamModel:
+    """A StreamModel over a copy of the base, its streams and adapters random and far from zero."""
+    model = build(copy.deepcopy(BASES[name]), VARIANTS[variant] if variant else None, CONTEXT).eval()
+    if model.streams is not None:
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for value in model.streams.parameters():
+                value.copy_(0.4 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def fits(name: str, variant: str) -> bool:
+    """Whether the family has the parts that a variant needs."""
+    return variant != "lossless-adapter" or not name.startswith("opt")
+
+
+CASES = [(name, variant) for name in MODELS for variant in VARIANTS if fits(name, variant)]
+
+
+@contextmanager
+def final_hidden(model: StreamModel) -> Iterator[list[Tensor]]:
+    """Collects what the last layer puts out in each call."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        seen.append(out[0] if isinstance(out, tuple) else out)
+
+    handle = model.backbone.layers[-1].register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_are_those_of_transformers_at_every_position(name: str) -> None:
+    tokens = torch.randint(0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(6)).tolist()
+    expected = BASES[name](torch.tensor([tokens]), use_cache=False).logits[0]
+    assert expected.softmax(-1).max(-1).values.mean() > 5 / VOCAB  # far from uniform, so that 1e-4 says something
+    model = wrapped(name, None)
+    sliding = [window for window in model.backbone.windows() if window is not None]
+    assert sliding == ([WINDOW] if name in SLIDING else [])
+
+    arms = {}
+    for arm, chunk in (("one pass", CONTEXT), ("chunks", 7), ("steps", 1)):
+        driver = TorchDriver(model, Tree.root_only(), 1, Schedule.DEFERRED, CONTEXT, chunk)
+        with final_hidden(model) as hidden:
+            for at in range(0, CONTEXT, chunk):
+                if arm == "steps":
+                    driver.plain(tokens[at], at)
+                else:
+                    driver.prefill(tokens[at : at + chunk], at)
+        arms[arm] = model.backbone.head(torch.cat(hidden, dim=1))[0, :CONTEXT]
+    for arm, logits in arms.items():
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4, msg=lambda text, arm=arm: f"{arm}: {text}")
+
+
+@dataclass
+class Recorded:
+    """Stream hidden states of end nodes, one ``[γ, D]`` a call that drafted."""
+
+    states: list[Tensor]
+
+
+def record_streams(model: StreamModel) -> Recorded:
+    """Note what reaches the draft head of ``model`` from now on."""
+    recorded = Recorded([])
+    best = model.best
+
+    def noted(s: Tensor, k: int) -> Tensor:
+        recorded.states.append(s[0].clone())
+        return best(s, k)
+
+    model.best = noted  # type: ignore[method-assign]
+    return recorded
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, variant: str) -> None:
+    model = wrapped(name, variant)
+    recorded = record_streams(model)
+    states, drafts = [], []
+    for schedule in Schedule:
+        recorded.states = []
+        driver = TorchDriver(model, TREE, K, schedule, CONTEXT, CHUNK)
+        assert bool(driver.windows) == (name in SLIDING)
+        facts = drive(driver, PROMPT, seed=1)
+        check(facts, driver, row_tolerance=1e-4, perturbation_tolerance=0.0)
+        states.append(recorded.states)
+        drafts.append(facts.drafts)
+    # The schedules draft the same: equal states of the streams, so equal candidates but for ties.
+    assert len(states[0]) == len(states[1])
+    for fused, deferred in zip(*states, strict=True):
+        torch.testing.assert_close(fused, deferred, rtol=1e-4, atol=1e-4)
+    same = sum(a == b for a, b in zip(*drafts, strict=True))
+    assert same >= len(drafts[0]) - 1
+
+
+@pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[1] != "shared"])
+@torch.no_grad()
+def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
+    base, model = wrapped(name, None), wrapped(name, variant)
+    other = wrapped(name, variant)
+    assert other.streams is not None
+    for value in other.streams.parameters():
+        value.mul_(-3)
+    # Where no stream row is in the call, every bit is the base's.
+    drivers = [TorchDriver(m, TREE, K, Schedule.FUSED, CONTEXT, CHUNK) for m in (base, model, other)]
+    roots = [driver.prefill(PROMPT[:CHUNK], 0)[0] for driver in drivers]
+    tokens = [driver.plain(root, CHUNK) for driver, root in zip(drivers, roots, strict=True)]
+    assert len(set(roots)) == len(set(tokens)) == 1
+    committed = [torch.from_numpy(driver.rows(0, CHUNK + 1)) for driver in drivers]
+    assert torch.equal(committed[0], committed[1]) and torch.equal(committed[0], committed[2])
+    # Where stream rows run beside main rows, no stream parameter reaches a main row.
+    given = [[5, 9], [11, 2], [70, 1]]
+    outs = [driver.step(tokens[0], given, CHUNK + 1) for driver in drivers[1:]]
+    assert outs[0].tokens == outs[1].tokens and outs[0].count == outs[1].count
+    rows = [torch.from_numpy(driver.rows(0, CHUNK + 1 + TREE.emitted)) for driver in drivers[1:]]
+    assert torch.equal(rows[0], rows[1])
+    assert outs[0].drafts != outs[1].drafts  # the parameters do something
+
+
+def test_layers() -> None:
+    assert all(len(wrapped(name, None).backbone.layers) == LAYERS for name in MODELS)
