@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -20,16 +22,17 @@ class RowCache:
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         # Zeros, because a masked row must not hold a NaN.
-        self.array: NDArray[np.generic] = np.zeros((2 * geometry.layers, geometry.capacity, geometry.row_width), dtype)
+        self.array: NDArray[Any] = np.zeros((2 * geometry.layers, geometry.capacity, geometry.row_width), dtype)
+        self.capacity = geometry.capacity
 
-    def commit(self, length: int, rows: NDArray[np.generic], count: int) -> None:
+    def commit(self, length: int, rows: NDArray[Any], count: int) -> None:
         """Put the first ``count`` of ``rows [2 * layers, n, kv_heads * head_dim]`` at ``length``."""
         self.array[:, length : length + count] = rows[:, :count]
 
     def visible(self, length: int) -> int:
         """Rows to show a target that has ``length`` committed ones: a multiple of BUCKET, so that few sizes occur."""
-        return min(-(-max(length, 1) // BUCKET) * BUCKET, self.array.shape[1])
+        return min(-(-max(length, 1) // BUCKET) * BUCKET, self.capacity)
 
-    def prefix(self, index: int, rows: int) -> NDArray[np.generic]:
+    def prefix(self, index: int, rows: int) -> NDArray[Any]:
         """The first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``, not a copy."""
         return self.array[index, :rows]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ssdevice.bundle import Bundle
 
 DEFAULT_MAX_TOKENS = 256
+TOKENIZER = "tokenizer"
+"""Role of ``tokenizer.json`` in a bundle."""
 ADVANCES: dict[str, Advance] = {"speculative": speculative, "plain": plain, "plain_step": plain_step}
 """The three ways to decode: with drafts, through the T = 1 graph, and through the step without its drafts."""
 
@@ -63,10 +65,11 @@ class Session:
         """
         from ssdevice.bundle import Bundle
 
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         options = options or EngineOptions(threads=threads)
         engine = open_engine(opened, app, options)
-        session = cls(engine, opened.tokenizer(), opened.app(app).instruction)
+        tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
+        session = cls(engine, tokenizer, opened.app(app).instruction)
         session.bundle, session._options = opened, options
         return session
 

@@ -189,8 +189,12 @@ class _Call:
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
-    """The engine of an ONNX bundle."""
-    raise NotImplementedError
+    """The engine of an ONNX bundle; raises BundleError for one of another cache form or a graph that does not load."""
+    manifest = bundle.manifest
+    if manifest.cache is not CacheForm.ROWS:
+        raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.ROWS}")
+    files = {function: bundle.file(function) for function in bundle.functions}
+    return OnnxEngine(files, bundle.geometry, manifest.cache_dtype, options)
 
 
 def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:

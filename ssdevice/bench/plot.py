@@ -1,0 +1,88 @@
+"""A measurement as a picture: speed of the arms, and how many tokens a step gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ssdevice.bench.report import TITLES
+from ssdevice.bench.runner import SPECULATIVE
+from ssdevice.errors import InputError, MissingExtraError
+
+GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Write the report of ``ssdevice.bench.report.as_json`` to an image whose kind its suffix says.
+
+    Raises MissingExtraError without matplotlib, InputError for a file that cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("bench", error.name or "matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: Any = {
+        "font.size": 13,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": INK,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with matplotlib.rc_context(settings):
+        speculative = report["arms"].get(SPECULATIVE)
+        figure, axes = pyplot.subplots(
+            1, 2 if speculative else 1, figsize=(12 if speculative else 6, 4.8), squeeze=False
+        )
+        _speed(axes[0][0], report)
+        if speculative:
+            _histogram(axes[0][1], speculative)
+        title = f"{Path(report['bundle']).name}: {report['precision']} {report['target']}, app {report['app']}"
+        if not report["valid"]:
+            title += "  (machine was loaded: not valid)"
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.text(0.01, 0.01, f"{report['prompts']} prompts, {report['machine']['cpu']}", fontsize=9, color="#6e7781")
+        figure.tight_layout(rect=(0, 0.03, 1, 0.97))
+        try:
+            figure.savefig(file, dpi=160)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--plot {file}: cannot be written ({error})") from error
+        finally:
+            pyplot.close(figure)
+
+
+def _speed(axis: Any, report: dict[str, Any]) -> None:
+    arms = report["arms"]
+    names = list(arms)
+    values = [arms[name]["tokens_per_second"] for name in names]
+    rounds = [arms[name]["spread"]["tokens_per_second"] for name in names]
+    spreads = [
+        [max(value - r["q1"], 0) for value, r in zip(values, rounds, strict=True)],
+        [max(r["q3"] - value, 0) for value, r in zip(values, rounds, strict=True)],
+    ]
+    colors = [GREEN if name == SPECULATIVE else GREY for name in names]
+    labels = [TITLES[name].replace(" (", "\n(") for name in names]
+    bars = axis.bar(labels, values, color=colors, width=0.62, yerr=spreads, capsize=4, ecolor=INK)
+    axis.bar_label(bars, fmt="%.1f", padding=6)
+    axis.set_ylabel("tokens per second")
+    axis.set_ylim(0, max([*values, 1e-9]) * 1.18)
+    heading = f"{report['speedup']:.2f}x faster" if report["speedup"] else "Decoding speed"
+    axis.set_title(heading, loc="left")
+
+
+def _histogram(axis: Any, arm: dict[str, Any]) -> None:
+    histogram = arm["accepted_histogram"]
+    total = max(sum(histogram), 1)
+    shares = [count / total * 100 for count in histogram]
+    bars = axis.bar(range(1, len(shares) + 1), shares, color=GREEN, width=0.7)
+    axis.bar_label(bars, fmt="%.0f %%", padding=4)
+    axis.set_xticks(range(1, len(shares) + 1))
+    axis.set_xlabel("tokens a step emitted")
+    axis.set_ylabel("% of steps")
+    axis.set_ylim(0, max([*shares, 1e-9]) * 1.18)
+    axis.set_title(f"{arm['tokens_per_step']:.2f} tokens per step", loc="left")

@@ -1,0 +1,219 @@
+"""A measurement as JSON and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ssdevice import __version__
+from ssdevice.bench.machine import LOADED
+from ssdevice.bench.quality import choose_metric, score
+from ssdevice.bench.runner import SPECULATIVE, Arm, BenchOptions, BenchResult
+from ssdevice.bench.statistics import Interval, Spread, mean_interval
+from ssdevice.contract import Geometry
+from ssdevice.data import Example
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was measured and how. ``model_bytes``: files of the bundle; ``threads``: 0 for the engine's default."""
+
+    bundle: str
+    app: str
+    target: str
+    precision: str
+    schedule: str
+    mode: str | None
+    geometry: Geometry
+    model_bytes: int
+    parameters: int
+    threads: int
+    data: str
+
+
+def quality_of(result: BenchResult, metric: str | None) -> Json:
+    """Scores by arm with 95 % intervals; empty where an example has nothing to compare with.
+
+    ``metric``: one of ``ssdevice.bench.quality``, None to choose by the data.
+    """
+    if not all(example.targets for example in result.examples):
+        return {}
+    metric = metric or choose_metric(result.examples)
+    found: Json = {"metric": metric}
+    for name, arm in result.arms.items():
+        # Equal tokens have equal scores: one arm then speaks for all.
+        if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.arms:
+            found[name] = _means(metric, [answer.text for answer in arm.answers], result.examples)
+    return found
+
+
+def _means(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> Json:
+    return {column: _interval(mean_interval(values)) for column, values in score(metric, texts, examples).items()}
+
+
+def as_json(
+    setting: Setting, options: BenchOptions, result: BenchResult, quality: Json, memory: Mapping[str, float]
+) -> Json:
+    """The object ``bench --json`` writes (DESIGN section 6)."""
+    geometry, speedup = setting.geometry, result.speedup
+    differing = {name: result.differing(name) for name in result.arms}
+    return {
+        "bundle": setting.bundle,
+        "app": setting.app,
+        "data": setting.data,
+        "prompts": len(result.examples),
+        "skipped_prompts": result.skipped,
+        "threads": setting.threads,
+        "rounds": options.rounds,
+        "max_tokens": options.max_tokens,
+        "valid": result.load.valid,
+        "machine": result.load.as_json(),
+        "ssdevice": __version__,
+        "target": setting.target,
+        "precision": setting.precision,
+        "schedule": setting.schedule,
+        "mode": setting.mode,
+        "tree": geometry.tree.to_json(),
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "context": geometry.context,
+        "parameters": setting.parameters,
+        "model_mb": round(setting.model_bytes / 1e6, 3),
+        "arms": {name: _arm(arm, result, setting, memory.get(name)) for name, arm in result.arms.items()},
+        "equal": result.equal,
+        "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
+        "baseline": result.baseline.name if result.baseline else None,
+        "speedup": round(speedup.estimate, 4) if speedup else None,
+        "speedup_interval": _interval(speedup) if speedup else None,
+        "acceptance_by_stream_and_rank": [
+            [round(share, 4) for share in row] for row in result.acceptance.table(geometry.gamma, geometry.k)
+        ],
+        "quality": quality,
+    }
+
+
+def _arm(arm: Arm, result: BenchResult, setting: Setting, memory: float | None) -> Json:
+    found: Json = {
+        "tokens_per_second": round(arm.tokens_per_second.median, 3),
+        "tokens_per_step": round(arm.tokens_per_step, 4),
+        "ttft_ms": round(arm.ttft_ms.median, 3),
+        "prefill_tokens_per_second": round(arm.prefill_tokens_per_second.median, 2),
+        "host_us_per_step": round(arm.host_us_per_step.median, 2),
+        "native_ms_per_step": round(arm.native_ms_per_step.median, 4),
+        "peak_rss_mb": round(memory, 1) if memory is not None else None,
+        "tokens": sum(len(answer.tokens) for answer in arm.answers),
+        "steps": sum(answer.steps for answer in arm.answers),
+        "spread": {
+            "tokens_per_second": _spread(arm.tokens_per_second),
+            "ttft_ms": _spread(arm.ttft_ms),
+            "native_ms_per_step": _spread(arm.native_ms_per_step),
+        },
+    }
+    if arm.name == SPECULATIVE:
+        found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
+    return found
+
+
+def _spread(spread: Spread) -> Json:
+    return {"median": spread.median, "q1": spread.q1, "q3": spread.q3, "low": spread.low, "high": spread.high}
+
+
+def _interval(interval: Interval) -> Json:
+    return {
+        "estimate": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "confidence": interval.confidence,
+    }
+
+
+TITLES = {
+    "plain": "plain (T = 1 graph)",
+    "plain_step": "plain (step graph)",
+    SPECULATIVE: "speculative",
+}
+
+
+def as_markdown(report: Json) -> str:
+    """The report of ``as_json`` as Markdown, with what would make its numbers not count said first."""
+    machine = report["machine"]
+    lines = [f"## {report['bundle']}: {report['precision']} {report['target']}, app {report['app']}", ""]
+    if not report["valid"]:
+        lines += [
+            f"**Not valid:** other processes used {machine['others_cpu_share']:.0%} of the machine meanwhile "
+            f"(at most {LOADED:.0%} counts). Times below are no measurement.",
+            "",
+        ]
+    threads = report["threads"] or "default"
+    lines += [
+        f"{report['prompts']} prompts of {report['data']}"
+        + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
+        + f", at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads} threads, "
+        f"{machine['cpu']} ({machine['cores']} cores).",
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
+        f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
+        f"{report['schedule']} schedule, context {report['context']}.",
+        "",
+        "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s | peak MB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in report["arms"].items():
+        rounds = arm["spread"]["tokens_per_second"]
+        memory = f"{arm['peak_rss_mb']:.0f}" if arm["peak_rss_mb"] is not None else ""
+        lines.append(
+            f"| {TITLES[name]} | {arm['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
+            f"| {arm['tokens_per_step']:.2f} | {arm['native_ms_per_step']:.2f} | {arm['host_us_per_step']:.0f} "
+            f"| {arm['ttft_ms']:.1f} | {arm['prefill_tokens_per_second']:.0f} | {memory} |"
+        )
+    lines.append("")
+    if report["speedup"] is not None:
+        interval = report["speedup_interval"]
+        bounds = (
+            f" (95 % of prompts resampled: {interval['low']:.2f}..{interval['high']:.2f})" if interval["low"] else ""
+        )
+        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{bounds}.")
+    lines.append(_equality(report))
+    lines += _acceptance(report) + _quality(report["quality"])
+    return "\n".join(lines)
+
+
+def _equality(report: Json) -> str:
+    if report["equal"]:
+        return f"All arms gave the same tokens on all {report['prompts']} prompts."
+    counts = ", ".join(f"{name}: {len(prompts)}" for name, prompts in report["differing_prompts"].items())
+    first = min(min(prompts) for prompts in report["differing_prompts"].values())
+    return (
+        f"**Arms differ** on some of {report['prompts']} prompts ({counts}; the first is prompt {first + 1}); "
+        "`ssdevice verify` tells near-ties from faults."
+    )
+
+
+def _acceptance(report: Json) -> list[str]:
+    speculative = report["arms"].get(SPECULATIVE)
+    if speculative is None:
+        return []
+    histogram = speculative["accepted_histogram"]
+    total = max(sum(histogram), 1)
+    shares = ", ".join(f"{n}: {count / total:.0%}" for n, count in enumerate(histogram, 1))
+    lines = ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", ""]
+    table = report["acceptance_by_stream_and_rank"]
+    lines.append("| stream | " + " | ".join(f"rank {r}" for r in range(report["k"])) + " |")
+    lines.append("|---|" + "---|" * report["k"])
+    lines += [f"| {j} | " + " | ".join(f"{share:.1%}" for share in row) + " |" for j, row in enumerate(table, 1)]
+    return lines
+
+
+def _quality(quality: Json) -> list[str]:
+    lines: list[str] = []
+    for name, columns in quality.items():
+        if name == "metric":
+            continue
+        values = []
+        for column, value in columns.items():
+            bounds = f" ({value['low']:.3f}..{value['high']:.3f})" if value["low"] is not None else ""
+            values.append(f"{column} {value['estimate']:.3f}{bounds}")
+        lines += ["", f"Quality, {TITLES[name]}: " + ", ".join(values) + "."]
+    return lines

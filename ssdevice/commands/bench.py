@@ -1,0 +1,100 @@
+"""``ssdevice bench``: measure a bundle on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive
+from ssdevice.data import read_examples
+from ssdevice.errors import InputError
+
+if TYPE_CHECKING:
+    from ssdevice.bench.runner import BenchResult
+    from ssdevice.runtime.session import Session
+
+PROFILE_PROMPTS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice bench BUNDLE --data FILE``."""
+    add_bundle(parser)
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="R", help="times each prompt runs (default 3)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)"
+    )
+    parser.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the context")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by data)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
+    parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; Markdown on standard output."""
+    check_new_file(args.json, "--json")
+    check_new_file(args.plot, "--plot")
+    examples = read_examples(args.data, args.limit, require_completion=False)
+    if args.metric is not None:
+        from ssdevice.bench.quality import METRICS
+
+        if args.metric not in METRICS:
+            raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
+    if args.profile:
+        from ssdevice.commands.profile import show_profile
+
+        with open_session(args, profile=True) as session:
+            show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
+        return 0
+    from ssdevice.bench.report import as_markdown
+    from ssdevice.bench.runner import BenchOptions, measure
+    from ssdevice.commands.progress import Progress
+
+    options = BenchOptions(rounds=args.rounds, max_tokens=args.max_tokens, skip_long=args.skip_long)
+    with open_session(args) as session, Progress(args.quiet) as progress:
+        result = measure(session, examples, options, progress.report)
+        report = _report(args, session, options, result)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    if args.plot is not None:
+        from ssdevice.bench.plot import plot
+
+        plot(report, args.plot)
+    print(as_markdown(report))
+    if not report["valid"] and not args.quiet:
+        print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
+    return 0
+
+
+def _report(args: argparse.Namespace, session: Session, options: Any, result: BenchResult) -> dict[str, Any]:
+    from ssdevice.bench.peak_memory import peak_rss_mb
+    from ssdevice.bench.report import Setting, as_json, quality_of
+
+    assert session.bundle is not None
+    manifest = session.bundle.manifest
+    first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
+    memory = {
+        name: peak_rss_mb(args.bundle, args.app, name, args.threads, first, options.max_tokens) for name in result.arms
+    }
+    setting = Setting(
+        bundle=str(args.bundle),
+        app=args.app or manifest.default_app,
+        target=manifest.target.value,
+        precision=manifest.precision.value,
+        schedule=manifest.schedule.value,
+        mode=manifest.mode.value if manifest.mode else None,
+        geometry=session.engine.geometry,
+        model_bytes=sum(entry.size for entry in manifest.files.values()),
+        parameters=manifest.model.parameters,
+        threads=args.threads,
+        data=str(args.data),
+    )
+    return as_json(setting, options, result, quality_of(result, args.metric), memory)
