@@ -5,10 +5,14 @@ Nothing here knows what a manifest says; everything here assumes that it was wri
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from ssdevice.errors import BundleError, ConfigError
 
@@ -117,3 +121,79 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BundleError(f"{where}: not a JSON object")
     return value
+
+
+def list_files(folder: Path, limit: int) -> dict[str, int]:
+    """Path -> size of every file below a folder; raises BundleError for anything but plain files and folders.
+
+    Links are refused wherever they lead: a bundle is what is in its folder. So are empty folders, which no file needs.
+    """
+    found: dict[str, int] = {}
+    waiting, seen = [""], 0
+    while waiting:
+        inside = waiting.pop()
+        empty = True
+        try:
+            with os.scandir(folder / inside) as entries:
+                for entry in entries:
+                    empty, seen = False, seen + 1
+                    path = f"{inside}{entry.name}"
+                    status = entry.stat(follow_symlinks=False)
+                    if seen > 2 * limit:
+                        raise BundleError(f"{folder}: more than {2 * limit} files and folders")
+                    if stat.S_ISDIR(status.st_mode):
+                        if path.count("/") > 15:
+                            raise BundleError(f"{folder}: {path[:100]!r} lies too deep")
+                        waiting.append(f"{path}/")
+                    elif stat.S_ISREG(status.st_mode):
+                        found[path] = status.st_size
+                    else:
+                        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
+                        raise BundleError(f"{folder}: {path!r} is {kind}")
+        except OSError as error:
+            raise BundleError(f"{folder}: {inside!r} cannot be read ({error.strerror})") from error
+        if empty and inside:
+            raise BundleError(f"{folder}: {inside!r} is an empty folder; remove it")
+    return found
+
+
+def read_bounded(file: Path, limit: int) -> bytes:
+    """The content of a plain file of at most ``limit`` bytes; raises BundleError."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for its writer.
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BundleError(f"{file}: not a plain file")
+            if status.st_size > limit:
+                raise BundleError(f"{file}: {status.st_size} bytes, at most {limit} are allowed")
+            return stream.read(limit)
+    except FileNotFoundError as error:
+        raise BundleError(f"{file}: no such file") from error
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def stream_sha256(stream: IO[bytes], size: int, to: IO[bytes] | None = None) -> str | None:
+    """sha256 of the next ``size`` bytes, which are also written to ``to``; None if the stream ends before."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
+    while size:
+        count = stream.readinto(block[: min(size, len(block))])  # type: ignore[attr-defined]
+        if not count:
+            return None
+        digest.update(block[:count])
+        if to is not None:
+            to.write(block[:count])
+        size -= count
+    return digest.hexdigest()
+
+
+def file_sha256(file: Path, size: int) -> str | None:
+    """sha256 of the first ``size`` bytes of a file, None if it is shorter; raises BundleError if it cannot be read."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            return stream_sha256(stream, size)
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error

@@ -1,0 +1,208 @@
+"""Writing files and folders that appear whole or not at all, whatever interrupts the writer.
+
+Work goes on beside the destination, in ``.NAME.ssdevice-PID-RANDOM.tmp``, under a lock that ends with the process. The
+last act is one rename. What a killed process left behind is recognised by its name and its free lock, and removed by
+the next writer of the same destination.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ssdevice.errors import InputError, SSDeviceError
+
+if sys.platform != "win32":
+    import fcntl
+
+MARK = ".ssdevice-"
+SUFFIX, OLD = ".tmp", ".old"
+FULL = {errno.ENOSPC, errno.EDQUOT}
+# renameat2(2) and renamex_np(2): exchange two names in one step.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_RENAME_SWAP = 2
+
+
+class Stage:
+    """A folder or file in the making beside ``out``: ``path`` is where to write, ``publish`` makes it ``out``.
+
+    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling.
+    """
+
+    def __init__(self, out: Path, *, folder: bool) -> None:
+        self.out = Path(os.path.abspath(out))
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.out)
+            self.path, self._lock = _create(self.out, folder)
+        except OSError as error:
+            raise InputError(f"{self.out.parent}: cannot write here ({error.strerror})") from error
+
+    def publish(self, *, replace: bool) -> None:
+        """Give the work its name; with ``replace`` in place of what had it.
+
+        The old or the new is visible at every instant where the system can exchange two names (Linux and macOS, on
+        most file systems). Elsewhere a folder is replaced by two renames, and a crash between them leaves the old one
+        under the temporary name, from which the next writer restores it. Raises InputError if ``out`` exists and
+        ``replace`` is False.
+        """
+        sync_tree(self.path)
+        if replace and self.out.is_dir():
+            if not _exchange(self.path, self.out):
+                self._replace_in_two()
+        elif replace:
+            os.replace(self.path, self.out)
+        else:
+            self._publish_new()
+        _sync(self.out.parent)
+
+    def _replace_in_two(self) -> None:
+        aside = self.out.parent / f"{_prefix(self.out)}{os.getpid()}-{secrets.token_hex(4)}{OLD}"
+        lock = _lock(self.out)  # nobody else may take what is aside for abandoned
+        try:
+            os.rename(self.out, aside)
+            os.rename(self.path, self.out)
+            _remove(aside)
+        finally:
+            os.close(lock)
+
+    def _publish_new(self) -> None:
+        if os.path.lexists(self.out):
+            raise InputError(f"{self.out} exists; choose another name, or overwrite it")
+        try:
+            os.rename(self.path, self.out)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                raise InputError(f"{self.out} was made by someone else meanwhile; choose another name") from error
+            raise
+
+    def close(self) -> None:
+        """Remove the work, or after an exchange what it replaced, and end the lock."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+@contextlib.contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """Turn a full disk into one line that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        try:
+            free = f"; {shutil.disk_usage(out.parent).free >> 20} MiB are free"
+        except OSError:
+            free = ""
+        raise SSDeviceError(f"the disk is full: {out} could not be written{free}") from error
+
+
+def sync_tree(path: Path) -> None:
+    """Bring a file, or a folder and all in it, to the disk: a name that survives a crash must not lead to holes."""
+    if path.is_dir():
+        for folder, _, names in os.walk(path):
+            for name in names:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+    else:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    if sys.platform == "win32" and path.is_dir():
+        return  # folders cannot be opened there
+    flags = os.O_RDONLY if sys.platform != "win32" else os.O_RDWR
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}{MARK}"
+
+
+def _create(out: Path, folder: bool) -> tuple[Path, int]:
+    """A new folder or file and its held lock."""
+    while True:
+        path = out.parent / f"{_prefix(out)}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        if folder:
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+        try:
+            lock = _lock(path)
+        except FileNotFoundError:
+            continue  # another writer took it for abandoned before it was locked
+        if path.exists():
+            return path, lock
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A handle that locks a file or folder until it is closed or the process ends."""
+    if sys.platform == "win32":
+        return os.open(os.devnull, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is ever taken for abandoned there
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed writers of ``out`` left; restore what they had moved aside."""
+    if sys.platform == "win32":
+        return  # no locks that tell; such folders are only untidy
+    for path in out.parent.iterdir():
+        if not path.name.startswith(_prefix(out)) or not path.name.endswith((SUFFIX, OLD)) or path.is_symlink():
+            continue
+        try:
+            lock = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue  # gone, or not ours to open
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.name.endswith(OLD) and not os.path.lexists(out):
+                os.rename(path, out)
+            else:
+                _remove(path)
+        except OSError:
+            continue  # its writer is alive
+        finally:
+            os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot."""
+    if sys.platform == "win32":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    first, second = os.fsencode(one), os.fsencode(other)
+    if hasattr(libc, "renameat2"):
+        status = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE)
+    elif hasattr(libc, "renamex_np"):
+        status = libc.renamex_np(first, second, _RENAME_SWAP)
+    else:
+        return False
+    if status and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
+    return bool(status == 0)
