@@ -82,6 +82,17 @@ class Backbone(nn.Module):
         """N, the number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of a key or value row."""
+        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        config = self.config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states ``[B, R, D]`` of tokens and positions ``[B, R]``."""
         h: Tensor = self.project_in(self.embed_tokens(tokens))

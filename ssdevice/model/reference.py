@@ -1,4 +1,11 @@
-"""Reference decoding in torch: the same modules as every export, driven by the same fifteen lines."""
+"""Reference decoding in torch: the same modules as every export, driven by the same fifteen lines.
+
+Where an answer ends, in plain and speculative decoding alike: after a stop token, at ``max_tokens``, or when the
+cache is full. A step may run while fewer than ``context`` tokens are committed, and of what it emits only the first
+``context - length`` tokens count. So a prompt of p tokens gives at most 1 + context - p tokens: prefill's and one for
+each row that is still free, the last of which never enters the cache. After every step the committed rows are those of
+the prompt and of all emitted tokens but the last.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ssdevice.config import Schedule
+from ssdevice.errors import ContextOverflowError, InputError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 from ssdevice.tree import Tree
@@ -53,18 +61,26 @@ class Reference:
         plain_model = StreamModel(model.backbone, None, 0)
         self.step_plain = StepModule(plain_model, Tree.root_only(), 1, Schedule.DEFERRED)
         self.prefill = PrefillModule(model, chunk, k)
-        config = model.backbone.config
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def new_cache(self) -> Cache:
         """An empty cache for one conversation."""
         rows = self.context + max(self.chunk, self.tree.emitted)
-        return Cache(torch.zeros(self.model.backbone.num_layers, 2, 1, self.kv_heads, rows, self.head_dim))
+        backbone = self.model.backbone
+        return Cache(torch.zeros(backbone.num_layers, 2, 1, backbone.kv_heads, rows, backbone.head_dim))
 
     @torch.no_grad()
     def start(self, prompt: Sequence[int], cache: Cache) -> tuple[int, Tensor]:
-        """Prefill: the first output token and the first drafts."""
+        """Prefill: the first output token and the first drafts.
+
+        Raises InputError for an empty prompt, ContextOverflowError for one that does not fit what is left.
+        """
+        if not prompt:
+            raise InputError("the prompt is empty")
+        if cache.length + len(prompt) > self.context:
+            left = self.context - cache.length
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt)} tokens, but of a context of {self.context} only {left} are left"
+            )
         for at in range(0, len(prompt), self.chunk):
             chunk = list(prompt[at : at + self.chunk])
             tokens = torch.tensor(chunk + [0] * (self.chunk - len(chunk)), dtype=torch.int32)
@@ -78,15 +94,13 @@ class Reference:
         cache = self.new_cache()
         root, drafts = self.start(prompt, cache)
         result = Generation([root])
-        while result.tokens[-1] not in stop and len(result.tokens) < max_tokens and cache.length < self.context:
-            out = self.step(int32(root), drafts, int32(cache.length), cache.past())
-            count, tokens, drafts = int(out.count), out.tokens.tolist(), out.drafts
-            cache.commit(out.rows, count)
-            root = tokens[count - 1]
-            room = min(max_tokens - len(result.tokens), self.context + count - cache.length)
-            kept = until(tokens[:count], stop)[:room]
-            result.tokens.extend(kept)
-            result.steps.append(len(kept))
+        while room := self._room(result, cache, max_tokens, stop):
+            out = self.step(int32(result.tokens[-1]), drafts, int32(cache.length), cache.past())
+            run = until(out.tokens[: int(out.count)].tolist(), stop)[:room]
+            cache.commit(out.rows, len(run))
+            result.tokens.extend(run)
+            result.steps.append(len(run))
+            drafts = out.drafts
         return result
 
     @torch.no_grad()
@@ -96,13 +110,18 @@ class Reference:
         root, _ = self.start(prompt, cache)
         result = Generation([root])
         none = torch.zeros(0, 1, dtype=torch.int32)
-        while result.tokens[-1] not in stop and len(result.tokens) < max_tokens and cache.length < self.context:
-            out = self.step_plain(int32(root), none, int32(cache.length), cache.past())
+        while self._room(result, cache, max_tokens, stop):
+            out = self.step_plain(int32(result.tokens[-1]), none, int32(cache.length), cache.past())
             cache.commit(out.rows, 1)
-            root = int(out.tokens[0])
-            result.tokens.append(root)
+            result.tokens.append(int(out.tokens[0]))
             result.steps.append(1)
         return result
+
+    def _room(self, result: Generation, cache: Cache, max_tokens: int, stop: Sequence[int]) -> int:
+        """How many more tokens may follow; 0 ends the answer. Prefill's token is always given."""
+        if result.tokens[-1] in stop:
+            return 0
+        return max(0, min(max_tokens - len(result.tokens), self.context - cache.length))
 
 
 def int32(value: int) -> Tensor:

@@ -22,15 +22,13 @@ class TorchDriver:
         self.model, self.tree, self.k, self.context, self.chunk = model, tree, k, context, chunk
         self.gamma = model.gamma
         backbone = model.backbone
-        config = backbone.config
-        self.vocab = int(config.vocab_size)
+        self.vocab = int(backbone.config.vocab_size)
         self.windows = [window for window in backbone.windows() if window is not None]
         self.step_module = StepModule(model, tree, k, schedule)
         self.plain_module = StepModule(StreamModel(backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
         self.prefill_module = PrefillModule(model, chunk, k)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (backbone.num_layers, 2, 1, heads, context + max(chunk, tree.emitted), dim)
+        rows = context + max(chunk, tree.emitted)
+        shape = (backbone.num_layers, 2, 1, backbone.kv_heads, rows, backbone.head_dim)
         self.cache = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(9))
 
     def past(self) -> list[KeyValue]:
