@@ -1,0 +1,142 @@
+"""Models the step cannot express are refused, and the message says what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError, UnsupportedModelError
+from ssdevice.model.backbone import Backbone
+from ssdevice.model.families import FAMILIES, NOT_EXPRESSIBLE, family_of
+from ssdevice.model.loading import build, load_hf
+from tests.model.tiny import MODELS, tiny_config, tiny_model
+
+
+def from_config(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported are cohere, .*, starcoder2"):
+        family_of("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("gpt_oss", "attention with learned sinks and layers with a mixture of experts"),
+        ("mixtral", "layers with a mixture of experts"),
+        ("qwen3_moe", "layers with a mixture of experts"),
+        ("qwen3_next", "linear-attention or state-space layers"),
+        ("llama4_text", "chunked attention"),
+        ("gemma3", "model_type 'gemma3_text'"),
+    ],
+)
+def test_a_family_that_needs_more_than_a_table_entry_says_what(model_type: str, missing: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"family '{model_type}' is not supported: it has .*{missing}"):
+        family_of(model_type)
+
+
+def test_the_tables_do_not_contradict_each_other() -> None:
+    assert not set(FAMILIES) & set(NOT_EXPRESSIBLE)
+
+
+def test_an_unknown_family_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}), "utf-8")
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
+def test_layer_types_beyond_full_and_sliding_are_named(kind: str) -> None:
+    config = tiny_config("qwen3", layer_types=["full_attention", kind, "full_attention"])
+    hf = tiny_model("qwen3")
+    hf.config.layer_types = config.layer_types
+    with pytest.raises(UnsupportedModelError, match=f"qwen3 with layers of type {kind} is not supported: every layer"):
+        Backbone(hf, 32, 64)
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    _, values = MODELS["gemma3_text"]
+    hf = from_config(tiny_config("gemma3_text", **{**values, "use_bidirectional_attention": True}))
+    with pytest.raises(UnsupportedModelError, match="gemma3_text with use_bidirectional_attention = True is not supp"):
+        Backbone(hf, 32, 64)
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def test_dynamic_rope_is_supported_up_to_the_length_where_it_changes() -> None:
+    hf = from_config(tiny_config("llama", max_position_embeddings=32, rope_parameters=DYNAMIC))
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = hf.model.rotary_emb(torch.zeros(1), tokens)
+        cos, sin = Backbone(hf, 32, 64).rope(tokens)[""]
+    assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
+    with pytest.raises(
+        UnsupportedModelError, match=r"beyond 32 positions \(rope type dynamic\): .* at most 32, not 33"
+    ):
+        Backbone(hf, 33, 64)
+
+
+def test_longrope_is_supported_up_to_its_original_length() -> None:
+    hf = tiny_model("phi3-longrope")
+    Backbone(hf, 64, 128)
+    with pytest.raises(UnsupportedModelError, match=r"beyond 64 positions \(rope type longrope\): .* most 64, not 65"):
+        Backbone(hf, 65, 128)
+
+
+def test_length_dependence_of_one_layer_type_is_enough() -> None:
+    _, values = MODELS["gemma3_text"]
+    rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    hf = from_config(tiny_config("gemma3_text", **{**values, "rope_parameters": rope, "max_position_embeddings": 32}))
+    with pytest.raises(UnsupportedModelError, match=r"\(rope type default, dynamic\): .* at most 32, not 48"):
+        Backbone(hf, 48, 64)
+
+
+def test_a_learned_position_table_bounds_the_context() -> None:
+    hf = tiny_model("opt-before")
+    Backbone(hf, 256, 300)
+    with pytest.raises(ContextOverflowError, match="context 257 is longer than the model's 256 positions"):
+        Backbone(hf, 257, 300)
+
+
+def test_values_that_a_family_ignores_change_nothing() -> None:
+    hf = tiny_model("llama")
+    hf.config.sliding_window = 4
+    hf.config.final_logit_softcapping = 1.0
+    backbone = Backbone(hf, 32, 64)
+    assert backbone.windows() == {None}
+    h = torch.randn(1, 2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(backbone.head(h), hf.lm_head(hf.model.norm(h)))
+
+
+def test_replacing_the_mlp_needs_an_mlp() -> None:
+    config = StreamConfig(mode=Mode.LOSSLESS, gamma=2, msa_layers=1, stream_mlp=StreamMLP.ADAPTER)
+    with pytest.raises(UnsupportedModelError, match="needs layers with an mlp module; use 'base\\+adapter'"):
+        build(tiny_model("opt-before"), config, 32)
+
+
+@pytest.mark.parametrize("msa_layers", [3, 4])
+def test_msa_layers_leave_a_layer_to_start_from(msa_layers: int) -> None:
+    with pytest.raises(ConfigError, match=f"N_s = {msa_layers} MSA layers need a model of more layers, this one has 3"):
+        build(tiny_model("llama"), StreamConfig(gamma=2, msa_layers=msa_layers), 32)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no config.json; expected a Hugging Face model folder"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 3}', "utf-8")
+    with pytest.raises(InputError, match="has no model_type"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    with pytest.raises(InputError, match="the model cannot be loaded"):
+        load_hf(tmp_path)
