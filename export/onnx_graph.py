@@ -16,6 +16,8 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 CONTRIB = "com.microsoft"
+LOGITS = "logits"
+"""Name, inside the graphs, of the main rows' logits: what decides the tokens."""
 Shape = tuple[int | None, ...]
 Rule = Callable[["Editor", ir.Node], bool]
 
@@ -350,6 +352,17 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
 def clean(model: ir.Model) -> None:
     """Remove unused nodes and initializers."""
     passes.RemoveUnusedNodesPass()(model)
+
+
+def finish(edit: Editor) -> None:
+    """Rewrites of a graph whose linears have been lowered; the main rows' logits get their name."""
+    apply(edit, FINISH)
+    for node in edit.graph:
+        if node.op_type in ("ArgMax", "TopK"):
+            logits = node.inputs[0]
+            assert logits is not None
+            logits.name = LOGITS
+            return
 
 
 def simplify(model: ir.Model) -> Editor:

@@ -141,8 +141,9 @@ class _RowQuantizer:
         single = rows == 1
         size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
         axes = edit.ints(*range(len(shape))) if single else edit.ints(-1)
-        peak_shape: tuple[int | None, ...] = () if single else shape[:-1]
-        peak = edit.insert(before, "ReduceMax", [size, axes], peak_shape, ir.DataType.FLOAT, {"keepdims": 0})
+        peak_shape = () if single else (*shape[:-1], 1)
+        keep = {"keepdims": int(not single)}
+        peak = edit.insert(before, "ReduceMax", [size, axes], peak_shape, ir.DataType.FLOAT, keep)
         step = edit.constant(np.array(1 / LEVELS, np.float32))
         scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
         # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
@@ -150,11 +151,10 @@ class _RowQuantizer:
             zero = edit.constant(np.array(ZERO_POINT, np.uint8))
             codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8)
             return codes, scale
-        flat = edit.reshape(before, scale, (rows,))
-        zeros = edit.constant(np.full((rows,), ZERO_POINT, np.uint8))
-        axis = {"axis": len(shape) - 2}
-        codes = edit.insert(before, "QuantizeLinear", [value, flat, zeros], shape, ir.DataType.UINT8, axis)
-        return codes, edit.reshape(before, flat, (*shape[:-1], 1))
+        zeros = edit.constant(np.full(peak_shape, ZERO_POINT, np.uint8))
+        block = {"axis": len(shape) - 1, "block_size": shape[-1]}
+        codes = edit.insert(before, "QuantizeLinear", [value, scale, zeros], shape, ir.DataType.UINT8, block)
+        return codes, scale
 
 
 def _int8_product(

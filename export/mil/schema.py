@@ -254,12 +254,12 @@ def _elements(fields: Message, dtype: DType, count: int) -> Array:
         if len(data) % dtype.storage.itemsize:
             raise WireError(f"{len(data)} bytes are no whole number of {dtype.name} elements")
         return np.frombuffer(data, dtype.storage.newbyteorder("<")).astype(dtype.storage)
-    bools = wire.submessage(fields, 3)
-    return _integers(wire.signed_integers(bools or {}, 1), dtype)
+    return np.empty(0, dtype.storage)
 
 
 def _integers(values: list[int], dtype: DType) -> Array:
-    try:
-        return np.array(values, np.int64).astype(dtype.storage)
-    except OverflowError:
-        raise WireError(f"a constant does not fit {dtype.name}") from None
+    wide = np.array(values, np.int64)
+    narrow = wide.astype(dtype.storage)
+    if not np.array_equal(narrow, wide):
+        raise WireError(f"a constant does not fit {dtype.name}")
+    return narrow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 
 Field = int | memoryview
@@ -125,7 +124,3 @@ def _bytes(value: Field, number: int) -> memoryview:
         raise WireError(f"field {number} is a number where bytes are expected")
     return value
 
-
-def floats(data: bytes) -> tuple[float, ...]:
-    """Little-endian float32 values."""
-    return struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])

@@ -1,0 +1,85 @@
+"""The weight storage of a ``.mlpackage`` (MILBlob, version 2), read without coremltools.
+
+The file is a 64-byte header (number of entries, version), then entries: 64 bytes of metadata at a multiple of 64
+(sentinel, element type, size in bytes, where the data lies, unused bits at its end) and the data, also 64-aligned.
+The program names an entry by the offset of its metadata. Elements of fewer than 8 bits are packed, lowest bits first.
+Source: mlmodel/src/MILBlob/Blob/StorageFormat.hpp and BlobDataType.hpp of coremltools 9.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ssdevice.errors import BundleError
+from ssdevice.export.mil.dtypes import BY_BLOB, Array, DType, unpack
+
+ALIGNMENT = 64
+SENTINEL = 0xDEADBEEF
+VERSION = 2
+_HEADER = struct.Struct("<II56x")
+_METADATA = struct.Struct("<IIQQQ32x")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checked entry: its element type, how many elements and where their bytes lie."""
+
+    dtype: DType
+    count: int
+    start: int
+    size: int
+
+
+class BlobFile:
+    """A weight file, mapped into memory; raises BundleError if it is not one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise BundleError(f"{path}: cannot read the weight file: {error.strerror or error}") from None
+        if size < _HEADER.size:
+            raise BundleError(f"{path}: a weight file of {size} bytes is shorter than its header; export again")
+        self.size = size
+        self.count, version = _HEADER.unpack_from(self._data, 0)
+        if version != VERSION:
+            raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
+
+    def entry(self, offset: int, dtype: DType, count: int) -> Entry:
+        """The entry whose metadata lies at ``offset`` and should hold ``count`` elements of ``dtype``.
+
+        Raises BundleError if the metadata, its type or size, or the data's bounds do not fit.
+        """
+        where = f"{self.path}: the weight at offset {offset}"
+        if offset % ALIGNMENT or offset < _HEADER.size or offset + _METADATA.size > self.size:
+            raise BundleError(f"{where} lies outside the file's {self.size} bytes or is not {ALIGNMENT}-aligned")
+        sentinel, number, size, start, padding = _METADATA.unpack_from(self._data, offset)
+        if sentinel != SENTINEL:
+            raise BundleError(f"{where} has no metadata; the program and its weight file do not belong together")
+        stored = BY_BLOB.get(number)
+        if stored is not dtype:
+            raise BundleError(f"{where} is {stored.name if stored else f'of type {number}'}, expected {dtype.name}")
+        needed = -(-count * dtype.bits // 8)
+        # Packed data may be rounded up to whole bytes; `padding` says how many bits of it are unused.
+        if size != needed or (dtype.packed and size * 8 - padding != count * dtype.bits):
+            raise BundleError(f"{where} has {size} bytes, {count} elements of {dtype.name} need {needed}")
+        if start % ALIGNMENT or start < _HEADER.size or start > self.size or size > self.size - start:
+            raise BundleError(
+                f"{where} needs bytes {start}..{start + size}, the file has {self.size}: it was cut short or edited"
+            )
+        return Entry(dtype, count, start, size)
+
+    def read(self, entry: Entry) -> Array:
+        """The elements of an entry [count], unpacked to its storage type; read-only, without a copy where unpacked."""
+        if entry.dtype.packed:
+            data = np.frombuffer(self._data, np.uint8, entry.size, entry.start)
+            return unpack(data, entry.dtype, entry.count)
+        return np.frombuffer(self._data, entry.dtype.storage.newbyteorder("<"), entry.count, entry.start)

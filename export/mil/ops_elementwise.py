@@ -1,0 +1,217 @@
+"""Kernels of one element each: arithmetic, comparisons, activations, casts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ssdevice.export.mil.dtypes import Array
+from ssdevice.export.mil.registry import Function, Node, define, kernel
+
+for _kind, _function in (
+    ("add", np.add),
+    ("sub", np.subtract),
+    ("mul", np.multiply),
+    ("real_div", np.true_divide),
+    ("floor_div", np.floor_divide),
+    ("mod", np.mod),
+    ("pow", np.power),
+):
+    define(_kind, "x y", _function)
+
+for _kind, _function in (
+    ("maximum", np.maximum),
+    ("minimum", np.minimum),
+    ("equal", np.equal),
+    ("not_equal", np.not_equal),
+    ("greater", np.greater),
+    ("greater_equal", np.greater_equal),
+    ("less", np.less),
+    ("less_equal", np.less_equal),
+    ("logical_and", np.logical_and),
+    ("logical_or", np.logical_or),
+    ("logical_xor", np.logical_xor),
+):
+    define(_kind, "x y", _function, exact=True)
+
+for _kind, _function in (
+    ("acos", np.arccos),
+    ("asin", np.arcsin),
+    ("atan", np.arctan),
+    ("atanh", np.arctanh),
+    ("cos", np.cos),
+    ("cosh", np.cosh),
+    ("exp", np.exp),
+    ("exp2", np.exp2),
+    ("sin", np.sin),
+    ("sinh", np.sinh),
+    ("sqrt", np.sqrt),
+    ("square", np.square),
+    ("tan", np.tan),
+    ("tanh", np.tanh),
+):
+    define(_kind, "x", _function)
+
+for _kind, _function in (
+    ("abs", np.abs),
+    ("ceil", np.ceil),
+    ("floor", np.floor),
+    ("logical_not", np.logical_not),
+    ("round", np.round),
+    ("sign", np.sign),
+):
+    define(_kind, "x", _function, exact=True)
+
+define("select", "cond a b", np.where, exact=True)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x), without overflow for large -x being an error."""
+    return np.reciprocal(np.float32(1) + np.exp(-x))
+
+
+def erf(x: Array) -> Array:
+    """The error function within 2e-7, by a rational exponential fit of erfc (Numerical Recipes, section 6.2)."""
+    wide = np.abs(x).astype(np.float64)
+    t = 1.0 / (1.0 + 0.5 * wide)
+    series = np.polynomial.polynomial.polyval(
+        t,
+        (
+            -1.26551223,
+            1.00002368,
+            0.37409196,
+            0.09678418,
+            -0.18628806,
+            0.27886807,
+            -1.13520398,
+            1.48851587,
+            -0.82215223,
+            0.17087277,
+        ),
+    )
+    return np.copysign(1.0 - t * np.exp(series - wide * wide), x).astype(np.float32)
+
+
+define("erf", "x", erf)
+define("sigmoid", "x", sigmoid)
+define("silu", "x", lambda x: x * sigmoid(x))
+define("softsign", "x", lambda x: x / (1 + np.abs(x)))
+define("softplus", "x", lambda x: np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0))
+define("relu", "x", lambda x: np.maximum(x, 0), exact=True)
+define("relu6", "x", lambda x: np.clip(x, 0, 6), exact=True)
+
+
+@kernel("gelu", "x")
+def _gelu(node: Node) -> Function:
+    mode = node.text("mode", "EXACT")
+    if mode == "EXACT":
+        return lambda x: 0.5 * x * (1 + erf(x * np.float32(math.sqrt(0.5))))
+    if mode == "TANH_APPROXIMATION":
+        root = np.float32(math.sqrt(2 / math.pi))
+        return lambda x: 0.5 * x * (1 + np.tanh(root * (x + np.float32(0.044715) * x * x * x)))
+    if mode == "SIGMOID_APPROXIMATION":
+        return lambda x: x * sigmoid(np.float32(1.702) * x)
+    raise node.unsupported(f"mode {mode!r}")
+
+
+@kernel("softmax", "x")
+def _softmax(node: Node) -> Function:
+    axis = node.int("axis", -1)
+    return lambda x: softmax(x, axis)
+
+
+def softmax(x: Array, axis: int) -> Array:
+    """Softmax along ``axis``, shifted by the maximum."""
+    shifted = np.exp(x - x.max(axis=axis, keepdims=True))
+    shifted /= shifted.sum(axis=axis, keepdims=True)
+    return shifted
+
+
+@kernel("clip", "x", exact=True)
+def _clip(node: Node) -> Function:
+    low, high = node.float("alpha"), node.float("beta")
+    return lambda x: np.minimum(np.maximum(x, low), high)
+
+
+@kernel("threshold", "x", exact=True)
+def _threshold(node: Node) -> Function:
+    low = node.array("alpha")
+    return lambda x: np.maximum(x, low)
+
+
+@kernel("inverse", "x")
+def _inverse(node: Node) -> Function:
+    epsilon = node.float("epsilon", 1e-4)
+    return lambda x: np.reciprocal(x + epsilon)
+
+
+@kernel("rsqrt", "x")
+def _rsqrt(node: Node) -> Function:
+    epsilon = node.float("epsilon", 1e-12)
+    return lambda x: np.reciprocal(np.sqrt(x + epsilon))
+
+
+@kernel("log", "x")
+def _log(node: Node) -> Function:
+    epsilon = node.float("epsilon", 1e-45)
+    return lambda x: np.log(x + epsilon)
+
+
+@kernel("cast", "x", view=True)
+def _cast(node: Node) -> Function:
+    target = node.cast_type("dtype")
+    # Floating values are float32 here; narrowing to float16 is the rounding every output gets.
+    storage = np.dtype(np.float32) if target.floating else target.storage
+    node.exact = not target.floating
+    if target.name == "bool":
+        return lambda x: np.not_equal(x, 0)
+    return lambda x: x.astype(storage, copy=False)
+
+
+@kernel("leaky_relu", "x")
+def _leaky_relu(node: Node) -> Function:
+    alpha = node.float("alpha")
+    return lambda x: np.where(x < 0, alpha * x, x)
+
+
+@kernel("prelu", "x")
+def _prelu(node: Node) -> Function:
+    alpha = node.array("alpha")
+    return lambda x: np.where(x < 0, alpha.reshape(1, -1, *[1] * (x.ndim - 2)) * x, x)
+
+
+@kernel("elu", "x")
+def _elu(node: Node) -> Function:
+    alpha = node.float("alpha")
+    return lambda x: np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x)
+
+
+@kernel("thresholded_relu", "x")
+def _thresholded_relu(node: Node) -> Function:
+    alpha = node.float("alpha")
+    return lambda x: np.where(x >= alpha, x, np.float32(0))
+
+
+@kernel("clamped_relu", "x")
+def _clamped_relu(node: Node) -> Function:
+    alpha, beta = node.float("alpha"), node.float("beta")
+    return lambda x: np.minimum(np.where(x >= 0, x, alpha * x), beta)
+
+
+@kernel("linear_activation", "x")
+def _linear_activation(node: Node) -> Function:
+    alpha, beta = node.float("alpha"), node.float("beta")
+    return lambda x: alpha * x + beta
+
+
+@kernel("scaled_tanh", "x")
+def _scaled_tanh(node: Node) -> Function:
+    alpha, beta = node.float("alpha"), node.float("beta")
+    return lambda x: alpha * np.tanh(beta * x)
+
+
+@kernel("sigmoid_hard", "x")
+def _sigmoid_hard(node: Node) -> Function:
+    alpha, beta = node.float("alpha"), node.float("beta")
+    return lambda x: np.minimum(np.maximum(alpha * x + beta, 0), 1)

@@ -1,0 +1,106 @@
+"""Kernels that multiply matrices: linear, matmul, convolution, attention. Sums are float32, in the BLAS library's order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ssdevice.export.mil.dtypes import Array
+from ssdevice.export.mil.ops_elementwise import softmax
+from ssdevice.export.mil.registry import Function, Node, define, kernel
+
+
+@kernel("linear", "x")
+def _linear(node: Node) -> Function:
+    weight = node.array("weight")
+    transposed = weight.T
+    bias = node.array("bias") if node.has("bias") else None
+    if bias is not None and not bias.any():
+        bias = None
+    width = weight.shape[0]
+
+    def run(x: Array) -> Array:
+        out = x.reshape(-1, x.shape[-1]) @ transposed
+        if bias is not None:
+            out += bias
+        return out.reshape(*x.shape[:-1], width)
+
+    return run
+
+
+@kernel("matmul", "x y")
+def _matmul(node: Node) -> Function:
+    flip_x, flip_y = node.flag("transpose_x"), node.flag("transpose_y")
+
+    def run(x: Array, y: Array) -> Array:
+        if flip_x:
+            x = x.swapaxes(-1, -2)
+        if flip_y:
+            y = y.swapaxes(-1, -2)
+        return np.matmul(x, y)
+
+    return run
+
+
+@kernel("einsum", "values*")
+def _einsum(node: Node) -> Function:
+    equation = node.text("equation")
+    return lambda x, y: np.einsum(equation, x, y)
+
+
+def _attention(query: Array, key: Array, value: Array, mask: Array | None = None) -> Array:
+    scores = np.matmul(query, key.swapaxes(-1, -2)) * np.float32(1 / math.sqrt(query.shape[-1]))
+    if mask is not None:
+        scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == np.bool_ else scores + mask
+    return np.matmul(softmax(scores, -1), value)
+
+
+define("scaled_dot_product_attention", "query key value attn_mask?", _attention)
+
+
+@kernel("conv", "x weight")
+def _conv(node: Node) -> Function:
+    rank = len(node.outputs[0].shape) - 2
+    strides = node.ints("strides") if node.has("strides") else [1] * rank
+    dilations = node.ints("dilations") if node.has("dilations") else [1] * rank
+    pads = node.ints("pad") if node.has("pad") else [0] * 2 * rank
+    kind, groups = node.text("pad_type", "valid"), node.int("groups", 1)
+    bias = node.array("bias").reshape(-1, *[1] * rank) if node.has("bias") else None
+    if kind not in ("valid", "custom", "same", "same_lower"):
+        raise node.unsupported(f"pad_type {kind!r}")
+
+    def run(x: Array, weight: Array) -> Array:
+        sizes = [(size - 1) * step + 1 for size, step in zip(weight.shape[2:], dilations, strict=True)]
+        around = _padding(kind, pads, x.shape[2:], sizes, strides)
+        if any(before or after for before, after in around):
+            x = np.pad(x, [(0, 0), (0, 0), *around])
+        axes = tuple(range(2, 2 + rank))
+        windows = np.lib.stride_tricks.sliding_window_view(x, sizes, axes)
+        windows = windows[(..., *(slice(None, None, step) for step in strides), *(slice(None),) * rank)]
+        windows = windows[(..., *(slice(None, None, step) for step in dilations))]
+        inner = windows.reshape(x.shape[0], groups, x.shape[1] // groups, *windows.shape[2:])
+        filters = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        # n: batch, g: group, c: channels in, o: channels out, s..: space, k..: kernel
+        space, taps = list(range(10, 10 + rank)), list(range(20, 20 + rank))
+        out = np.einsum(inner, [0, 1, 2, *space, *taps], filters, [1, 3, 2, *taps], [0, 1, 3, *space], optimize=True)
+        out = out.reshape(x.shape[0], weight.shape[0], *out.shape[3:])
+        return out if bias is None else out + bias
+
+    return run
+
+
+def _padding(
+    kind: str, pads: list[int], shape: tuple[int, ...], sizes: list[int], strides: list[int]
+) -> list[tuple[int, int]]:
+    """Elements before and after each spatial axis."""
+    if kind == "valid":
+        return [(0, 0)] * len(shape)
+    if kind == "custom":
+        return list(zip(pads[::2], pads[1::2], strict=True))
+    around = []
+    for length, size, step in zip(shape, sizes, strides, strict=True):
+        total = max(0, step * math.ceil(length / step) - length + size - step)
+        small, large = total // 2, total - total // 2
+        around.append((small, large) if kind == "same" else (large, small))
+    return around

@@ -1,0 +1,166 @@
+"""How an operation becomes a NumPy function: the table of kernels and what a kernel sees of its operation.
+
+A kernel is built once per operation: ``build(node)`` reads the constant parameters, says which values it needs at
+run time (``operands`` of its registration or ``node.take``) and returns a function of those. Floating values are
+float32 arrays whatever the program declares; ``Program`` rounds a kernel's output to the declared type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ssdevice.errors import SSDeviceError
+from ssdevice.export.mil.dtypes import BY_NAME, CAST_NAMES, Array, DType
+from ssdevice.export.mil.schema import TensorType
+
+Function = Callable[..., Any]
+Build = Callable[["Node"], Function]
+Constant = Array | str
+
+
+class UnsupportedOpError(SSDeviceError):
+    """A program uses an operation, or a form of one, that has no kernel here."""
+
+
+class ExecutionError(SSDeviceError):
+    """An operation could not be executed: an index out of range, shapes that do not fit, a missing parameter."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel.
+
+    ``exact``: it only moves or compares values, so its output needs no rounding. ``view``: its output may share
+    memory with its first operand. ``updates``: its function writes into its first operand and returns it; the
+    program hands it a copy unless nobody can see the difference. ``weight``: it decompresses a constant, whose
+    declared type is kept in every precision.
+    """
+
+    build: Build
+    operands: tuple[str, ...]
+    exact: bool = False
+    view: bool = False
+    updates: bool = False
+    weight: bool = False
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+def kernel(
+    kind: str, operands: str, *, exact: bool = False, view: bool = False, updates: bool = False, weight: bool = False
+) -> Callable[[Build], Build]:
+    """Register ``build`` for an operation; ``operands``: names in order, ``?`` may be absent, ``*`` takes a tuple."""
+
+    def register(build: Build) -> Build:
+        KERNELS[kind] = Kernel(build, tuple(operands.split()), exact or view or updates, view, updates, weight)
+        return build
+
+    return register
+
+
+def define(kind: str, operands: str, function: Function, *, exact: bool = False) -> None:
+    """Register an operation without constant parameters: its kernel is ``function`` itself."""
+    KERNELS[kind] = Kernel(lambda node: function, tuple(operands.split()), exact)
+
+
+@dataclass
+class Node:
+    """An operation as its kernel sees it: ``constants`` maps a parameter to what is known of it before running.
+
+    A parameter absent from the operation is not in ``constants``; one that is only known at run time is None.
+    """
+
+    kind: str
+    where: str
+    opset: int
+    outputs: tuple[TensorType, ...]
+    constants: Mapping[str, Sequence[Constant | None]]
+    operands: list[str] = field(default_factory=list)
+    exact: bool | None = None  # a kernel may overrule what its registration says
+
+    def has(self, name: str) -> bool:
+        """Whether the operation gives this parameter at all."""
+        return name in self.constants
+
+    def known(self, name: str) -> bool:
+        """Whether the parameter is absent or a constant."""
+        return all(value is not None for value in self.constants.get(name, ()))
+
+    def take(self, *names: str) -> None:
+        """Replace the operands of the registration by these parameters."""
+        self.operands = list(names)
+
+    def array(self, name: str) -> Array:
+        """A constant tensor parameter. Raises UnsupportedOpError if it is only known at run time."""
+        value = self._value(name)
+        if isinstance(value, str):
+            raise ExecutionError(f"{self.where}: parameter {name!r} is a string, expected numbers")
+        return value
+
+    def ints(self, name: str) -> list[int]:
+        """A constant vector of integers."""
+        return [int(value) for value in self.array(name).reshape(-1)]
+
+    def int(self, name: str, default: int | None = None) -> int:
+        """A constant integer."""
+        return int(self._scalar(name, default))
+
+    def float(self, name: str, default: float | None = None) -> np.float32:
+        """A constant number as float32."""
+        return np.float32(self._scalar(name, default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A constant truth value."""
+        return bool(self._scalar(name, default))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A constant string."""
+        if not self.has(name) and default is not None:
+            return default
+        value = self._value(name)
+        if not isinstance(value, str):
+            raise ExecutionError(f"{self.where}: parameter {name!r} is not a string")
+        return value
+
+    def dtype(self, index: int = 0) -> DType:
+        """Declared element type of an output."""
+        dtype = self.outputs[index].dtype
+        if dtype is None:
+            raise ExecutionError(f"{self.where}: its output is a string")
+        return dtype
+
+    def cast_type(self, name: str) -> DType:
+        """The type a parameter such as ``dtype`` names."""
+        text = self.text(name)
+        dtype = BY_NAME.get(CAST_NAMES.get(text, text))
+        if dtype is None:
+            raise UnsupportedOpError(f"{self.where}: type {text!r} is unknown")
+        return dtype
+
+    def unsupported(self, what: str) -> UnsupportedOpError:
+        """The error for a form of the operation that is not implemented."""
+        return UnsupportedOpError(f"{self.where}: {what} is not supported")
+
+    def _scalar(self, name: str, default: Any) -> Any:
+        if not self.has(name):
+            if default is None:
+                raise ExecutionError(f"{self.where}: parameter {name!r} is missing")
+            return default
+        value = self.array(name)
+        if value.size != 1:
+            raise ExecutionError(f"{self.where}: parameter {name!r} has {value.size} elements, expected 1")
+        return value.reshape(-1)[0]
+
+    def _value(self, name: str) -> Constant:
+        values = self.constants.get(name)
+        if values is None or len(values) != 1:
+            raise ExecutionError(f"{self.where}: parameter {name!r} is missing or a tuple")
+        value = values[0]
+        if value is None:
+            raise self.unsupported(f"a parameter {name!r} that is only known at run time")
+        return value

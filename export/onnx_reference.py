@@ -1,0 +1,67 @@
+"""The torch reference under the quantization of an ONNX export: the same weights, the same rounding of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssdevice.export.onnx_quantization import BLOCK, LEVELS, SMALL, Int4Weight, Int8Weight
+from ssdevice.export.plan import Quant
+from ssdevice.model.step import StreamModel
+
+
+@contextmanager
+def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
+    """Within this context linears and the embedding compute what their exported forms compute, up to float rounding."""
+    if quant is Quant.FP32:
+        yield
+        return
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    hooks = []
+    embedding, head = model.backbone.embed_tokens, model.backbone.lm_head
+
+    def swap(weight: nn.Parameter, array: np.ndarray) -> None:  # type: ignore[type-arg]
+        saved.append((weight, weight.data))
+        weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
+
+    try:
+        done: set[int] = set()
+        for part in model.modules():
+            if not isinstance(part, (nn.Linear, nn.Embedding)) or part.weight.numel() < SMALL:
+                continue
+            whole = quant is Quant.INT8 or part is embedding or part is head
+            if isinstance(part, nn.Linear):
+                hooks.append(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
+            if id(part.weight) not in done:
+                done.add(id(part.weight))
+                stored = part.weight.detach().float().numpy().T
+                form = Int8Weight.of(stored) if whole else Int4Weight.of(stored)
+                swap(part.weight, form.dequantized().T)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for weight, data in saved:
+            weight.data = data
+
+
+def _rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each row to 255 levels of its largest magnitude."""
+    x = inputs[0]
+    scale = x.abs().amax(dim=-1, keepdim=True) * np.float32(1 / LEVELS)
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (torch.clamp(torch.round(x / safe), -LEVELS - 1, LEVELS) * scale,)
+
+
+def _rounded_blocks(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each block of 32 values of a row to 255 levels of its largest magnitude, as MatMulNBits does."""
+    x = inputs[0]
+    width = x.shape[-1]
+    padded = nn.functional.pad(x, (0, -width % BLOCK)).reshape(*x.shape[:-1], -1, BLOCK)
+    scale = padded.abs().amax(dim=-1, keepdim=True) / LEVELS
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return ((torch.round(padded / safe) * scale).reshape(*x.shape[:-1], -1)[..., :width],)
