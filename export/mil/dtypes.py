@@ -1,4 +1,4 @@
-"""Element types of MIL programs: their numbers in the model file and in the weight storage, and how NumPy holds them."""
+"""Element types of MIL programs: their numbers in the model file and the weight storage, how NumPy holds them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CAST_NAMES = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def unpack(data: Array, dtype: DType, count: int) -> Array:
-    """``count`` elements of a sub-byte type from packed bytes ``data`` [ceil(count·bits/8)] uint8, lowest bits first."""
+    """``count`` elements of a sub-byte type from packed bytes ``data`` [ceil(count·bits/8)], lowest bits first."""
     bits = np.unpackbits(data, bitorder="little", count=count * dtype.bits).reshape(count, dtype.bits)
     values = np.packbits(bits, axis=1, bitorder="little")[:, 0]
     if dtype.storage.kind == "u":

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import DTYPES, Array, unpack
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, kernel
+from ssdevice.export.mil.dtypes import DTYPES, unpack
+from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, kernel
 
 _UNSIGNED = {dtype.bits: dtype for dtype in DTYPES if dtype.storage.name == "uint8"}
 
 
-def _spread(values: Array, shape: tuple[int, ...]) -> Array:
+def _spread(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``values`` repeated along each axis until it has the sizes of ``shape``: one value per block."""
     for axis, size in enumerate(shape):
         if size % values.shape[axis]:
@@ -24,7 +24,7 @@ def _spread(values: Array, shape: tuple[int, ...]) -> Array:
     return values
 
 
-def _shift_scale(data: Array, scale: Array, offset: Array | None) -> Array:
+def _shift_scale(data: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     values = data.astype(np.float32)
     if offset is not None:
         values -= _spread(offset, data.shape)
@@ -32,7 +32,7 @@ def _shift_scale(data: Array, scale: Array, offset: Array | None) -> Array:
     return values
 
 
-def _dense(data: Array, mask: Array) -> Array:
+def _dense(data: Tensor, mask: Tensor) -> Tensor:
     dense = np.zeros(mask.shape, data.dtype)
     dense[mask != 0] = data
     return dense
@@ -45,13 +45,13 @@ def _blockwise(node: Node) -> Function:
 
 @kernel("constexpr_sparse_blockwise_shift_scale", "data_mask nonzero_data scale offset?", weight=True)
 def _sparse_blockwise(node: Node) -> Function:
-    def run(mask: Array, data: Array, scale: Array, offset: Array | None = None) -> tuple[Array, Array]:
+    def run(mask: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return mask, _shift_scale(_dense(data, mask), scale, offset)[mask != 0]
 
     return run
 
 
-def _look_up(indices: Array, table: Array, axis: int | None) -> Array:
+def _look_up(indices: Tensor, table: Tensor, axis: int | None) -> Tensor:
     """Palette entries: ``table`` [blocks.., palettes, vector] for ``indices``; vectors are laid along ``axis``."""
     palettes, vector = table.shape[-2:]
     if indices.size and int(indices.max()) >= palettes:
@@ -72,12 +72,12 @@ def _look_up(indices: Array, table: Array, axis: int | None) -> Array:
 
 @kernel("constexpr_lut_to_dense", "indices lut", weight=True)
 def _lut_to_dense(node: Node) -> Function:
-    axis = node.int("vector_axis") if node.has("vector_axis") else None
+    axis = node.integer("vector_axis") if node.has("vector_axis") else None
     if not node.has("shape"):
         return lambda indices, lut: _look_up(indices, lut, axis)
     shape = node.ints("shape")  # the form before opset 18: packed bits and one table
 
-    def run(indices: Array, lut: Array) -> Array:
+    def run(indices: Tensor, lut: Tensor) -> Tensor:
         bits = max(1, int(lut.size - 1).bit_length())
         return lut[unpack(indices.view(np.uint8), _UNSIGNED[bits], int(np.prod(shape)))].reshape(shape)
 
@@ -86,9 +86,9 @@ def _lut_to_dense(node: Node) -> Function:
 
 @kernel("constexpr_lut_to_sparse", "indices_mask indices_nonzero_data lut", weight=True)
 def _lut_to_sparse(node: Node) -> Function:
-    axis = node.int("vector_axis") if node.has("vector_axis") else None
+    axis = node.integer("vector_axis") if node.has("vector_axis") else None
 
-    def run(mask: Array, data: Array, lut: Array) -> tuple[Array, Array]:
+    def run(mask: Tensor, data: Tensor, lut: Tensor) -> tuple[Tensor, Tensor]:
         values = _look_up(_dense(data, mask), lut, axis)
         if axis is not None and lut.shape[-1] > 1:
             mask = np.repeat(mask, lut.shape[-1], axis)
@@ -103,7 +103,7 @@ def _sparse_to_dense(node: Node) -> Function:
         return _dense
     shape = node.ints("shape")
 
-    def run(data: Array, mask: Array) -> Array:
+    def run(data: Tensor, mask: Tensor) -> Tensor:
         return _dense(data, np.unpackbits(mask, bitorder="little", count=int(np.prod(shape))).reshape(shape))
 
     return run
@@ -114,7 +114,7 @@ def _constexpr_cast(node: Node) -> Function:
     return lambda value: value
 
 
-def _along(values: Array, like: Array, axis: int | None) -> Array:
+def _along(values: Tensor, like: Tensor, axis: int | None) -> Tensor:
     """A vector of per-channel values shaped to broadcast along ``axis``; scalars stay."""
     if values.ndim == 0 or axis is None:
         return values
@@ -125,9 +125,9 @@ def _along(values: Array, like: Array, axis: int | None) -> Array:
 
 @kernel("constexpr_affine_dequantize", "quantized_data scale zero_point", weight=True)
 def _affine(node: Node) -> Function:
-    axis = node.int("axis")
+    axis = node.integer("axis")
 
-    def run(data: Array, scale: Array, zero: Array) -> Array:
+    def run(data: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         return (data.astype(np.float32) - _along(zero, data, axis)) * _along(scale, data, axis)
 
     return run
@@ -135,9 +135,9 @@ def _affine(node: Node) -> Function:
 
 @kernel("dequantize", "input scale zero_point?")
 def _dequantize(node: Node) -> Function:
-    axis = node.int("axis") if node.has("axis") else None
+    axis = node.integer("axis") if node.has("axis") else None
 
-    def run(data: Array, scale: Array, zero: Array | None = None) -> Array:
+    def run(data: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         values = data.astype(np.float32)
         if zero is not None:
             values -= _along(zero, data, axis)
@@ -148,11 +148,11 @@ def _dequantize(node: Node) -> Function:
 
 @kernel("quantize", "input scale zero_point?", exact=True)
 def _quantize(node: Node) -> Function:
-    axis = node.int("axis") if node.has("axis") else None
+    axis = node.integer("axis") if node.has("axis") else None
     target = node.cast_type("output_dtype").storage
     low, high = np.iinfo(target).min, np.iinfo(target).max
 
-    def run(data: Array, scale: Array, zero: Array | None = None) -> Array:
+    def run(data: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         values = np.round(data / _along(scale, data, axis))
         if zero is not None:
             values = values + _along(zero, data, axis)

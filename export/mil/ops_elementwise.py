@@ -6,72 +6,71 @@ import math
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.registry import Function, Node, define, kernel
+from ssdevice.export.mil.registry import Function, Node, Tensor, define, kernel
 
-for _kind, _function in (
-    ("add", np.add),
-    ("sub", np.subtract),
-    ("mul", np.multiply),
-    ("real_div", np.true_divide),
-    ("floor_div", np.floor_divide),
-    ("mod", np.mod),
-    ("pow", np.power),
+_BINARY: dict[str, Function] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "real_div": np.true_divide,
+    "floor_div": np.floor_divide,
+    "mod": np.mod,
+    "pow": np.power,
+}
+_BINARY_EXACT: dict[str, Function] = {
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+}
+_UNARY: dict[str, Function] = {
+    "acos": np.arccos,
+    "asin": np.arcsin,
+    "atan": np.arctan,
+    "atanh": np.arctanh,
+    "cos": np.cos,
+    "cosh": np.cosh,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "sin": np.sin,
+    "sinh": np.sinh,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "tan": np.tan,
+    "tanh": np.tanh,
+}
+_UNARY_EXACT: dict[str, Function] = {
+    "abs": np.abs,
+    "ceil": np.ceil,
+    "floor": np.floor,
+    "logical_not": np.logical_not,
+    "round": np.round,
+    "sign": np.sign,
+}
+for _operands, _exact, _table in (
+    ("x y", False, _BINARY),
+    ("x y", True, _BINARY_EXACT),
+    ("x", False, _UNARY),
+    ("x", True, _UNARY_EXACT),
 ):
-    define(_kind, "x y", _function)
-
-for _kind, _function in (
-    ("maximum", np.maximum),
-    ("minimum", np.minimum),
-    ("equal", np.equal),
-    ("not_equal", np.not_equal),
-    ("greater", np.greater),
-    ("greater_equal", np.greater_equal),
-    ("less", np.less),
-    ("less_equal", np.less_equal),
-    ("logical_and", np.logical_and),
-    ("logical_or", np.logical_or),
-    ("logical_xor", np.logical_xor),
-):
-    define(_kind, "x y", _function, exact=True)
-
-for _kind, _function in (
-    ("acos", np.arccos),
-    ("asin", np.arcsin),
-    ("atan", np.arctan),
-    ("atanh", np.arctanh),
-    ("cos", np.cos),
-    ("cosh", np.cosh),
-    ("exp", np.exp),
-    ("exp2", np.exp2),
-    ("sin", np.sin),
-    ("sinh", np.sinh),
-    ("sqrt", np.sqrt),
-    ("square", np.square),
-    ("tan", np.tan),
-    ("tanh", np.tanh),
-):
-    define(_kind, "x", _function)
-
-for _kind, _function in (
-    ("abs", np.abs),
-    ("ceil", np.ceil),
-    ("floor", np.floor),
-    ("logical_not", np.logical_not),
-    ("round", np.round),
-    ("sign", np.sign),
-):
-    define(_kind, "x", _function, exact=True)
-
+    for _kind, _function in _table.items():
+        define(_kind, _operands, _function, exact=_exact)
 define("select", "cond a b", np.where, exact=True)
 
 
-def sigmoid(x: Array) -> Array:
+def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x), without overflow for large -x being an error."""
     return np.reciprocal(np.float32(1) + np.exp(-x))
 
 
-def erf(x: Array) -> Array:
+def erf(x: Tensor) -> Tensor:
     """The error function within 2e-7, by a rational exponential fit of erfc (Numerical Recipes, section 6.2)."""
     wide = np.abs(x).astype(np.float64)
     t = 1.0 / (1.0 + 0.5 * wide)
@@ -117,11 +116,11 @@ def _gelu(node: Node) -> Function:
 
 @kernel("softmax", "x")
 def _softmax(node: Node) -> Function:
-    axis = node.int("axis", -1)
+    axis = node.integer("axis", -1)
     return lambda x: softmax(x, axis)
 
 
-def softmax(x: Array, axis: int) -> Array:
+def softmax(x: Tensor, axis: int) -> Tensor:
     """Softmax along ``axis``, shifted by the maximum."""
     shifted = np.exp(x - x.max(axis=axis, keepdims=True))
     shifted /= shifted.sum(axis=axis, keepdims=True)
@@ -130,7 +129,7 @@ def softmax(x: Array, axis: int) -> Array:
 
 @kernel("clip", "x", exact=True)
 def _clip(node: Node) -> Function:
-    low, high = node.float("alpha"), node.float("beta")
+    low, high = node.number("alpha"), node.number("beta")
     return lambda x: np.minimum(np.maximum(x, low), high)
 
 
@@ -142,19 +141,19 @@ def _threshold(node: Node) -> Function:
 
 @kernel("inverse", "x")
 def _inverse(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-4)
+    epsilon = node.number("epsilon", 1e-4)
     return lambda x: np.reciprocal(x + epsilon)
 
 
 @kernel("rsqrt", "x")
 def _rsqrt(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-12)
+    epsilon = node.number("epsilon", 1e-12)
     return lambda x: np.reciprocal(np.sqrt(x + epsilon))
 
 
 @kernel("log", "x")
 def _log(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-45)
+    epsilon = node.number("epsilon", 1e-45)
     return lambda x: np.log(x + epsilon)
 
 
@@ -171,7 +170,7 @@ def _cast(node: Node) -> Function:
 
 @kernel("leaky_relu", "x")
 def _leaky_relu(node: Node) -> Function:
-    alpha = node.float("alpha")
+    alpha = node.number("alpha")
     return lambda x: np.where(x < 0, alpha * x, x)
 
 
@@ -183,35 +182,35 @@ def _prelu(node: Node) -> Function:
 
 @kernel("elu", "x")
 def _elu(node: Node) -> Function:
-    alpha = node.float("alpha")
+    alpha = node.number("alpha")
     return lambda x: np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x)
 
 
 @kernel("thresholded_relu", "x")
 def _thresholded_relu(node: Node) -> Function:
-    alpha = node.float("alpha")
+    alpha = node.number("alpha")
     return lambda x: np.where(x >= alpha, x, np.float32(0))
 
 
 @kernel("clamped_relu", "x")
 def _clamped_relu(node: Node) -> Function:
-    alpha, beta = node.float("alpha"), node.float("beta")
+    alpha, beta = node.number("alpha"), node.number("beta")
     return lambda x: np.minimum(np.where(x >= 0, x, alpha * x), beta)
 
 
 @kernel("linear_activation", "x")
 def _linear_activation(node: Node) -> Function:
-    alpha, beta = node.float("alpha"), node.float("beta")
+    alpha, beta = node.number("alpha"), node.number("beta")
     return lambda x: alpha * x + beta
 
 
 @kernel("scaled_tanh", "x")
 def _scaled_tanh(node: Node) -> Function:
-    alpha, beta = node.float("alpha"), node.float("beta")
+    alpha, beta = node.number("alpha"), node.number("beta")
     return lambda x: alpha * np.tanh(beta * x)
 
 
 @kernel("sigmoid_hard", "x")
 def _sigmoid_hard(node: Node) -> Function:
-    alpha, beta = node.float("alpha"), node.float("beta")
+    alpha, beta = node.number("alpha"), node.number("beta")
     return lambda x: np.minimum(np.maximum(alpha * x + beta, 0), 1)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, kernel
+from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, kernel
 
 Index = tuple[Any, ...]
 NEGATIVE_INDICES_UNTIL = 16  # from opset 17 on a negative index is out of range
@@ -74,7 +73,7 @@ def _slice_by_index(node: Node) -> Function:
         begin, end = node.ints("begin"), node.ints("end")
         solved: dict[tuple[int, ...], Index] = {}
 
-        def run(x: Array) -> Array:
+        def run(x: Tensor) -> Tensor:
             index = solved.get(x.shape)
             if index is None:
                 index = solved[x.shape] = solve(x.shape, begin, end)
@@ -87,7 +86,7 @@ def _slice_by_index(node: Node) -> Function:
 
 @kernel("slice_by_size", "x begin size", view=True)
 def _slice_by_size(node: Node) -> Function:
-    def run(x: Array, begin: Array, size: Array) -> Array:
+    def run(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
         parts = []
         for axis, (first, count) in enumerate(zip(begin.tolist(), size.tolist(), strict=True)):
             first += x.shape[axis] if first < 0 else 0
@@ -101,7 +100,7 @@ def _slice_by_size(node: Node) -> Function:
 def _slice_update(node: Node) -> Function:
     solve = _slicer(node)
 
-    def run(x: Array, update: Array, begin: Array, end: Array) -> Array:
+    def run(x: Tensor, update: Tensor, begin: Tensor, end: Tensor) -> Tensor:
         target = x[_checked(x.shape, solve(x.shape, begin.tolist(), end.tolist()))]
         if math.prod(target.shape) != math.prod(update.shape):
             raise ExecutionError(f"an update of shape {list(update.shape)} for a slice of {list(target.shape)}")
@@ -111,7 +110,7 @@ def _slice_update(node: Node) -> Function:
     return run
 
 
-def _in_range(indices: Array, size: int, opset: int) -> Array:
+def _in_range(indices: Tensor, size: int, opset: int) -> Tensor:
     """The indices, if all lie in [0, size); before opset 17 negative ones count from the end."""
     if not indices.size:
         return indices
@@ -123,11 +122,11 @@ def _in_range(indices: Array, size: int, opset: int) -> Array:
 
 @kernel("gather", "x indices", exact=True)
 def _gather(node: Node) -> Function:
-    axis, batch, opset = node.int("axis", 0), node.int("batch_dims", 0), node.opset
+    axis, batch, opset = node.integer("axis", 0), node.integer("batch_dims", 0), node.opset
     if not batch:
         return lambda x, indices: np.take(x, _in_range(indices, x.shape[axis], opset), axis)
 
-    def run(x: Array, indices: Array) -> Array:
+    def run(x: Tensor, indices: Tensor) -> Tensor:
         at = axis % x.ndim
         indices = _in_range(indices, x.shape[at], opset)
         moved = np.moveaxis(x, at, batch)  # [batch.., gathered, between.., after..]
@@ -149,20 +148,20 @@ def _gather(node: Node) -> Function:
 
 @kernel("gather_along_axis", "x indices", exact=True)
 def _gather_along_axis(node: Node) -> Function:
-    axis, opset = node.int("axis", 0), node.opset
+    axis, opset = node.integer("axis", 0), node.opset
     return lambda x, indices: np.take_along_axis(x, _in_range(indices, x.shape[axis], opset).astype(np.intp), axis)
 
 
-def _places(indices: Array, shape: tuple[int, ...], opset: int) -> Index:
+def _places(indices: Tensor, shape: tuple[int, ...], opset: int) -> Index:
     """Index arrays from rows of coordinates: ``indices`` [.., n] into the first n axes of ``shape``."""
     return tuple(_in_range(indices[..., axis], shape[axis], opset) for axis in range(indices.shape[-1]))
 
 
 @kernel("gather_nd", "x indices", exact=True)
 def _gather_nd(node: Node) -> Function:
-    batch, opset = node.int("batch_dims", 0), node.opset
+    batch, opset = node.integer("batch_dims", 0), node.opset
 
-    def run(x: Array, indices: Array) -> Array:
+    def run(x: Tensor, indices: Tensor) -> Tensor:
         grid = np.ogrid[tuple(slice(size) for size in x.shape[:batch])] if batch else []
         extra = indices.ndim - 1 - batch
         grid = [np.reshape(part, part.shape + (1,) * extra) for part in grid]
@@ -182,14 +181,14 @@ _AT: dict[str, np.ufunc] = {
 MODES = ("update", *_AT)
 
 
-def _writer(node: Node) -> Callable[[Array, Index, Array], Array]:
+def _writer(node: Node) -> Callable[[Tensor, Index, Tensor], Tensor]:
     """How the operation's mode puts updates at an index; of equal indices in mode ``update`` the last one wins."""
     mode = node.text("mode", "add")
     if mode not in MODES:
         raise node.unsupported(f"mode {mode!r}")
     if mode == "update":
 
-        def put(data: Array, index: Index, updates: Array) -> Array:
+        def put(data: Tensor, index: Index, updates: Tensor) -> Tensor:
             data[index] = updates
             return data
 
@@ -197,7 +196,7 @@ def _writer(node: Node) -> Callable[[Array, Index, Array], Array]:
     combine = _AT[mode]
     node.exact = mode in ("max", "min")
 
-    def apply(data: Array, index: Index, updates: Array) -> Array:
+    def apply(data: Tensor, index: Index, updates: Tensor) -> Tensor:
         combine.at(data, index, updates)
         return data
 
@@ -206,9 +205,9 @@ def _writer(node: Node) -> Callable[[Array, Index, Array], Array]:
 
 @kernel("scatter", "data indices updates", updates=True)
 def _scatter(node: Node) -> Function:
-    axis, write, opset = node.int("axis", 0), _writer(node), node.opset
+    axis, write, opset = node.integer("axis", 0), _writer(node), node.opset
 
-    def run(data: Array, indices: Array, updates: Array) -> Array:
+    def run(data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
         at = axis % data.ndim
         return write(data, (*(slice(None),) * at, _in_range(indices, data.shape[at], opset)), updates)
 
@@ -223,9 +222,9 @@ def _scatter_nd(node: Node) -> Function:
 
 @kernel("scatter_along_axis", "data indices updates", updates=True)
 def _scatter_along_axis(node: Node) -> Function:
-    axis, write, opset = node.int("axis", 0), _writer(node), node.opset
+    axis, write, opset = node.integer("axis", 0), _writer(node), node.opset
 
-    def run(data: Array, indices: Array, updates: Array) -> Array:
+    def run(data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
         at = axis % data.ndim
         index: list[Any] = list(np.ogrid[tuple(slice(size) for size in indices.shape)])
         index[at] = _in_range(indices, data.shape[at], opset)

@@ -1,4 +1,4 @@
-"""Kernels that multiply matrices: linear, matmul, convolution, attention. Sums are float32, in the BLAS library's order."""
+"""Kernels that multiply matrices: linear, matmul, convolution, attention; sums are float32 in BLAS's order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
 from ssdevice.export.mil.ops_elementwise import softmax
-from ssdevice.export.mil.registry import Function, Node, define, kernel
+from ssdevice.export.mil.registry import Function, Node, Tensor, define, kernel
 
 
 @kernel("linear", "x")
@@ -20,7 +19,7 @@ def _linear(node: Node) -> Function:
         bias = None
     width = weight.shape[0]
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         out = x.reshape(-1, x.shape[-1]) @ transposed
         if bias is not None:
             out += bias
@@ -33,7 +32,7 @@ def _linear(node: Node) -> Function:
 def _matmul(node: Node) -> Function:
     flip_x, flip_y = node.flag("transpose_x"), node.flag("transpose_y")
 
-    def run(x: Array, y: Array) -> Array:
+    def run(x: Tensor, y: Tensor) -> Tensor:
         if flip_x:
             x = x.swapaxes(-1, -2)
         if flip_y:
@@ -49,7 +48,7 @@ def _einsum(node: Node) -> Function:
     return lambda x, y: np.einsum(equation, x, y)
 
 
-def _attention(query: Array, key: Array, value: Array, mask: Array | None = None) -> Array:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     scores = np.matmul(query, key.swapaxes(-1, -2)) * np.float32(1 / math.sqrt(query.shape[-1]))
     if mask is not None:
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == np.bool_ else scores + mask
@@ -65,20 +64,20 @@ def _conv(node: Node) -> Function:
     strides = node.ints("strides") if node.has("strides") else [1] * rank
     dilations = node.ints("dilations") if node.has("dilations") else [1] * rank
     pads = node.ints("pad") if node.has("pad") else [0] * 2 * rank
-    kind, groups = node.text("pad_type", "valid"), node.int("groups", 1)
+    kind, groups = node.text("pad_type", "valid"), node.integer("groups", 1)
     bias = node.array("bias").reshape(-1, *[1] * rank) if node.has("bias") else None
     if kind not in ("valid", "custom", "same", "same_lower"):
         raise node.unsupported(f"pad_type {kind!r}")
 
-    def run(x: Array, weight: Array) -> Array:
+    def run(x: Tensor, weight: Tensor) -> Tensor:
         sizes = [(size - 1) * step + 1 for size, step in zip(weight.shape[2:], dilations, strict=True)]
         around = _padding(kind, pads, x.shape[2:], sizes, strides)
         if any(before or after for before, after in around):
             x = np.pad(x, [(0, 0), (0, 0), *around])
         axes = tuple(range(2, 2 + rank))
         windows = np.lib.stride_tricks.sliding_window_view(x, sizes, axes)
-        windows = windows[(..., *(slice(None, None, step) for step in strides), *(slice(None),) * rank)]
-        windows = windows[(..., *(slice(None, None, step) for step in dilations))]
+        keep = [slice(None, None, step) for step in (*strides, *dilations)]
+        windows = windows[(slice(None), slice(None), *keep)]
         inner = windows.reshape(x.shape[0], groups, x.shape[1] // groups, *windows.shape[2:])
         filters = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         # n: batch, g: group, c: channels in, o: channels out, s..: space, k..: kernel

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.registry import Function, Node, kernel
+from ssdevice.export.mil.registry import Function, Node, Tensor, kernel
 
 MAX_ROUNDS = 16  # up to this k, rounds of argmax beat a full sort of a vocabulary
 Reduce = Callable[..., Any]
 
 
-def _log_sum_exp(x: Array, axis: Any, keepdims: bool) -> Array:
+def _log_sum_exp(x: Tensor, axis: Any, keepdims: bool) -> Tensor:
     top = x.max(axis=axis, keepdims=True)
     total = np.log(np.exp(x - top).sum(axis=axis, keepdims=True)) + top
     return total if keepdims else total.reshape(x.sum(axis=axis).shape)
@@ -43,7 +42,7 @@ _register("reduce_log_sum_exp", _log_sum_exp)
 def _register_arg(kind: str, reduce: Reduce) -> None:
     @kernel(kind, "x", exact=True)
     def build(node: Node) -> Function:
-        axis, keep = node.int("axis", -1), node.flag("keep_dims")
+        axis, keep = node.integer("axis", -1), node.flag("keep_dims")
         return lambda x: reduce(x, axis=axis, keepdims=keep)
 
 
@@ -54,12 +53,12 @@ _register_arg("reduce_argmin", np.argmin)
 
 @kernel("layer_norm", "x")
 def _layer_norm(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-5)
+    epsilon = node.number("epsilon", 1e-5)
     gamma = node.array("gamma") if node.has("gamma") else None
     beta = node.array("beta") if node.has("beta") else None
     wanted = node.ints("axes") if node.has("axes") else None
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         axes = tuple(sorted(axis % x.ndim for axis in (wanted or range(x.ndim))))
         shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
         centred = x - x.mean(axis=axes, keepdims=True)
@@ -73,20 +72,20 @@ def _layer_norm(node: Node) -> Function:
 
 @kernel("l2_norm", "x")
 def _l2_norm(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-6)
+    epsilon = node.number("epsilon", 1e-6)
     return lambda x: x / np.sqrt((x * x).sum(axis=(-3, -2, -1), keepdims=True) + epsilon)
 
 
 @kernel("batch_norm", "x")
 def _batch_norm(node: Node) -> Function:
-    scale = np.reciprocal(np.sqrt(node.array("variance") + node.float("epsilon", 1e-5)))
+    scale = np.reciprocal(np.sqrt(node.array("variance") + node.number("epsilon", 1e-5)))
     if node.has("gamma"):
         scale = scale * node.array("gamma")
     shift = -node.array("mean") * scale
     if node.has("beta"):
         shift = shift + node.array("beta")
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         shape = (1, -1, *[1] * (x.ndim - 2))
         return x * scale.reshape(shape) + shift.reshape(shape)
 
@@ -95,11 +94,11 @@ def _batch_norm(node: Node) -> Function:
 
 @kernel("instance_norm", "x")
 def _instance_norm(node: Node) -> Function:
-    epsilon = node.float("epsilon", 1e-5)
+    epsilon = node.number("epsilon", 1e-5)
     gamma = node.array("gamma") if node.has("gamma") else None
     beta = node.array("beta") if node.has("beta") else None
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         axes = tuple(range(2, x.ndim))
         shape = (1, -1, *[1] * (x.ndim - 2))
         centred = x - x.mean(axis=axes, keepdims=True)
@@ -113,9 +112,9 @@ def _instance_norm(node: Node) -> Function:
 
 @kernel("cumsum", "x")
 def _cumsum(node: Node) -> Function:
-    axis, exclusive, reverse = node.int("axis", 0), node.flag("exclusive"), node.flag("reverse")
+    axis, exclusive, reverse = node.integer("axis", 0), node.flag("exclusive"), node.flag("reverse")
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         source = np.flip(x, axis) if reverse else x
         total = np.cumsum(source, axis=axis, dtype=source.dtype)
         if exclusive:
@@ -125,7 +124,7 @@ def _cumsum(node: Node) -> Function:
     return run
 
 
-def _sortable(x: Array, ascending: bool) -> Array:
+def _sortable(x: Tensor, ascending: bool) -> Tensor:
     """Keys whose ascending stable order is the wanted one."""
     if ascending:
         return x
@@ -134,25 +133,25 @@ def _sortable(x: Array, ascending: bool) -> Array:
 
 @kernel("argsort", "x", exact=True)
 def _argsort(node: Node) -> Function:
-    axis, ascending = node.int("axis", -1), node.flag("ascending")
+    axis, ascending = node.integer("axis", -1), node.flag("ascending")
     return lambda x: np.argsort(_sortable(x, ascending), axis=axis, kind="stable")
 
 
 @kernel("topk", "x", exact=True)
 def _topk(node: Node) -> Function:
-    k, axis, ascending = node.int("k", 1), node.int("axis", -1), node.flag("ascending")
+    k, axis, ascending = node.integer("k", 1), node.integer("axis", -1), node.flag("ascending")
     with_indices = node.flag("return_indices", True)
 
-    def run(x: Array) -> tuple[Array, ...]:
+    def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         count = x.shape[axis] if k < 0 else k
         indices = top_indices(_sortable(x, ascending), count, axis)
         values = np.take_along_axis(x, indices, axis=axis)
-        return (values, indices) if with_indices else (values,)
+        return (values, indices) if with_indices else values
 
     return run
 
 
-def top_indices(keys: Array, count: int, axis: int) -> Array:
+def top_indices(keys: Tensor, count: int, axis: int) -> Tensor:
     """Indices of the ``count`` smallest keys along ``axis``, smallest first, ties to the lowest index."""
     if count > MAX_ROUNDS or keys.dtype != np.float32 or not np.isfinite(keys.max()):
         order = np.argsort(keys, axis=axis, kind="stable")

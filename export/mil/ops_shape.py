@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, define, kernel
+from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, define, kernel
 
 
 @kernel("identity", "x", view=True)
@@ -54,17 +53,19 @@ def _squeeze(node: Node) -> Function:
 
 @kernel("flatten2d", "x", view=True)
 def _flatten2d(node: Node) -> Function:
-    axis = node.int("axis", 1)
+    axis = node.integer("axis", 1)
     return lambda x: x.reshape(int(np.prod(x.shape[:axis])), -1)
 
 
 @kernel("split", "x", view=True)
 def _split(node: Node) -> Function:
-    axis = node.int("axis")
+    axis = node.integer("axis")
+    if len(node.outputs) == 1:
+        return lambda x: x
     if node.has("split_sizes"):
         cuts = np.cumsum(node.ints("split_sizes"))[:-1]
         return lambda x: np.split(x, cuts, axis)
-    count = node.int("num_splits")
+    count = node.integer("num_splits")
     return lambda x: np.split(x, count, axis)
 
 
@@ -79,10 +80,10 @@ def _tile(node: Node) -> Function:
 
 @kernel("concat", "values*", exact=True)
 def _concat(node: Node) -> Function:
-    axis = node.int("axis")
+    axis = node.integer("axis")
     if node.flag("interleave"):
 
-        def interleave(*values: Array) -> Array:
+        def interleave(*values: Tensor) -> Tensor:
             stacked = np.stack(values, axis % values[0].ndim + 1)
             shape = list(values[0].shape)
             shape[axis] *= len(values)
@@ -97,7 +98,7 @@ def _concat(node: Node) -> Function:
 
 @kernel("stack", "values*", exact=True)
 def _stack(node: Node) -> Function:
-    axis = node.int("axis")
+    axis = node.integer("axis")
     return lambda *values: np.stack(values, axis)
 
 
@@ -114,7 +115,7 @@ def _pad(node: Node) -> Function:
         raise node.unsupported(f"mode {node.text('mode')!r}")
     fill = node.array("constant_val").reshape(()) if node.has("constant_val") else np.float32(0)
 
-    def run(x: Array, pad: Array) -> Array:
+    def run(x: Tensor, pad: Tensor) -> Tensor:
         around = [(0, 0)] * (x.ndim - len(pad) // 2) + [(int(a), int(b)) for a, b in pad.reshape(-1, 2)]
         if mode == "constant":
             return np.pad(x, around, "constant", constant_values=fill)
@@ -145,7 +146,7 @@ define("non_zero", "x", lambda x: np.argwhere(x), exact=True)
 
 @kernel("range_1d", "start end step")
 def _range(node: Node) -> Function:
-    def run(start: Array, end: Array, step: Array) -> Array:
+    def run(start: Tensor, end: Tensor, step: Tensor) -> Tensor:
         if step == 0:
             raise ExecutionError("a range with step 0")
         return np.arange(start.item(), end.item(), step.item())
@@ -155,11 +156,11 @@ def _range(node: Node) -> Function:
 
 @kernel("one_hot", "indices", exact=True)
 def _one_hot(node: Node) -> Function:
-    axis = node.int("axis", -1)
+    axis = node.integer("axis", -1)
     on = node.array("on_value").reshape(()) if node.has("on_value") else np.float32(1)
     off = node.array("off_value").reshape(()) if node.has("off_value") else np.float32(0)
 
-    def run(indices: Array, size: Array) -> Array:
+    def run(indices: Tensor, size: Tensor) -> Tensor:
         hits = np.expand_dims(indices, axis)
         shape = [1] * hits.ndim
         shape[axis] = -1
@@ -174,9 +175,9 @@ def _one_hot(node: Node) -> Function:
 
 @kernel("band_part", "x", exact=True)
 def _band_part(node: Node) -> Function:
-    lower, upper = node.int("lower", -1), node.int("upper", -1)
+    lower, upper = node.integer("lower", -1), node.integer("upper", -1)
 
-    def run(x: Array) -> Array:
+    def run(x: Tensor) -> Tensor:
         below = np.arange(x.shape[-2])[:, None] - np.arange(x.shape[-1])
         kept = np.ones(below.shape, np.bool_)
         if lower >= 0:

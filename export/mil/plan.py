@@ -2,46 +2,49 @@
 
 Values live in numbered registers. A step calls a kernel on some registers, stores the results and drops registers
 that nothing reads again. Which registers share memory is known from which kernels return views, so a cache update
-writes into the state's own buffer when the old value cannot be seen any more.
+writes into the state's own buffer when nobody can see the old contents any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array, DType
-from ssdevice.export.mil.reader import Package
+from ssdevice.export.mil import (  # noqa: F401  (imported for the kernels they register)
+    ops_constexpr,
+    ops_elementwise,
+    ops_index,
+    ops_linear,
+    ops_reduction,
+    ops_shape,
+)
+from ssdevice.export.mil.constants import ConstantPool
+from ssdevice.export.mil.finish import TO_FLOAT, Finish, Run, check_type, finished, round_half, to
 from ssdevice.export.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
-from ssdevice.export.mil.schema import Function, Operation, TensorType, Value
+from ssdevice.export.mil.schema import Argument, Function, Operation, TensorType, Value
 
 FP16 = "fp16"
 FP32 = "fp32"
 PRECISIONS = (FP16, FP32)
 
-READ_STATE = "read_state"
-WRITE_STATE = "write_state"
-UPDATE_STATE = "coreml_update_state"  # write_state and read_state in one; coremltools splits it when it saves
-STATE_OPS = (READ_STATE, WRITE_STATE, UPDATE_STATE)
 CONST = "const"
+READ_STATE = "read_state"
+UPDATE_STATE = "coreml_update_state"  # write_state and read_state in one; coremltools splits it when it saves
+WRITERS = ("write_state", UPDATE_STATE)
 
-Finish = Callable[[Any], Array]
-
-
-def round_half(x: Any) -> Array:
-    """float32 values rounded to the nearest float16, held as float32."""
-    rounded: Array = x.astype(np.float16).astype(np.float32)
-    return rounded
+Slot = tuple[int, TensorType]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call: ``run(*[registers[i] for i in reads])`` fills ``writes``; ``frees`` are dropped afterwards."""
+    """One call: ``run`` on the registers ``reads`` fills ``writes``; ``frees`` are dropped afterwards."""
 
-    run: Callable[..., Any]
+    run: Run
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     frees: tuple[int, ...]
@@ -50,156 +53,107 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled function: ``registers`` holds the constants; inputs, states and outputs say which registers they are."""
+    """A compiled function: ``registers`` hold the constants and say how many there are; slots name the others."""
 
     function: Function
     steps: tuple[Step, ...]
     registers: tuple[Any, ...]
-    inputs: dict[str, tuple[int, TensorType]]
-    states: dict[str, tuple[int, TensorType]]
-    outputs: tuple[tuple[str, int, TensorType], ...]
-
-
-class ConstantPool:
-    """Arrays of constants as kernels take them, one per weight however many functions use it.
-
-    Floating constants become float32; everything is read-only. Folded weights are kept under a key made of what
-    they were folded from.
-    """
-
-    def __init__(self, package: Package) -> None:
-        self.package = package
-        self._arrays: dict[Hashable, Any] = {}
-
-    def key(self, value: Value) -> Hashable:
-        """What identifies a constant's contents."""
-        if isinstance(value.data, np.ndarray):
-            return (str(value.data.dtype), value.data.shape, value.data.tobytes())
-        return value.data if isinstance(value.data, str) else (value.data, value.type)
-
-    def load(self, value: Value) -> Constant:
-        """The constant as a string or an array; big ones are converted once."""
-        if isinstance(value.data, str):
-            return value.data
-        if isinstance(value.data, tuple):
-            return ",".join(item.data for item in value.data if isinstance(item.data, str))
-        return self.fold(self.key(value), lambda: held(self.package.constant(value)))
-
-    def fold(self, key: Hashable | None, compute: Callable[[], Any]) -> Any:
-        """The value for ``key``, computed at the first request; with no key it is computed anew."""
-        if key is None:
-            return compute()
-        if key not in self._arrays:
-            self._arrays[key] = compute()
-        return self._arrays[key]
-
-
-def held(array: Array) -> Array:
-    """An array as registers hold it: floats as float32, read-only."""
-    result = np.asarray(array, np.float32) if array.dtype.kind == "f" else np.asarray(array)
-    result = result.view()
-    result.flags.writeable = False
-    return result
+    inputs: dict[str, Slot]
+    states: dict[str, Slot]
+    outputs: dict[str, Slot]
 
 
 @dataclass
-class _Value:
-    """What is known of a name while compiling: its register, its memory and, for a constant, its value and key."""
+class _Known:
+    """A name while compiling: its register, the buffer its memory is part of and, for a constant, value and key."""
 
     register: int
     buffer: int
-    constant: Constant | None = None
+    constant: Any = None
     key: Hashable | None = None
 
 
-@dataclass
 class Compiler:
-    """Compiles one function; ``compile`` is the only entry."""
+    """Compiles one function for one precision; ``compile`` is called once."""
 
-    function: Function
-    pool: ConstantPool
-    precision: str
-    _registers: list[Any] = field(default_factory=list)
-    _known: dict[str, _Value] = field(default_factory=dict)
-    _held: dict[str, int] = field(default_factory=dict)  # state -> the buffer it holds now
-    _owned: set[int] = field(default_factory=set)  # buffers this run may write into
-    _buffers: int = 0
-    _steps: list[Step] = field(default_factory=list)
+    def __init__(self, function: Function, pool: ConstantPool, precision: str) -> None:
+        self._function = function
+        self._pool = pool
+        self._half = precision == FP16
+        self._registers: list[Any] = []
+        self._names: dict[str, _Known] = {}
+        self._members: dict[int, list[str]] = defaultdict(list)  # buffer -> names whose memory it is
+        self._owned: set[int] = set()  # buffers a run may write into
+        self._held: dict[str, int] = {}  # state -> the buffer it holds at this point
+        self._steps: list[Step] = []
+        self._last, self._events = _uses(function)
 
     def compile(self) -> Plan:
-        """The plan. Raises UnsupportedOpError naming operation, function and output for what has no kernel."""
-        function = self.function
+        """The plan. Raises UnsupportedOpError, naming operation, function and output, for what has no kernel."""
+        function = self._function
         types = dict(function.inputs)
         for name, kind in function.inputs:
-            value = self._new(name)
+            known = self._define(name)
             if kind.state:
-                self._held[name] = value.buffer
-                self._owned.add(value.buffer)
-        self._last = _last_uses(function)
+                self._held[name] = known.buffer
+                self._owned.add(known.buffer)
         for position, operation in enumerate(function.operations):
             types.update(operation.outputs)
-            self._add(position, operation)
-        slots = {name: (self._known[name].register, kind) for name, kind in function.inputs}
-        outputs = tuple((name, self._known[name].register, types[name]) for name in function.outputs)
-        keep = {register for _, register, _ in outputs} | {slots[name][0] for name in self._held}
-        return Plan(
-            function,
-            _with_frees(self._steps, keep, [value is not None for value in self._registers]),
-            tuple(self._registers),
-            {name: slot for name, slot in slots.items() if not slot[1].state},
-            {name: slot for name, slot in slots.items() if slot[1].state},
-            outputs,
-        )
-
-    def _new(self, name: str, buffer: int | None = None) -> _Value:
-        if buffer is None:
-            buffer = self._buffers
-            self._buffers += 1
-        value = self._known[name] = _Value(len(self._registers), buffer)
-        self._registers.append(None)
-        return value
-
-    def _new_constant(self, name: str, constant: Any, key: Hashable | None) -> None:
-        value = self._new(name)
-        value.constant, value.key = constant, key
-        self._registers[value.register] = constant
-
-    def _add(self, position: int, operation: Operation) -> None:
-        if operation.kind == CONST:
-            stored = operation.attributes.get("val")
-            if stored is None:
-                raise ExecutionError(f"{self._where(operation)}: a constant without a value")
-            self._new_constant(operation.output, self.pool.load(stored), self.pool.key(stored))
-        elif operation.kind in STATE_OPS:
-            self._add_state(position, operation)
-        else:
-            self._add_kernel(position, operation)
-
-    def _add_state(self, position: int, operation: Operation) -> None:
-        """State operations only move references: a state's buffer changes in place or by being replaced."""
-        name = operation.inputs["input" if operation.kind == READ_STATE else "state" if "state" in operation.inputs
-                                else "input"][0]
-        if not isinstance(name, str) or name not in self._held:
-            raise ExecutionError(f"{self._where(operation)}: it names no state of the function")
-        state = self._known[name]
-        if operation.kind != READ_STATE:
-            data = operation.inputs["value" if "value" in operation.inputs else "data"][0]
-            if not isinstance(data, str):
-                raise UnsupportedOpError(f"{self._where(operation)}: a constant written to a state is not supported")
-            source = self._known[data]
-            taken = [buffer for other, buffer in self._held.items() if other != name]
-            shared = source.buffer not in self._owned or source.buffer in taken
-            if shared:
-                self._held[name] = self._buffers
-                self._owned.add(self._buffers)
-                self._buffers += 1
+            if operation.kind == CONST:
+                self._add_constant(operation)
+            elif operation.kind == READ_STATE or operation.kind in WRITERS:
+                self._add_state(operation)
             else:
+                self._add_kernel(position, operation)
+
+        def slots(names: Sequence[str]) -> dict[str, Slot]:
+            return {name: (self._names[name].register, types[name]) for name in names}
+
+        inputs = slots([name for name, kind in function.inputs if not kind.state])
+        states, outputs = slots(list(self._held)), slots(function.outputs)
+        kept = {register for register, _ in (*states.values(), *outputs.values())}
+        kept |= {known.register for known in self._names.values() if known.constant is not None}
+        return Plan(function, _with_frees(self._steps, kept), tuple(self._registers), inputs, states, outputs)
+
+    def _define(self, name: str, buffer: int | None = None) -> _Known:
+        known = _Known(len(self._registers), len(self._members) if buffer is None else buffer)
+        self._registers.append(None)
+        self._names[name] = known
+        self._members[known.buffer].append(name)
+        return known
+
+    def _define_constant(self, name: str, value: Any, key: Hashable | None) -> _Known:
+        known = self._define(name)
+        known.constant, known.key = value, key
+        self._registers[known.register] = value
+        return known
+
+    def _add_constant(self, operation: Operation) -> None:
+        value = operation.attributes.get("val")
+        if value is None:
+            raise ExecutionError(f"{self._where(operation)}: a constant without a value")
+        self._define_constant(operation.output, self._pool.load(value), self._pool.key(value))
+
+    def _add_state(self, operation: Operation) -> None:
+        """State operations move references only; a state is a register that a write points at another buffer."""
+        name = _argument(operation, "input" if operation.kind == READ_STATE or "input" in operation.inputs else "state")
+        if name not in self._held:
+            raise ExecutionError(f"{self._where(operation)}: {name!r} is no state of the function")
+        register = self._names[name].register
+        if operation.kind in WRITERS:
+            source = self._names[_argument(operation, "value" if "value" in operation.inputs else "data")]
+            others = [buffer for state, buffer in self._held.items() if state != name]
+            if source.buffer in self._owned and source.buffer not in others:
                 self._held[name] = source.buffer
-            run = np.copy if shared else _same
-            self._steps.append(Step(run, (source.register,), (state.register,), (), operation))
+                self._steps.append(Step(_same, (source.register,), (register,), (), operation))
+            else:
+                self._held[name] = len(self._members)
+                self._members[self._held[name]] = []
+                self._owned.add(self._held[name])
+                self._steps.append(Step(np.array, (source.register,), (register,), (), operation))
         for output, _ in operation.outputs:
-            value = self._new(output, self._held[name])
-            self._steps.append(Step(_same, (state.register,), (value.register,), (), operation))
+            target = self._define(output, self._held[name]).register
+            self._steps.append(Step(_same, (register,), (target,), (), operation))
 
     def _add_kernel(self, position: int, operation: Operation) -> None:
         kernel = KERNELS.get(operation.kind)
@@ -209,39 +163,135 @@ class Compiler:
         run = kernel.build(node)
         sources = self._sources(operation, node)
         finish = [self._finish(kind, kernel, node) for _, kind in operation.outputs]
-        exact = kernel.exact if node.exact is None else node.exact
-        run = _finished(run, finish) if not exact or _changes_type(kernel, operation) else run
-        if sources is not None and all(source.constant is not None for source in sources):
-            self._fold(operation, run, sources)
+        if all(source.constant is not None for source in sources):
+            self._fold(operation, finished(_on_copy(run) if kernel.updates else run, finish), sources)
             return
-        assert sources is not None
-        buffer = None
-        if kernel.view:
-            buffer = sources[0].buffer
-        if kernel.updates and not self._may_overwrite(position, sources[0]):
+        if kernel.updates and not self._may_overwrite(position, sources):
             run = _on_copy(run)
-        writes = tuple(self._new(name, buffer).register for name, _ in operation.outputs)
+        buffer = sources[0].buffer if kernel.view else None
+        targets = [self._define(name, buffer) for name, _ in operation.outputs]
         if not kernel.view:
-            self._owned.update(self._known[name].buffer for name, _ in operation.outputs)
-        self._steps.append(Step(run, tuple(source.register for source in sources), writes, (), operation))
-    # The rest is private to _add_kernel.
+            self._owned.update(target.buffer for target in targets)
+        reads, writes = tuple(source.register for source in sources), tuple(target.register for target in targets)
+        self._steps.append(Step(finished(run, finish), reads, writes, (), operation))
 
     def _node(self, operation: Operation, kernel: Kernel) -> Node:
-        constants: dict[str, Sequence[Constant | None]] = {}
+        constants: dict[str, list[Constant | None]] = {}
         for name, value in operation.attributes.items():
             if name != "name":
-                constants[name] = [self.pool.load(value)]
+                constants[name] = [self._pool.load(value)]
         for name, arguments in operation.inputs.items():
-            constants[name] = [
-                self._known[argument].constant if isinstance(argument, str) else self.pool.load(argument)
-                for argument in arguments
-            ]
+            constants[name] = [self._known(argument).constant for argument in arguments]
         kinds = tuple(kind for _, kind in operation.outputs)
-        return Node(operation.kind, self._where(operation), self.function.opset, kinds, constants, list(kernel.operands))
+        return Node(operation.kind, self._where(operation), self._function.opset, kinds, constants, [*kernel.operands])
+
+    def _known(self, argument: Argument) -> _Known:
+        if isinstance(argument, str):
+            return self._names[argument]
+        return _Known(-1, -1, self._pool.load(argument), self._pool.key(argument))
+
+    def _sources(self, operation: Operation, node: Node) -> list[_Known]:
+        """What the operands are, in order; constants written in place get a register."""
+        sources = []
+        for operand in node.operands:
+            name = operand.rstrip("?*")
+            arguments: Sequence[Argument] = operation.inputs.get(name, ())
+            if not arguments and name in operation.attributes:
+                arguments = (operation.attributes[name],)
+            if not arguments and not operand.endswith("?"):
+                raise ExecutionError(f"{node.where}: parameter {name!r} is missing")
+            for argument in arguments:
+                known = self._known(argument)
+                if isinstance(argument, Value):
+                    unique = f"{operation.output}.{name}.{len(self._registers)}"
+                    known = self._define_constant(unique, known.constant, known.key)
+                sources.append(known)
+        return sources
+
+    def _finish(self, kind: TensorType, kernel: Kernel, node: Node) -> Finish | None:
+        """What brings an output to its declared type; None if the kernel's result has it already."""
+        exact = kernel.exact if node.exact is None else node.exact
+        if kind.dtype is None:
+            raise UnsupportedOpError(f"{node.where}: an output that is a string")
+        if kind.dtype.name == "float16" and not exact and (self._half or kernel.weight):
+            return round_half
+        if kernel.view or kernel.updates:
+            return None
+        return TO_FLOAT if kind.dtype.floating else to(kind.dtype.storage)
+
+    def _fold(self, operation: Operation, run: Run, sources: list[_Known]) -> None:
+        parameters: list[Hashable] = [operation.kind, len(operation.outputs), *self._declared(operation)]
+        for name, arguments in sorted(operation.inputs.items()):
+            parameters.append((name, *(self._known(argument).key for argument in arguments)))
+        for name, value in sorted(operation.attributes.items()):
+            if name != "name":
+                parameters.append((name, self._pool.key(value)))
+        known = all(self._known(argument).key is not None for args in operation.inputs.values() for argument in args)
+        key = tuple(parameters) if known else None
+        try:
+            result = self._pool.fold(key, lambda: run(*[source.constant for source in sources]))
+        except (ArithmeticError, IndexError, TypeError, ValueError, ExecutionError) as error:
+            raise ExecutionError(f"{self._where(operation)}: {error}") from error
+        results = result if len(operation.outputs) > 1 or isinstance(result, tuple) else (result,)
+        for index, ((name, kind), value) in enumerate(zip(operation.outputs, results, strict=True)):
+            check_type(value, kind, self._where(operation))
+            self._define_constant(name, value, None if key is None else (key, index))
+
+    @staticmethod
+    def _declared(operation: Operation) -> list[Hashable]:
+        return [kind for _, kind in operation.outputs]
+
+    def _may_overwrite(self, position: int, sources: list[_Known]) -> bool:
+        """Whether an update may write into its first operand: the run owns it and nothing reads it afterwards."""
+        buffer = sources[0].buffer
+        if buffer not in self._owned or any(source.buffer == buffer for source in sources[1:]):
+            return False
+        if any(self._last.get(name, -1) > position for name in self._members[buffer]):
+            return False
+        for state in (name for name, held in self._held.items() if held == buffer):
+            following = [kind for at, kind in self._events[state] if at > position]
+            if not following or following[0] not in WRITERS:
+                return False
+        return True
 
     def _where(self, operation: Operation) -> str:
-        return f"function {self.function.name!r}, {operation.kind} {operation.output!r}"
+        return f"function {self._function.name!r}, {operation.kind} {operation.output!r}"
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _on_copy(run: Run) -> Run:
+    return lambda data, *rest: run(data.copy(), *rest)
+
+
+def _argument(operation: Operation, name: str) -> str:
+    arguments = operation.inputs.get(name, ())
+    if len(arguments) != 1 or not isinstance(arguments[0], str):
+        raise ExecutionError(f"{operation.kind} {operation.output!r}: parameter {name!r} does not name one value")
+    return arguments[0]
+
+
+def _uses(function: Function) -> tuple[dict[str, float], dict[str, list[tuple[int, str]]]]:
+    """Where each name is read last, and each state's reads and writes in order."""
+    last: dict[str, float] = {}
+    events: dict[str, list[tuple[int, str]]] = {name: [] for name, kind in function.inputs if kind.state}
+    for position, operation in enumerate(function.operations):
+        for name in operation.names():
+            last[name] = position
+            if name in events:
+                events[name].append((position, operation.kind))
+    last.update((name, math.inf) for name in function.outputs)
+    return last, events
+
+
+def _with_frees(steps: list[Step], kept: set[int]) -> tuple[Step, ...]:
+    """The steps, each with the registers that nothing after it reads."""
+    seen = set(kept)
+    finished = []
+    for step in reversed(steps):
+        frees = tuple({register for register in (*step.reads, *step.writes) if register not in seen})
+        seen.update(frees)
+        finished.append(Step(step.run, step.reads, step.writes, frees, step.operation))
+    return tuple(reversed(finished))

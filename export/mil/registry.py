@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ssdevice.errors import SSDeviceError
 from ssdevice.export.mil.dtypes import BY_NAME, CAST_NAMES, Array, DType
 from ssdevice.export.mil.schema import TensorType
 
+Tensor: TypeAlias = Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
 Function = Callable[..., Any]
 Build = Callable[["Node"], Function]
 Constant = Array | str
@@ -106,11 +107,11 @@ class Node:
         """A constant vector of integers."""
         return [int(value) for value in self.array(name).reshape(-1)]
 
-    def int(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """A constant integer."""
         return int(self._scalar(name, default))
 
-    def float(self, name: str, default: float | None = None) -> np.float32:
+    def number(self, name: str, default: float | None = None) -> np.float32:
         """A constant number as float32."""
         return np.float32(self._scalar(name, default))
 

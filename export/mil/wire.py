@@ -123,4 +123,3 @@ def _bytes(value: Field, number: int) -> memoryview:
     if isinstance(value, int):
         raise WireError(f"field {number} is a number where bytes are expected")
     return value
-

@@ -1,0 +1,57 @@
+"""Constants as kernels take them: floats as float32, read-only, each weight once for all functions of a package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from ssdevice.export.mil.dtypes import Array
+from ssdevice.export.mil.reader import Package
+from ssdevice.export.mil.registry import Constant
+from ssdevice.export.mil.schema import Value
+
+
+class ConstantPool:
+    """Constants of a package by what they are made of: a place in the weight file, contents, or a folded operation."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self._values: dict[Hashable, Any] = {}
+
+    @staticmethod
+    def key(value: Value) -> Hashable:
+        """What identifies a constant's contents."""
+        if isinstance(value.data, np.ndarray):
+            return (str(value.data.dtype), value.data.shape, value.data.tobytes())
+        return (value.data, value.type) if not isinstance(value.data, tuple) else id(value)
+
+    def load(self, value: Value) -> Constant:
+        """A constant as a string or as an array; a list of strings, which no kernel reads, as one string."""
+        if isinstance(value.data, str):
+            return value.data
+        if isinstance(value.data, tuple):
+            return ",".join(str(item.data) for item in value.data)
+        loaded: Array = self.fold(self.key(value), lambda: self._package.constant(value))
+        return loaded
+
+    def fold(self, key: Hashable | None, compute: Callable[[], Any]) -> Any:
+        """The value for ``key``, computed when first asked for; without a key it is computed anew."""
+        if key is None:
+            return held(compute())
+        if key not in self._values:
+            self._values[key] = held(compute())
+        return self._values[key]
+
+
+def held(value: Any) -> Any:
+    """An array, or each of a sequence of arrays, as registers hold constants."""
+    if isinstance(value, tuple | list):
+        return tuple(held(item) for item in value)
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        array = array.astype(np.float32, copy=False)
+    array = array.view()
+    array.flags.writeable = False
+    return array
