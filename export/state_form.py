@@ -1,0 +1,123 @@
+"""The step and prefill modules with the cache as state of the graph: the STATE form of the contract.
+
+How a cache is stored and written is a target's choice, so both are parameters. ``stacked``: one tensor
+``[layers, kv_heads, capacity, head_dim]`` each for keys and values, as the contract has it. Not stacked: the same cut
+into one tensor ``[kv_heads, capacity, head_dim]`` per layer, called ``keys.0``, ``values.0``, ``keys.1``, ..: a graph
+that takes whole tensors then reads its cache in place. Attention sees the whole capacity; the masks of the step hide
+what lies at the length and beyond, so rows there may hold anything that is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.contract import KEYS, PLAIN, VALUES, Geometry
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.step import PrefillModule, StepModule
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+"""``write(state [.., capacity, hd], rows [.., n, hd], length [1])``: put the rows at ``length`` of the last but one
+dimension, in place."""
+
+
+def write_by_index(state: Tensor, rows: Tensor, length: Tensor) -> None:
+    """A Write of n explicit positions; an index beyond the capacity is an error where targets check indices."""
+    at = length + torch.arange(rows.shape[-2], dtype=torch.int32)
+    every: list[Tensor | None] = [None] * (state.dim() - 2)
+    torch.ops.aten.index_put_(state, [*every, at], rows)
+
+
+class LayerStates(nn.Module):
+    """One state tensor ``[kv_heads, capacity, head_dim]`` per layer, named by its number."""
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        super().__init__()
+        for layer in range(geometry.layers):
+            self.register_buffer(str(layer), torch.zeros(state_shape(geometry)[1:], dtype=dtype))
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return cast(Tensor, self.get_buffer(str(layer)))
+
+
+class StateForm(nn.Module):
+    """One function of the contract: its inputs and outputs in the contract's order, the cache in buffers.
+
+    ``dtype``: of the state; rows are computed in float32. ``write``, ``stacked``: see the module.
+    """
+
+    keys: Tensor | LayerStates
+    values: Tensor | LayerStates
+
+    def __init__(
+        self,
+        name: str,
+        module: StepModule | PrefillModule,
+        geometry: Geometry,
+        *,
+        dtype: torch.dtype = torch.float32,
+        write: Write = write_by_index,
+        stacked: bool = True,
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.geometry = name, module, geometry
+        self.dtype, self.write, self.stacked = dtype, write, stacked
+        for state in (KEYS, VALUES):
+            if stacked:
+                self.register_buffer(state, torch.zeros(state_shape(geometry), dtype=dtype))
+            else:
+                self.add_module(state, LayerStates(geometry, dtype))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The function's inputs, then its outputs; the new rows are written at ``length`` after every read."""
+        module, past = self.module, self.past()
+        if isinstance(module, PrefillModule):
+            chunk, valid, length = tensors
+            prefill = module(chunk, valid, length, past)
+            self.commit(prefill.rows, length)
+            return (prefill.root, *self._drafts(prefill.drafts))
+        if self.name == PLAIN:
+            root, length = tensors
+            step = module(root, torch.zeros(0, 1, dtype=torch.int32), length, past)
+            self.commit(step.rows, length)
+            return (step.tokens,)
+        root, drafts, length = tensors
+        step = module(root, drafts, length, past)
+        self.commit(step.rows, length)
+        return step.tokens, step.count, *self._drafts(step.drafts)
+
+    def past(self) -> list[KeyValue]:
+        """Per layer (keys, values) ``[1, kv_heads, capacity, head_dim]`` in float32."""
+        pairs = []
+        for layer in range(self.geometry.layers):
+            pair = self.keys[layer][None], self.values[layer][None]
+            pairs.append(pair if self.dtype is torch.float32 else (pair[0].float(), pair[1].float()))
+        return pairs
+
+    def commit(self, rows: Sequence[KeyValue], length: Tensor) -> None:
+        """Write the new rows ``[1, kv_heads, n, head_dim]`` of every layer."""
+        for state, part in ((self.keys, 0), (self.values, 1)):
+            if isinstance(state, LayerStates):
+                for layer, pair in enumerate(rows):
+                    self.write(state[layer], pair[part][0].to(self.dtype), length)
+            else:
+                self.write(state, torch.cat([pair[part] for pair in rows]).to(self.dtype), length)
+
+    def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
+        """Without streams there are no drafts, and no target has use for a tensor without elements."""
+        return (drafts,) if self.geometry.gamma else ()
+
+
+def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:
+    """``[layers, kv_heads, capacity, head_dim]``, the contract's shape of ``keys`` and of ``values``."""
+    return geometry.layers, geometry.kv_heads, geometry.capacity, geometry.head_dim
+
+
+def state_names(geometry: Geometry, stacked: bool) -> list[str]:
+    """Names of the state tensors: keys, then values."""
+    if stacked:
+        return [KEYS, VALUES]
+    return [f"{state}.{layer}" for state in (KEYS, VALUES) for layer in range(geometry.layers)]
