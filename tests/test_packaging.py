@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from email.parser import Parser
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +80,33 @@ def test_links_point_at_the_real_folders(repository: Path) -> None:
         assert (repository / "ssdevice" / name).resolve() == repository / name
 
 
+def project_of(repository: Path) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    return project
+
+
 def test_script_and_extras_are_declared(repository: Path) -> None:
-    project = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    project = project_of(repository)
     assert project["scripts"] == {"ssdevice": "ssdevice.cli:main"}
-    assert {"export", "train", "coreml", "executorch", "bench", "all", "dev"} == set(project["optional-dependencies"])
+    assert {"export", "train", "coreml", "executorch", "bench", "sign", "all", "dev"} == set(
+        project["optional-dependencies"]
+    )
+
+
+def test_every_third_party_import_is_declared(repository: Path) -> None:
+    project = project_of(repository)
+    lines = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    declared = {re.split(r"[^A-Za-z0-9_-]", line)[0].replace("-", "_") for line in lines}
+    imported: dict[str, str] = {}
+    for folder in FOLDERS:
+        for file in (repository / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                else:
+                    names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                imported.update({name.split(".")[0]: str(file.relative_to(repository)) for name in names})
+    missing = {
+        name: file for name, file in imported.items() if name not in declared | sys.stdlib_module_names | {"ssdevice"}
+    }
+    assert not missing, f"imported but not in pyproject.toml: {missing}"
