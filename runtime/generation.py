@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.runtime.loop import Reason
+from ssdevice.tree import Ranks, Tree
+
+Drafts = Sequence[Sequence[int]]
+"""``[γ, k]`` candidates by stream."""
+
+
+def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
+    """The rank path of the drafts among a step's emitted tokens: the deepest node whose tokens begin ``run``.
+
+    Its length is one less than the run's, unless the run was cut inside accepted drafts.
+    """
+    best: Ranks = ()
+    for path in tree.paths:
+        fits = len(best) < len(path) <= len(run)
+        if fits and all(drafts[depth][rank] == run[depth] for depth, rank in enumerate(path)):
+            best = path
+    return best
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class OnnxEngine(Engine):
             options.profile_file_prefix = str(self._profiles / function)
         file = self.files[function]
         try:
-            session = ort.InferenceSession(str(file), options, providers=[PROVIDER])
+            session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself
             raise BundleError(f"{file}: ONNX Runtime cannot load it ({_first_line(error)})") from error
         spec = self.specs[function]
@@ -96,6 +96,10 @@ class OnnxEngine(Engine):
             if missing:
                 raise BundleError(f"{file}: {function} has no tensor {sorted(missing)[0]!r}; export the bundle again")
         return session
+
+    def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
+        """What ONNX Runtime loads for a function."""
+        return str(self.files[function])
 
     def new_conversation(self) -> OnnxConversation:
         return OnnxConversation(self)
@@ -114,10 +118,10 @@ class OnnxConversation(Conversation):
     def __init__(self, engine: OnnxEngine) -> None:
         super().__init__(engine.geometry)
         self.cache = RowCache(engine.geometry, engine.cache_dtype)
-        self._calls = {name: _Call(engine, engine.specs[name], self.cache) for name in engine.functions}
+        self.calls = {name: Call(engine, engine.specs[name], self.cache) for name in engine.functions}
 
     def prefill(self, chunk: Sequence[int]) -> int:
-        call, count = self._calls[PREFILL], len(chunk)
+        call, count = self.calls[PREFILL], len(chunk)
         call.tensors[CHUNK][:count] = chunk
         call.tensors[VALID][0] = count
         self._run(call)
@@ -126,7 +130,7 @@ class OnnxConversation(Conversation):
         return int(call.tensors[NEXT_ROOT][0])
 
     def step(self, root: int) -> list[int]:
-        call = self._calls[STEP]
+        call = self.calls[STEP]
         call.tensors[ROOT][0] = root
         call.tensors[DRAFTS][:] = self.drafts
         self._run(call)
@@ -137,13 +141,13 @@ class OnnxConversation(Conversation):
         return tokens
 
     def step_plain(self, root: int) -> int:
-        call = self._calls[PLAIN]
+        call = self.calls[PLAIN]
         call.tensors[ROOT][0] = root
         self._run(call)
         self.cache.commit(self.length, call.tensors[ROWS], 1)
         return int(call.tensors[TOKENS][0])
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: Call) -> None:
         call.tensors[LENGTH][0] = self.length
         binding, session = call.binding(self.cache.visible(self.length)), call.session
         clock = perf_counter()
@@ -151,7 +155,7 @@ class OnnxConversation(Conversation):
         self.native_seconds += perf_counter() - clock
 
 
-class _Call:
+class Call:
     """One function on one cache: arrays for all its tensors but the past, and bindings to them by visible rows."""
 
     def __init__(self, engine: OnnxEngine, spec: FunctionSpec, cache: RowCache) -> None:

@@ -1,4 +1,4 @@
-"""What became of drafts: the path a step accepted, and how often each stream and rank held the true token."""
+"""What became of drafts: how many tokens steps gave, and how often each stream and rank held the true token."""
 
 from __future__ import annotations
 
@@ -6,23 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ssdevice.tree import Ranks, Tree
-
-Drafts = Sequence[Sequence[int]]
-"""``[γ, k]`` candidates by stream."""
-
-
-def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
-    """The rank path of the drafts among a step's emitted tokens: the deepest node whose tokens begin ``run``.
-
-    Its length is one less than the run's, unless the run was cut inside accepted drafts.
-    """
-    best: Ranks = ()
-    for path in tree.paths:
-        fits = len(best) < len(path) <= len(run)
-        if fits and all(drafts[depth][rank] == run[depth] for depth, rank in enumerate(path)):
-            best = path
-    return best
+from ssdevice.runtime.generation import Drafts
+from ssdevice.tree import Ranks
 
 
 @dataclass

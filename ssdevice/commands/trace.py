@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.text import Text
 
-from ssdevice.bench.acceptance import accepted_path
+from ssdevice.runtime.generation import Run, accepted_path
 from ssdevice.text import ChatTokenizer
 from ssdevice.tree import Tree
-
-if TYPE_CHECKING:
-    from ssdevice.runtime.generation import Run
 
 ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"
 ALTERNATIVES = "|"
