@@ -19,6 +19,8 @@ LINEAR_DOMAIN = "ssdevice"
 LINEAR = "Linear"
 ADAPTER_MARK = "adapter"
 """Part of the names of stream adapters' weights: these never merge with the base's, which other rows use alone."""
+SMALL = 1 << 14
+"""Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +70,11 @@ class Linear:
         """N, of all parts together."""
         return sum(int(part.weight.shape[0]) for part in self.parts)
 
+    @property
+    def small(self) -> bool:
+        """Whether it stays float32 in every quantization; parts of both kinds are never merged."""
+        return int(self.parts[0].weight.size) < SMALL
+
     def weight(self) -> Array:
         """``[K, N]`` float32."""
         return np.ascontiguousarray(np.concatenate([part.weight for part in self.parts], axis=0).T)
@@ -75,7 +82,7 @@ class Linear:
 
 def linears(edit: Editor) -> list[Linear]:
     """All linears of a graph, those of one input together, in graph order."""
-    groups: dict[tuple[int, bool], list[Part]] = {}
+    groups: dict[tuple[int, bool, bool], list[Part]] = {}
     for node in edit.graph:
         if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
             continue
@@ -84,7 +91,8 @@ def linears(edit: Editor) -> list[Linear]:
         if weight is None or content is None:
             raise ValueError(f"linear {node.name} has no constant weight")
         name = weight.name or ""
-        groups.setdefault((id(source), ADAPTER_MARK in name), []).append(Part(node, name, content))
+        key = (id(source), ADAPTER_MARK in name, content.size < SMALL)
+        groups.setdefault(key, []).append(Part(node, name, content))
     return [Linear(tuple(parts)) for parts in groups.values()]
 
 

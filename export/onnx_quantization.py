@@ -14,15 +14,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ssdevice.export.onnx_graph import CONTRIB, Editor, constant_of, shape_of
-from ssdevice.export.onnx_linears import Linear, linears, lower, out_shape, plain_product
+from ssdevice.export.onnx_linears import SMALL, Linear, linears, lower, out_shape, plain_product
 from ssdevice.export.plan import Quant
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT = 128
 LEVELS = 127.0
 BLOCK = 32
-SMALL = 1 << 14
-"""Weights of fewer elements stay float32: quantizing their input costs more than the product."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore) -> None:
         size = linear.inputs * linear.outputs
         if quant is Quant.FP32:
             lower(edit, linear, plain_product)
-        elif size < SMALL:
+        elif linear.small:
             store.kept[linear.name] = size
             lower(edit, linear, plain_product)
         elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):

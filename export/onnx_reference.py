@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdevice.export.onnx_quantization import BLOCK, LEVELS, SMALL, Int4Weight, Int8Weight
+from ssdevice.export.onnx_linears import SMALL
+from ssdevice.export.onnx_quantization import BLOCK, LEVELS, Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
 

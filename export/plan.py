@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ssdevice.config import Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
+from ssdevice.export.coreml_options import CoreMLOptions
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -28,18 +29,23 @@ Report = Callable[[str, int, int, str], None]
 
 
 class Quant(StrEnum):
-    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row."""
+    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row, but for Core ML.
+
+    ``palette4``: sixteen values a group of channels, chosen for the weight (Core ML alone).
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"
     INT8 = "int8"
     INT4 = "int4"
+    PALETTE4 = "palette4"
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """What the caller asks for; None: the default of the target or the adapter.
 
+    ``coreml``: what that target alone lets choose.
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     """
@@ -53,6 +59,7 @@ class ExportOptions:
     schedule: Schedule | None = None
     context: int = DEFAULT_CONTEXT
     chunk: int = DEFAULT_CHUNK
+    coreml: CoreMLOptions = CoreMLOptions()
     overwrite: bool = False
     dry_run: bool = False
 
@@ -99,7 +106,7 @@ class ExportPlan:
 
     def estimated_bytes(self) -> int:
         """About how large the weights will be on disk; scales included, graphs not."""
-        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0}[self.options.quant]
+        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}[self.options.quant]
         return int(sum(self.parameters.values()) * bits / 8)
 
     def describe(self) -> dict[str, Any]:

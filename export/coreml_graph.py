@@ -1,0 +1,92 @@
+"""An exported torch graph made ready for coremltools: constants folded, operators it lacks spelled by ones it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+aten = torch.ops.aten
+
+MAX_FOLDED = 1 << 20
+"""Elements of a folded constant; larger ones stay computed from smaller ones."""
+
+
+def simplify(program: ExportedProgram, states: Collection[str]) -> None:
+    """Rewrite a decomposed program in place. ``states``: names of the buffers that the program itself changes."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "_assert" in str(node.target):
+            graph.erase_node(node)
+    constants = _Constants(program, states)
+    constants.fold()
+    for node in list(graph.nodes):
+        _respell(node, constants)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+class _Constants:
+    """What is known before running, and new constants put into the graph."""
+
+    def __init__(self, program: ExportedProgram, states: Collection[str]) -> None:
+        self.module = program.graph_module
+        self.graph = program.graph_module.graph
+        self.known: dict[fx.Node, Tensor] = {}
+        self.added = 0
+        placeholders = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+        for spec in program.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT or spec.target in states:
+                continue
+            assert spec.target is not None
+            value = program.state_dict.get(spec.target)
+            if value is None:
+                value = program.constants[spec.target]
+            # Matrices stay parameters under their own names, so that functions can share them.
+            if isinstance(value, Tensor) and not (spec.kind is InputKind.PARAMETER and value.dim() > 1):
+                self.known[placeholders[spec.arg.name]] = value.detach()
+
+    def fold(self) -> None:
+        """Replace what depends on constants alone by its value."""
+        for node in self.graph.nodes:
+            if node.op != "call_function" or not all(source in self.known for source in node.all_input_nodes):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.known[source])
+            value = node.target(*args, **kwargs)
+            if isinstance(value, Tensor) and value.numel() <= MAX_FOLDED:
+                self.known[node] = value
+        for node in [n for n in self.graph.nodes if n.op == "call_function" and n in self.known]:
+            if any(user not in self.known for user in node.users):
+                constant = self.add(self.known[node], node)
+                node.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in self.known)
+        self.graph.eliminate_dead_code()
+
+    def add(self, value: Tensor, before: fx.Node) -> fx.Node:
+        """A new constant in front of a node."""
+        name = f"constant_{self.added}"
+        self.added += 1
+        self.module.register_buffer(name, value.clone().contiguous())
+        with self.graph.inserting_before(before):
+            node = self.graph.get_attr(name)
+        node.meta["val"] = value
+        return node
+
+
+def _respell(node: fx.Node, constants: _Constants) -> None:
+    """Write one node with operators that coremltools has."""
+    if node.op != "call_function":
+        return
+    if node.target is aten.__and__.Tensor:
+        node.target = aten.logical_and.default
+    elif node.target in (aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf):
+        condition, *choices = node.args
+        dtype = node.meta["val"].dtype
+        tensors: list[Any] = [
+            choice if isinstance(choice, fx.Node) else constants.add(torch.tensor(choice, dtype=dtype), node)
+            for choice in choices
+        ]
+        node.target, node.args = aten.where.self, (condition, *tensors)

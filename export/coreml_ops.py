@@ -1,0 +1,68 @@
+"""The write into the cache state as one operator of both worlds: a torch operator and what it becomes in Core ML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("ssdevice::write_rows", mutates_args=())
+def write_rows(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """``state [layers, kv_heads, capacity, hd]`` with ``rows [layers, kv_heads, n, hd]`` at positions ``at [1]`` on.
+
+    Its own operator because an offset that is only known at run time is either traced into the graph as a constant or
+    becomes a symbolic integer; as a tensor it stays what it is.
+    """
+    out = state.clone()
+    start = int(at)
+    out[:, :, start : start + rows.shape[2]] = rows
+    return out
+
+
+@write_rows.register_fake
+def _(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    return torch.empty_like(state)
+
+
+def masked_write(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The same as ``write_rows`` without an offset: every position chooses between its old row and a new one.
+
+    It costs a pass over the whole state, and no compiler has to know where the rows go.
+    """
+    new = rows.shape[2]
+    position = torch.arange(state.shape[2], dtype=torch.int32)
+    targets = at + torch.arange(new, dtype=torch.int32)
+    hit = position[:, None] == targets[None]
+    # One term of each sum is not zero: the product moves values, exactly in any precision.
+    moved = torch.matmul(torch.where(hit, 1.0, 0.0).to(rows.dtype), rows)
+    written = (position >= at) & (position < at + new)
+    return torch.where(written[None, None, :, None], moved, state)
+
+
+def register() -> None:
+    """Teach coremltools the operators that it lacks, once a process."""
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs
+    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+
+    def alias(context: Any, node: Any) -> None:
+        (x,) = _get_inputs(context, node, expected=1)
+        context.add(mb.identity(x=x, name=node.name))
+
+    def write(context: Any, node: Any) -> None:
+        state, rows, at = _get_inputs(context, node, expected=3)
+        layers, heads, _, dim = state.shape
+        if rows.dtype != state.dtype:  # the frontend reads states as float32; its half-precision pass comes later
+            rows = mb.cast(x=rows, dtype=types.builtin_to_string(state.dtype))
+        none = np.zeros(1, np.int32)
+        begin = mb.concat(values=[none, none, at, none], axis=0)
+        after = mb.add(x=at, y=np.array([rows.shape[2]], np.int32))
+        end = mb.concat(values=[np.array([layers, heads], np.int32), after, np.array([dim], np.int32)], axis=0)
+        context.add(mb.slice_update(x=state, update=rows, begin=begin, end=end, name=node.name))
+
+    register_torch_op(_func=alias, override=True)
+    register_torch_op(_func=write, torch_alias=["ssdevice::write_rows"], override=True)

@@ -1,0 +1,203 @@
+"""Rewrites of exported programs so that one XNNPACK delegate holds as much of a step as possible.
+
+``tidy`` works on what ``torch.export`` gives, ``write_last`` on the lowered program. Each computes the same up to the
+order of a sum; what stands outside a delegate afterwards is counted by ``delegation``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.flatten.using_ints,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten._unsafe_view.default,
+}
+"""Operators that keep every element in its row-major place."""
+PROVENANCE = ("from_node", "nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn")
+"""Metadata that no pass of the lowering reads and every pass copies, deeper each time."""
+
+
+def tidy(program: ExportedProgram) -> ExportedProgram:
+    """Means and layer norms as delegable operators, equal operators once, chains of views as one; in place."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is aten.mean.dim:
+            _mean_as_product(graph, node)
+        elif node.target is aten.layer_norm.default:
+            _spell_layer_norm(graph, node)
+    _collapse_views(graph)
+    _merge_equal(graph)
+    _collapse_views(graph)
+    for node in graph.nodes:
+        for key in PROVENANCE:
+            node.meta.pop(key, None)
+    graph.eliminate_dead_code(lambda node: node.op == "call_function" and _mutates(node) or node.is_impure())
+    program.graph_module.recompile()
+    return program
+
+
+def write_last(program: ExportedProgram) -> None:
+    """Move the writes of the cache behind everything that reads it, so that they can happen in place."""
+    graph = program.graph_module.graph
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "index_put" in str(node.target):
+            if set(node.users) != {output}:
+                raise AssertionError(f"{node} is read in the graph that writes it")
+            output.prepend(node)
+    program.graph_module.recompile()
+
+
+@dataclass(frozen=True)
+class Delegation:
+    """Where the operators of one lowered function run. ``inside``/``outside``: operators by name."""
+
+    delegates: int
+    inside: Counter[str]
+    outside: Counter[str]
+
+    @property
+    def share(self) -> float:
+        """Operators inside delegates as a part of all that compute."""
+        inside = self.inside.total()
+        return inside / max(1, inside + self.outside.total())
+
+
+def delegation(program: ExportedProgram) -> Delegation:
+    """What a lowered program delegates; views that cost nothing and allocations are left out."""
+    inside: Counter[str] = Counter()
+    outside: Counter[str] = Counter()
+    delegates = 0
+    for node in program.graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = _name(node)
+        if name == "executorch_call_delegate":
+            delegates += 1
+            lowered = getattr(program.graph_module, str(node.args[0].target))
+            inside.update(_names(lowered.original_module.graph_module.graph.nodes))
+        elif name not in ("getitem", "alloc", "view"):
+            outside[name] += 1
+    return Delegation(delegates, inside, outside)
+
+
+def _names(nodes: Iterable[fx.Node]) -> list[str]:
+    return [_name(node) for node in nodes if node.op == "call_function" and _name(node) != "getitem"]
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    overload = getattr(target, "_op", target)
+    return str(getattr(overload, "__name__", overload)).split(".")[0]
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A new call whose value is known to the passes behind."""
+    node = graph.call_function(target, args)
+    values = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
+    node.meta["val"] = target(*values)
+    return node
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return [int(size) for size in node.meta["val"].shape]
+
+
+def _mean_as_product(graph: fx.Graph, node: fx.Node) -> None:
+    """Mean over the last dimension as a product with a column of 1/D: the delegate has no mean of such tensors."""
+    x = cast(fx.Node, node.args[0])
+    shape = _shape(x)
+    keep = len(node.args) > 2 and bool(node.args[2])
+    if list(cast(list[int], node.args[1])) not in ([-1], [len(shape) - 1]) or not keep or node.kwargs.get("dtype"):
+        return
+    with graph.inserting_before(node):
+        new = _row_mean(graph, x)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _row_mean(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """``[.., D] -> [.., 1]``."""
+    shape = _shape(x)
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    flat = _call(graph, aten.reshape.default, x, [1, rows, width])
+    column = graph.call_function(aten.full.default, ([1, width, 1], 1.0 / width), {"dtype": torch.float32})
+    column.meta["val"] = flat.meta["val"].new_empty(1, width, 1)
+    mean = _call(graph, aten.bmm.default, flat, column)
+    return _call(graph, aten.reshape.default, mean, [*shape[:-1], 1])
+
+
+def _spell_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Layer norm as the operators that the delegate has."""
+    x, width = cast(fx.Node, node.args[0]), list(cast(list[int], node.args[1]))
+    if len(width) != 1:
+        return
+    weight, bias = (cast("fx.Node | None", node.args[i] if len(node.args) > i else None) for i in (2, 3))
+    eps = float(cast(float, node.args[4])) if len(node.args) > 4 else 1e-5
+    with graph.inserting_before(node):
+        centred = _call(graph, aten.sub.Tensor, x, _row_mean(graph, x))
+        variance = _row_mean(graph, _call(graph, aten.mul.Tensor, centred, centred))
+        new = _call(graph, aten.mul.Tensor, centred, _call(graph, aten.rsqrt.default, _plus(graph, variance, eps)))
+        if weight is not None:
+            new = _call(graph, aten.mul.Tensor, new, weight)
+        if bias is not None:
+            new = _call(graph, aten.add.Tensor, new, bias)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _plus(graph: fx.Graph, node: fx.Node, number: float) -> fx.Node:
+    return _call(graph, aten.add.Tensor, node, number)
+
+
+def _collapse_views(graph: fx.Graph) -> None:
+    """A view of a view is one view of the source, and none at all where the shape is the source's."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in VIEWS:
+            continue
+        source = _source(node)
+        if _shape(source) == _shape(node) and source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+        elif source is not node.args[0]:
+            with graph.inserting_before(node):
+                new = _call(graph, aten.reshape.default, source, _shape(node))
+            node.replace_all_uses_with(new)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and node.target in VIEWS:
+        node = cast(fx.Node, node.args[0])
+    return node
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Of calls of one pure operator with the same arguments, the first stays."""
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _mutates(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
+        known = first.setdefault(key, node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable

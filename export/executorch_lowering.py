@@ -1,0 +1,193 @@
+"""From the modules of the step to one ExecuTorch program: trace, lower to XNNPACK or Core ML, lay out the memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from transformers import AttentionInterface
+
+from ssdevice.contract import FunctionSpec, Geometry
+from ssdevice.errors import MissingExtraError, UnsupportedModelError
+from ssdevice.export.executorch_graph import Delegation, delegation, tidy, write_last
+from ssdevice.export.forms import function_module
+from ssdevice.export.plan import ExportPlan
+from ssdevice.export.state_form import StateForm
+from ssdevice.model.step import StreamModel
+
+ATTENTION = "ssdevice_bmm"
+NOISY = ("executorch", "torch.export", "torchao", "root")
+
+
+class Delegate(StrEnum):
+    """Who runs the graph on the device: CPUs through XNNPACK, or Apple's devices through Core ML."""
+
+    XNNPACK = "xnnpack"
+    COREML = "coreml"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program's bytes, and for each function what it delegates."""
+
+    data: bytes
+    delegations: Mapping[str, Delegation]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """``ssdevice.model.attention.attend`` for a batch of one, as products of three dimensions: the delegate's own form.
+
+    A cache of ``[kv_heads, rows, hd]`` is then an operand as it stands.
+    """
+    _one, heads, rows, dim = query.shape
+    kv_heads = keys[0].shape[1]
+    groups = heads // kv_heads
+    q = (query * (dim**-0.5 if scaling is None else scaling)).reshape(kv_heads, groups * rows, dim)
+    flat_keys = [key.reshape(kv_heads, key.shape[2], dim) for key in keys]
+    scores = torch.cat([torch.bmm(q, key.transpose(1, 2)) for key in flat_keys], dim=-1)
+    scores = scores.reshape(kv_heads, groups, rows, -1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores + attention_mask, dim=-1).reshape(kv_heads, groups * rows, -1)
+    out: Tensor | None = None
+    start = 0
+    for value in values:
+        end = start + value.shape[2]
+        part = torch.bmm(weights[..., start:end], value.reshape(kv_heads, value.shape[2], -1))
+        out = part if out is None else out + part
+        start = end
+    assert out is not None
+    return out.reshape(1, heads, rows, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+@contextmanager
+def attending(model: StreamModel) -> Iterator[None]:
+    """Within this context the model's layers attend through ``attend``."""
+    config = model.backbone.config
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and notes about what these exports do not use."""
+    levels = {name: logging.getLogger(name).level for name in NOISY}
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
+    """The exported program of one function with one state tensor per layer; raises UnsupportedModelError."""
+    module = function_module(name, model, plan.geometry, plan.schedule)
+    form = StateForm(name, module, plan.geometry, stacked=False).eval()
+    arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    try:
+        with torch.no_grad(), attending(model):
+            return tidy(torch.export.export(form, arguments, strict=False))
+    except torch.export.UserError as error:  # type: ignore[attr-defined]
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModelError(f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})") from error
+
+
+def lower(
+    model: StreamModel,
+    plan: ExportPlan,
+    specs: Mapping[str, FunctionSpec],
+    constants: Mapping[str, Any],
+    delegate: Delegate,
+    report: Callable[[int, str], None],
+) -> Lowered:
+    """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs."""
+    try:
+        from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+        from executorch.exir.passes import MemoryPlanningPass
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("executorch", error.name or "executorch") from error
+    with quiet():
+        programs = {}
+        for number, (name, spec) in enumerate(specs.items()):
+            report(number, f"trace {name}")
+            programs[name] = trace(name, spec, model, plan)
+        report(len(specs), f"lower to {delegate}")
+        edge = to_edge_transform_and_lower(
+            programs,
+            partitioner=[partitioner(delegate)],
+            constant_methods=dict(constants),
+            # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        delegations = {name: delegation(edge.exported_program(name)) for name in specs}
+        for name in specs:
+            write_last(edge.exported_program(name))
+        report(len(specs) + 1, "lay out the memory")
+        program = edge.to_executorch(
+            ExecutorchBackendConfig(
+                emit_mutable_buffer_names=True,
+                run_reinplace_pass=True,
+                do_quant_fusion_and_const_prop=True,
+                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
+            )
+        )
+    return Lowered(bytes(program.buffer), delegations)
+
+
+def partitioner(delegate: Delegate) -> Any:
+    """What decides which operators the delegate takes."""
+    if delegate is Delegate.XNNPACK:
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+        return XnnpackPartitioner()
+    import coremltools
+    from executorch.backends.apple.coreml.compiler import CoreMLBackend
+    from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+
+    specs = CoreMLBackend.generate_compile_specs(minimum_deployment_target=coremltools.target.iOS18)
+    return CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=False)
+
+
+def constants_of(geometry: Geometry, stop_ids: Sequence[int], schema: int) -> dict[str, Any]:
+    """What a host must know, as methods of the program: see ``ssdevice.runtime.engines.executorch``."""
+    return {
+        "schema_version": schema,
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "tree_size": geometry.tree.size,
+        "emitted": geometry.tree.emitted,
+        "context": geometry.context,
+        "capacity": geometry.capacity,
+        "chunk": geometry.chunk,
+        "vocab": geometry.vocab,
+        "layers": geometry.layers,
+        "stop_tokens": torch.tensor(list(stop_ids), dtype=torch.int32),
+    }

@@ -1,0 +1,67 @@
+"""Weights of the ExecuTorch target: linears with 8-bit rows as input (8da8w, 8da4w), embeddings by weight alone.
+
+Rows are quantized on their own (one scale per token), so no row can see another through its scale. Linears are never
+quantized by weight alone: such a graph lowers without complaint and computes something else.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ssdevice.export.plan import Quant
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import LowRank
+
+GROUP = 32
+"""Weights that share a scale in 4 bits."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A model with quantized weights, and what was not quantized as asked, one sentence each."""
+
+    model: StreamModel
+    notes: tuple[str, ...] = ()
+
+
+def quantized(model: StreamModel, quant: Quant) -> Quantized:
+    """A copy of the model whose linears and embedding compute, in torch too, what the lowered graph is to compute.
+
+    Low-rank adapters stay float32: they are small, and what they add is smaller than the rounding of their input.
+    """
+    if quant is Quant.FP32:
+        return Quantized(model)
+    from torchao.quantization import quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
+    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
+
+    model = copy.deepcopy(model)
+    eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
+    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))
+    rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    backbone, uneven = model.backbone, []
+    low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
+    for name, part in list(model.named_modules()):
+        if isinstance(part, nn.Linear) and id(part) not in low_rank:
+            part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)  # a tied head parts here
+            whole = quant is Quant.INT8 or part is backbone.lm_head
+            if not whole and part.in_features % GROUP:
+                uneven.append(name)
+                whole = True
+            quantize_(part, eight if whole else four)
+    if isinstance(backbone.embed_tokens, nn.Embedding):
+        quantize_(backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding))
+    return Quantized(model, _notes(quant, uneven))
+
+
+def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:
+    notes = []
+    if quant is Quant.INT4:
+        notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
+    if uneven:
+        notes.append(f"{len(uneven)} linears are int8: their inputs are no multiple of {GROUP} (first: {uneven[0]})")
+    return tuple(notes)

@@ -1,0 +1,120 @@
+"""``ssdevice export``: a model and its adapters to a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ssdevice.config import Schedule, Target
+from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.tree import FORMS, Tree
+
+QUANTS = ("fp32", "fp16", "int8", "int4")
+DEFAULT_QUANT = "int8"
+TERMINATED = 143
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help="an app's name and its trained adapter folder")
+    add("--target", required=True, choices=[target.value for target in Target])
+    add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
+    add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
+    add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
+    add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
+    add("--chunk", type=int, default=64, metavar="C", help="prompt tokens per prefill call (default 64)")
+    add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
+    add("--overwrite", action="store_true", help="replace the bundle if it exists")
+    add("--dry-run", action="store_true", help="print the plan and the estimated size, write nothing")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, then print the bundle's path, size and what the parity gate saw; with ``--dry-run`` the plan."""
+    adapters = tuple(_adapter(text) for text in args.adapter)
+    tree = Tree.parse(args.tree) if args.tree is not None else None
+    try:
+        import torch
+
+        from ssdevice.export.plan import ExportOptions, Quant, make_plan
+        from ssdevice.export.stages import export_bundle
+        from ssdevice.export.targets import exporter
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", error.name or "torch") from error
+    from ssdevice.bundle import check_out
+    from ssdevice.commands.progress import Progress
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    options = ExportOptions(
+        model=args.model,
+        target=Target(args.target),
+        quant=Quant(args.quant),
+        out=args.out or _default_out(args.model, adapters, args.target, args.quant),
+        adapters=adapters,
+        tree=tree,
+        schedule=Schedule(args.schedule) if args.schedule else None,
+        context=args.context,
+        chunk=args.chunk,
+        overwrite=args.overwrite,
+        dry_run=args.dry_run,
+    )
+    check_out(options.out, options.overwrite)
+    _quiet_frameworks()
+    if options.dry_run:
+        print(json.dumps(make_plan(options, exporter(options.target)).describe(), indent=2))
+        return 0
+    with terminable(), Progress(args.quiet) as progress:
+        bundle = export_bundle(options, progress.report)
+    manifest = bundle.manifest
+    summary = {
+        "bundle": str(bundle.folder),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "functions": [spec.name for spec in manifest.functions],
+        "parity": manifest.parity,
+        "notes": list(manifest.notes),
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    name, separator, folder = text.partition("=")
+    if not separator or not name or not folder:
+        raise InputError(f"--adapter {text}: expected NAME=DIR, the app's name and its adapter folder")
+    return name, Path(folder)
+
+
+def _default_out(model: str, adapters: tuple[tuple[str, Path], ...], target: str, quant: str) -> Path:
+    parts = [Path(model).name, *(name for name, _ in adapters), target, quant]
+    return Path("-".join(parts))
+
+
+def _quiet_frameworks() -> None:
+    """transformers draws bars of its own, whoever watches."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Within this context SIGTERM ends the process through its cleanup, as Ctrl-C does."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
