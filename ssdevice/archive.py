@@ -1,8 +1,9 @@
 """Bundles as one file: an uncompressed zip whose entries begin at multiples of 4096 bytes, the manifest first.
 
 Any unzip program opens a ``.ssb``; here it is read with a parser of its own that takes one spelling of the format only:
-stored entries, back to back from the first byte to the central directory, nothing before, between or after. So nothing
-can be hidden, overlap or be larger than it says. The alignment lets a reader map weights without unpacking.
+stored entries, back to back from the first byte to the central directory, nothing before, between or after. So entries
+cannot overlap, be larger than they say, or look otherwise to another program. The alignment lets a reader map weights
+without unpacking.
 """
 
 from __future__ import annotations

@@ -126,17 +126,16 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
 def list_files(folder: Path, limit: int) -> dict[str, int]:
     """Path -> size of every file below a folder; raises BundleError for anything but plain files and folders.
 
-    Links are refused wherever they lead: a bundle is what is in its folder. So are empty folders, which no file needs.
+    Links are refused wherever they lead: a bundle is what is in its folder.
     """
     found: dict[str, int] = {}
     waiting, seen = [""], 0
     while waiting:
         inside = waiting.pop()
-        empty = True
         try:
             with os.scandir(folder / inside) as entries:
                 for entry in entries:
-                    empty, seen = False, seen + 1
+                    seen += 1
                     path = f"{inside}{entry.name}"
                     status = entry.stat(follow_symlinks=False)
                     if seen > 2 * limit:
@@ -152,8 +151,6 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
                         raise BundleError(f"{folder}: {path!r} is {kind}")
         except OSError as error:
             raise BundleError(f"{folder}: {inside!r} cannot be read ({error.strerror})") from error
-        if empty and inside:
-            raise BundleError(f"{folder}: {inside!r} is an empty folder; remove it")
     return found
 
 
