@@ -1,0 +1,117 @@
+"""A bundle's answers held against the torch model they came from. Needs the export extra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssdevice.bundle import Bundle
+from ssdevice.config import Target
+from ssdevice.errors import InputError
+from ssdevice.export.plan import Quant
+from ssdevice.manifest import Precision
+from ssdevice.model.loading import load, resolve_folder
+from ssdevice.model.step import StreamModel
+from ssdevice.model.visibility import additive, within
+
+# The reference rounds at other places than a quantized graph. Margins: of the reference's logits.
+LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
+TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0}
+Report = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """``agreeing`` of ``tokens`` are the reference's choice; ``worst``: the largest margin of one that is not.
+
+    ``simulated``: whether the reference rounded as the bundle does.
+    """
+
+    tokens: int
+    agreeing: int
+    worst: float
+    simulated: bool
+    precision: Precision
+
+    @property
+    def share(self) -> float:
+        """Part of tokens that agree, 1 without tokens."""
+        return self.agreeing / self.tokens if self.tokens else 1.0
+
+    def faults(self) -> list[str]:
+        """What is beyond the precision's bounds, one sentence each."""
+        found = []
+        least = LEAST_AGREEMENT.get(self.precision, 0.85)
+        tie = TIES.get(self.precision, 2.0)
+        # A near-tie may fall either way even in fp32, so there the margin alone decides.
+        if self.share < least and self.precision is not Precision.FP32:
+            found.append(f"torch reference: {self.share:.1%} of tokens agree, at least {least:.0%} must")
+        if self.simulated and self.worst > tie:
+            found.append(f"torch reference: prefers another token by {self.worst:.3g}, at most {tie} is a near-tie")
+        return found
+
+
+def agreement(
+    bundle: Bundle,
+    model: str,
+    adapter: Path | None,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    report: Report,
+) -> Agreement:
+    """How far the torch model would have chosen the same tokens, each after the bundle's own answer so far.
+
+    ``adapter``: the app's folder, None for the base. Raises InputError for another model than the bundle's.
+    """
+    folder = resolve_folder(model)
+    loaded = load(folder, adapter, bundle.geometry.context)
+    manifest = bundle.manifest
+    if loaded.identity.sha256 != manifest.model.sha256:
+        raise InputError(
+            f"--model {model} is not the base of {bundle.folder}: its weights have sha256 "
+            f"{loaded.identity.sha256[:12]}.., the bundle's base {manifest.model.sha256[:12]}.."
+        )
+    simulate = manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4)
+    context = nullcontext()
+    if simulate:
+        from ssdevice.export.onnx_reference import simulated
+
+        context = simulated(loaded.model, Quant(manifest.precision.value))  # type: ignore[assignment]
+    tokens = agreeing = 0
+    worst = 0.0
+    with context, torch.no_grad():
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            report("torch reference", number, len(prompts), "")
+            logits = main_logits(loaded.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+            chosen = torch.tensor(answer)
+            best, first = logits.max(dim=-1)
+            margins = best - logits.gather(1, chosen[:, None])[:, 0]
+            tokens += len(answer)
+            agreeing += int((first == chosen).sum())
+            worst = max(worst, float(margins.max()))
+    report("torch reference", len(prompts), len(prompts), "")
+    exact = simulate or manifest.precision is Precision.FP32
+    return Agreement(tokens, agreeing, worst, exact, manifest.precision)
+
+
+def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
+    """Logits ``[len(ids), V]`` of the main stream over a whole text at once."""
+    backbone = model.backbone
+    tokens = torch.tensor([list(ids)], dtype=torch.int32)
+    positions = torch.arange(len(ids), dtype=torch.int32)
+    causal = positions[:, None] >= positions[None]
+    none = torch.zeros(1, backbone.kv_heads, 1, backbone.head_dim)
+    masks = {}
+    for window in backbone.windows():
+        seen = causal & within(positions, positions, window)
+        # One row of past, never seen: the layers expect some.
+        blind = torch.zeros(len(ids), 1, dtype=torch.bool)
+        masks[window] = additive(torch.cat([blind, seen], dim=1)[None, None], backbone.mask_value)
+    past = [(none, none)] * backbone.num_layers
+    middle, _ = model.lower(backbone.embed(tokens, positions[None]), positions[None], masks, past)
+    h, _ = model.upper(middle, positions[None], masks, past)
+    return backbone.head(h)[0]

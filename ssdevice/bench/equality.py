@@ -1,0 +1,232 @@
+"""Whether all ways to decode give the same tokens, and whether a difference is a near-tie or a fault.
+
+Three arms are held against plain decoding: plain decoding through the step graph, speculative decoding with the
+bundle's own drafts, and with *planted* drafts. A bundle of an untrained or badly matched app accepts little of its own
+drafts, so the plain answer itself is planted on one tree path after another, with wrong ids everywhere else: every node
+then becomes the end of an accepted run.
+
+Sums over differently placed rows are not bit-equal, so two candidates whose logits nearly tie may change places. A
+difference counts as such a near-tie if, at the first differing token, the two best logits are at most twice as far
+apart as the largest change of any logit between the arms on rows where they agree, and that change is below the
+ceiling of the precision. Anything else is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.contract import PLAIN, STEP
+from ssdevice.manifest import Precision
+from ssdevice.runtime.engines import Conversation, Engine
+from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
+
+PLANTED = "planted"
+MARGIN_PROMPTS = 2
+"""Prompts whose logits are compared even where all arms agree, so that the largest change is always known."""
+CEILINGS = {
+    Precision.FP32: 1e-3,
+    Precision.FP16: 0.1,
+    Precision.INT8: 0.5,
+    Precision.INT4: 0.5,
+    Precision.PALETTE4: 0.5,
+}
+"""Largest change of a logit between arms, by precision, fixed before any run."""
+DIFFERING_SHARE = 0.005
+Report = Callable[[str, int, int, str], None]
+
+
+class ShowsLogits(Protocol):
+    """A conversation that keeps ``logits [emitted, vocab]`` of its last step."""
+
+    logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an arm left plain decoding. ``margin``: distance of plain's two best logits; None if not measured."""
+
+    arm: str
+    prompt: int
+    position: int
+    expected: int
+    found: int
+    margin: float | None = None
+
+
+@dataclass
+class Equality:
+    """``largest_change``: of any logit between the arms on agreeing rows; None if logits were not shown."""
+
+    precision: Precision
+    prompts: int
+    arms: list[str]
+    tokens: int = 0
+    nodes_ended: set[int] = field(default_factory=set)
+    nodes: int = 1
+    differences: list[Difference] = field(default_factory=list)
+    largest_change: float | None = None
+
+    @property
+    def ceiling(self) -> float:
+        """What ``largest_change`` may be."""
+        return CEILINGS[self.precision]
+
+    @property
+    def allowed(self) -> int:
+        """How many prompts of an arm may differ: none in fp32, elsewhere 0.5 %, and one of a few."""
+        return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
+
+    def near_tie(self, difference: Difference) -> bool:
+        """Whether a difference is excused by the margin at which it happened."""
+        change, margin = self.largest_change, difference.margin
+        return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
+
+    def faults(self) -> list[str]:
+        """What breaks the promise, one sentence each; none if it holds."""
+        found = []
+        for d in self.differences:
+            if not self.near_tie(d):
+                why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
+                found.append(
+                    f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
+                    f"({d.found} instead of {d.expected}); no near-tie: {why}"
+                )
+        for arm in self.arms:
+            count = sum(d.arm == arm for d in self.differences)
+            if count > self.allowed:
+                found.append(f"{arm}: {count} of {self.prompts} prompts differ, at most {self.allowed} may")
+        if self.largest_change is not None and self.largest_change > self.ceiling:
+            found.append(f"a logit changes by {self.largest_change:.3g} between arms, at most {self.ceiling} may")
+        return found
+
+
+def compare(
+    engine: Engine,
+    shown: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    precision: Precision,
+    report: Report,
+) -> Equality:
+    """Decode prompts in all arms of an engine. ``shown``: the same bundle with logits shown, if that can be had."""
+    has_plain = PLAIN in engine.functions
+    conversation = engine.new_conversation()
+    arms: dict[str, Advance] = {}
+    if STEP in engine.functions:
+        arms = {"plain_step": plain_step} if has_plain else {}
+        arms |= {"speculative": speculative, PLANTED: speculative}
+    result = Equality(precision, len(prompts), list(arms), nodes=engine.geometry.tree.size)
+    for number, ids in enumerate(prompts):
+        report("compare arms", number, len(prompts), "")
+        base = plain if has_plain else plain_step
+        expected = answer(conversation, ids, base, stop_ids, max_tokens)
+        result.tokens += len(expected)
+        differing = []
+        for name, advance in arms.items():
+            chosen = planter(len(ids), expected, result.nodes_ended) if name == PLANTED else advance
+            found = answer(conversation, ids, chosen, stop_ids, max_tokens)
+            if found != expected:
+                differing.append((name, _first_difference(expected, found)))
+        margins: NDArray[np.float32] | None = None
+        if arms and shown is not None and (differing or number < MARGIN_PROMPTS):
+            change, margins = logit_change(shown.new_conversation(), ids, expected, has_plain)
+            result.largest_change = max(result.largest_change or 0.0, change)
+        for name, (position, expect, found_token) in differing:
+            # The first token is prefill's, the same call in all arms; margins begin with the second.
+            margin = float(margins[position - 1]) if margins is not None and 0 < position <= len(margins) else None
+            result.differences.append(Difference(name, number, position, expect, found_token, margin))
+    report("compare arms", len(prompts), len(prompts), "")
+    return result
+
+
+def answer(
+    conversation: Conversation, ids: Sequence[int], advance: Advance, stop_ids: Sequence[int], max_tokens: int
+) -> list[int]:
+    """The tokens of one answer, without text."""
+    stops = frozenset(stop_ids)
+
+    def accept(run: Sequence[int]) -> tuple[Sequence[int], bool]:
+        end = next((i + 1 for i, token in enumerate(run) if token in stops), None)
+        return (run, False) if end is None else (run[:end], True)
+
+    conversation.length = 0
+    root = prefill(conversation, ids)
+    return [token for run in decode(conversation, root, advance, accept, max_tokens) for token in run]
+
+
+def planter(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
+    """An ``Advance`` that plants ``truth`` on one tree path a step, each node in turn, and wrong ids elsewhere.
+
+    ``ended`` gathers the nodes that runs ended at.
+    """
+    turn = 0
+
+    def advance(conversation: Conversation, root: int) -> Sequence[int]:
+        nonlocal turn
+        tree, vocab = conversation.geometry.tree, conversation.geometry.vocab
+        at = conversation.length - prompt_tokens + 1  # of truth: what follows the root
+        node = turn % tree.size
+        turn += 1
+        for stream in range(conversation.geometry.gamma):
+            true = truth[at + stream] if at + stream < len(truth) else 0
+            conversation.drafts[stream] = (true + 1 + np.arange(conversation.geometry.k)) % vocab
+            if stream < len(tree.paths[node]) and at + stream < len(truth):
+                conversation.drafts[stream, tree.paths[node][stream]] = true
+        run = conversation.step(root)
+        if len(run) == len(tree.paths[node]) + 1:
+            ended.add(node)
+        return run
+
+    return advance
+
+
+def logit_change(
+    conversation: Conversation, ids: Sequence[int], truth: Sequence[int], has_plain: bool
+) -> tuple[float, NDArray[np.float32]]:
+    """The largest change of a logit between plain decoding and the step, both led along ``truth``.
+
+    Returns it with plain's margins between its two best logits, by token of ``truth`` from the second on.
+    """
+    base = plain if has_plain else plain_step
+    rows = _led(conversation, ids, truth, base)
+    change = 0.0
+    for advance in (speculative, planter(len(ids), truth, set())):
+        other = _led(conversation, ids, truth, advance)
+        count = min(len(rows), len(other))
+        change = max(change, float(np.abs(rows[:count] - other[:count]).max(initial=0.0)))
+    best = np.partition(rows, -2, axis=1)[:, -2:] if len(rows) else np.zeros((0, 2), np.float32)
+    return change, best[:, 1] - best[:, 0]
+
+
+def _led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
+    """Logits ``[len(truth) - 1, vocab]`` of an arm that is kept on ``truth`` whatever it would choose."""
+    conversation.length = 0
+    prefill(conversation, ids)
+    rows: list[NDArray[np.float32]] = []
+    at = 0
+    while at + 1 < len(truth):
+        run = advance(conversation, truth[at])
+        logits = cast(ShowsLogits, conversation).logits
+        # Rows count while what stands before them is truth: the first always, a later one if its token before is.
+        kept = 1
+        while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
+            kept += 1
+        rows.extend(logits[:kept])
+        conversation.length += kept
+        at += kept
+    return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)
+
+
+def _first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
+    """Where two answers part, and what stands there; -1 for an answer that has ended."""
+    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return i, a, b
+    i = min(len(expected), len(found))
+    return i, expected[i] if i < len(expected) else -1, found[i] if i < len(found) else -1

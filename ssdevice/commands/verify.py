@@ -1,0 +1,181 @@
+"""``ssdevice verify``: is the bundle whole, and does it compute what it promises."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.commands.opening import add_bundle, add_engine, engine_options, positive
+from ssdevice.config import Target
+from ssdevice.data import read_examples
+from ssdevice.errors import MissingExtraError, ParityError
+
+if TYPE_CHECKING:
+    from ssdevice.bench.equality import Equality
+    from ssdevice.bundle import Bundle
+    from ssdevice.commands.progress import Progress
+    from ssdevice.runtime.engines import Engine
+    from ssdevice.runtime.session import Session
+
+# Any text will do: arms are compared with each other. Lengths differ so that chunks and cache sizes do.
+PROMPTS = (
+    "Hello",
+    "name[The Mill], food[English], price range[cheap], area[riverside]",
+    "CREATE TABLE orders (id, customer, city, total)\nHow many orders came from Berlin?",
+    "Tell a short story about a lighthouse keeper who finds a letter on the beach.",
+    "Count from one to twenty.",
+    "List three reasons to read old books, and then say which of them convinces you most and why. " * 3,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice verify BUNDLE``."""
+    add_bundle(parser)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
+    parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
+    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
+    parser.add_argument("--model", metavar="DIR", help="the base it was made from: also compare with torch")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
+    parser.add_argument("--public-key", type=Path, metavar="PEM", help="require a signature by this ed25519 key")
+    parser.add_argument("--integrity-only", action="store_true", help="check files alone, run nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was checked; raises ParityError (exit code 1) if a number breaks the promise."""
+    from ssdevice.bundle import Bundle
+    from ssdevice.commands.progress import Progress
+
+    bundle = Bundle.open(args.bundle, require_signature=args.public_key)
+    found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
+    lines = [f"integrity: {len(bundle.manifest.files)} files, sizes and hashes as in the manifest"]
+    if args.public_key is not None:
+        lines[0] += ", signature valid"
+    faults: list[str] = []
+    if not args.integrity_only:
+        with Progress(args.quiet) as progress:
+            faults = _numbers(args, bundle, progress, found, lines)
+    found["faults"] = faults
+    if args.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        print("\n".join(lines))
+    if faults:
+        raise ParityError("; ".join(faults))
+    return 0
+
+
+def _numbers(
+    args: argparse.Namespace, bundle: Bundle, progress: Progress, found: dict[str, Any], lines: list[str]
+) -> list[str]:
+    from ssdevice.bench.equality import answer, compare
+    from ssdevice.runtime.loop import plain, plain_step
+    from ssdevice.runtime.session import Session
+
+    with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
+        prompts = _prompts(args, session)
+        shown = _engine_with_logits(args, bundle)
+        stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
+        result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, progress.report)
+        found["equality"] = _as_json(result)
+        lines += _describe(result, shown is not None)
+        faults = result.faults()
+        if args.model is not None:
+            try:
+                from ssdevice.bench.against_torch import agreement
+            except ModuleNotFoundError as error:
+                raise MissingExtraError("export", error.name or "torch") from error
+
+            advance = plain if "step_plain" in session.engine.functions else plain_step
+            conversation = session.engine.new_conversation()
+            answers = [answer(conversation, ids, advance, stops, args.max_tokens) for ids in prompts]
+            torch_found = agreement(bundle, args.model, args.adapter, prompts, answers, progress.report)
+            found["reference"] = {
+                "tokens": torch_found.tokens,
+                "agreeing": torch_found.agreeing,
+                "largest_margin": torch_found.worst,
+            }
+            lines.append(
+                f"torch reference: {torch_found.agreeing} of {torch_found.tokens} tokens agree; "
+                f"largest margin of another choice {torch_found.worst:.3g}"
+            )
+            faults += torch_found.faults()
+    return faults
+
+
+def _prompts(args: argparse.Namespace, session: Session) -> list[list[int]]:
+    if args.data is not None:
+        examples = read_examples(args.data, args.limit, require_completion=False)
+        return [session.prompt_ids(example.prompt, system=example.system) for example in examples]
+    room = session.engine.geometry.context - 1
+    return [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[: args.limit]]
+
+
+def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | None:
+    """The same bundle with its logits shown, where the target can."""
+    if bundle.manifest.target is not Target.ONNX:
+        return None
+    try:
+        import onnx  # noqa: F401
+    except ModuleNotFoundError:
+        return None  # said in the output: margins are then not measured, and a difference is a fault
+    from ssdevice.runtime.engines.onnx_logits import LogitsEngine
+
+    files = {function: bundle.file(function) for function in bundle.functions}
+    return LogitsEngine(files, bundle.geometry, bundle.manifest.cache_dtype, engine_options(args))
+
+
+def _describe(result: Equality, measured: bool) -> list[str]:
+    lines = [f"decoded: {result.prompts} prompts, {result.tokens} tokens, in plain decoding"]
+    for arm in result.arms:
+        differing = [d for d in result.differences if d.arm == arm]
+        ties = sum(result.near_tie(d) for d in differing)
+        text = f"{arm}: {result.prompts - len(differing)} of {result.prompts} answers equal to plain decoding"
+        lines.append(text + (f", {ties} near-ties" if differing else ""))
+    if result.arms:
+        lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {result.nodes} nodes")
+    if result.largest_change is not None:
+        lines.append(f"logits: change by at most {result.largest_change:.3g} between arms (ceiling {result.ceiling})")
+    elif result.arms and not measured:
+        lines.append(
+            "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]')"
+        )
+    lines += _near_ties(result)
+    return lines
+
+
+def _near_ties(result: Equality) -> Sequence[str]:
+    return [
+        f"near-tie: {d.arm}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
+        f"are {d.margin:.3g} apart"
+        for d in result.differences
+        if result.near_tie(d)
+    ]
+
+
+def _as_json(result: Equality) -> dict[str, Any]:
+    return {
+        "prompts": result.prompts,
+        "tokens": result.tokens,
+        "arms": result.arms,
+        "nodes": result.nodes,
+        "nodes_ended": len(result.nodes_ended),
+        "largest_logit_change": result.largest_change,
+        "ceiling": result.ceiling,
+        "differences": [
+            {
+                "arm": d.arm,
+                "prompt": d.prompt,
+                "position": d.position,
+                "expected": d.expected,
+                "found": d.found,
+                "margin": d.margin,
+                "near_tie": result.near_tie(d),
+            }
+            for d in result.differences
+        ],
+    }
