@@ -1,0 +1,99 @@
+"""``ssdevice demo``: the whole line on the checkpoint that ships with the source: export, decode, compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ssdevice.commands.opening import positive
+from ssdevice.data import Example, read_examples
+from ssdevice.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from ssdevice.bundle import Bundle
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
+APP = "sql"
+TRACED = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice demo``."""
+    parser.add_argument("--models", type=Path, default=MODELS, metavar="DIR", help="folder with the shipped models")
+    parser.add_argument("--prompts", type=positive, default=20, metavar="N", help="prompts to measure (default 20)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument("--keep", type=Path, metavar="BUNDLE", help="keep the bundle in this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export to ONNX INT8, show a few answers step by step, then plain against speculative decoding."""
+    for part in (BASE, ADAPTER, PROMPTS):
+        if not (args.models / part).exists():
+            raise InputError(
+                f"{args.models / part} is missing: the demo runs from a checkout of the source, or --models DIR"
+            )
+    prompts = read_examples(args.models / PROMPTS, args.prompts)
+    with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
+        bundle = _export(args, args.keep or Path(folder) / "bundle")
+        _show(args, bundle, prompts)
+    return 0
+
+
+def _export(args: argparse.Namespace, out: Path) -> Bundle:
+    try:
+        from ssdevice.export.plan import ExportOptions, Quant
+        from ssdevice.export.stages import export_bundle
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", error.name or "torch") from error
+    from ssdevice.commands.progress import Progress
+    from ssdevice.config import Target
+
+    print(f"Exporting {BASE} with the app {APP!r} to ONNX INT8 ..", flush=True)
+    options = ExportOptions(
+        model=str(args.models / BASE),
+        target=Target.ONNX,
+        quant=Quant.INT8,
+        out=out,
+        adapters=((APP, args.models / ADAPTER),),
+    )
+    clock = perf_counter()
+    with Progress(args.quiet) as progress:
+        bundle = export_bundle(options, progress.report)
+    size = sum(entry.size for entry in bundle.manifest.files.values())
+    print(f"{size / 1e6:.1f} MB in {perf_counter() - clock:.0f} s, compared with the torch reference.\n")
+    return bundle
+
+
+def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> None:
+    from ssdevice.bench.runner import BenchOptions, measure
+    from ssdevice.commands.progress import Progress
+    from ssdevice.commands.trace import ACCEPTED, REJECTED, Trace
+    from ssdevice.runtime.engines import EngineOptions
+    from ssdevice.runtime.session import Session
+
+    with Session.open(bundle, options=EngineOptions(threads=args.threads)) as session:
+        print(f"Step by step ({ACCEPTED}: drafted and accepted, bold: the model's own token, {REJECTED}: rejected):")
+        for example in examples[:TRACED]:
+            print(f"\n> {example.prompt}")
+            trace = Trace(session.tokenizer, session.engine.geometry.tree)
+            for step in session.runs(session.prompt_ids(example.prompt, system=example.system)):
+                trace.show(step)
+        print(f"\nPlain against speculative decoding on {len(examples)} prompts:", flush=True)
+        with Progress(args.quiet) as progress:
+            result = measure(session, examples, BenchOptions(rounds=1, skip_long=True), progress.report)
+    for arm in result.arms.values():
+        print(
+            f"  {arm.name:<12} {arm.tokens_per_second.median:7.1f} tokens/s  {arm.tokens_per_step:.2f} tokens per step"
+        )
+    if result.speedup is not None and result.baseline is not None:
+        print(f"  {result.speedup.estimate:.2f}x faster than the faster plain arm ({result.baseline.name})")
+    same = "the same tokens" if result.equal else "DIFFERENT TOKENS (see ssdevice verify)"
+    print(f"  All arms gave {same}.")
+    if not result.load.valid:
+        others = f"{result.load.others:.0%}"
+        print(f"ssdevice: other processes used {others} of this machine; speeds are no measurement", file=sys.stderr)

@@ -1,0 +1,142 @@
+"""``ssdevice inspect``: what is in a bundle, how large it is, and what memory it will take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssdevice.bundle import Bundle
+    from ssdevice.manifest import Manifest
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice inspect BUNDLE``."""
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the bundle and print its contents."""
+    from ssdevice.bundle import Bundle
+
+    bundle = Bundle.open(args.bundle)
+    found = describe(bundle)
+    if args.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        _print(found)
+    return 0
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The bundle as plain values; sizes in bytes."""
+    manifest, geometry = bundle.manifest, bundle.geometry
+    return {
+        "bundle": str(bundle.folder),
+        "target": manifest.target.value,
+        "precision": manifest.precision.value,
+        "model": {
+            "family": manifest.model.model_type,
+            "parameters": manifest.model.parameters,
+            "layers": manifest.model.layers,
+            "hidden_size": manifest.model.hidden_size,
+            "vocab": manifest.model.vocab,
+            "sha256": manifest.model.sha256,
+        },
+        "mode": manifest.mode.value if manifest.mode else None,
+        "schedule": manifest.schedule.value,
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "msa_layers": manifest.msa_layers,
+        "tree": geometry.tree.to_json(),
+        "tree_size": geometry.tree.size,
+        "context": geometry.context,
+        "chunk": geometry.chunk,
+        "functions": [spec.name for spec in manifest.functions],
+        "apps": [
+            {
+                "name": app.name,
+                "default": app.name == manifest.default_app,
+                "kind": app.kind.value,
+                "mode": app.mode.value if app.mode else None,
+                "rank": app.rank,
+                "instruction": app.instruction,
+                "bytes": sum(manifest.files[path].size for path in app.files),
+            }
+            for app in manifest.apps
+        ],
+        "stop_ids": list(manifest.chat.stop_ids),
+        "files": {name: entry.size for name, entry in manifest.files.items()},
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "memory": memory(manifest),
+        "parity": manifest.parity,
+        "notes": list(manifest.notes),
+        "tools": manifest.tools,
+    }
+
+
+def memory(manifest: Manifest) -> dict[str, int]:
+    """Estimated bytes while it runs. ``weights``: one copy of the files, engines may pack more; ``kv_cache``: full."""
+    geometry = manifest.geometry.geometry
+    tokenizer = {manifest.roles.get("tokenizer")}
+    weights = sum(entry.size for name, entry in manifest.files.items() if name not in tokenizer)
+    row = 2 * geometry.layers * geometry.row_width * DTYPE_BYTES[manifest.cache_dtype.value]
+    return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(soft_wrap=True, highlight=False)
+    model, table = found["model"], Table(show_header=False, box=box.SIMPLE, pad_edge=False)
+    rows = {
+        "bundle": f"{found['bundle']}  ({_size(found['bytes'])})",
+        "target": f"{found['target']}, {found['precision']}",
+        "model": f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
+        f"hidden {model['hidden_size']}, vocabulary {model['vocab']}",
+        "weights": f"sha256 {model['sha256']}",
+        "decoding": f"{found['mode']}, γ = {found['gamma']}, k = {found['k']}, {found['msa_layers']} MSA layers, "
+        f"{found['schedule']} schedule"
+        if found["gamma"]
+        else "plain: no streams",
+        "tree": f"{found['tree_size']} nodes: {found['tree']}",
+        "context": f"{found['context']} tokens, prefill in chunks of {found['chunk']}",
+        "functions": ", ".join(found["functions"]),
+        "memory": f"weights {_size(found['memory']['weights'])}, KV cache {_size(found['memory']['kv_cache'])} "
+        f"({found['memory']['kv_cache_per_token']} bytes a token)",
+        "made with": ", ".join(f"{name} {version}" for name, version in found["tools"].items()),
+    }
+    if found["parity"]:
+        rows["parity"] = ", ".join(f"{name} {value:.3g}" for name, value in found["parity"].items())
+    for i, note in enumerate(found["notes"], 1):
+        rows[f"note {i}"] = note
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    console.print(table)
+    apps = Table("app", "kind", "mode", "rank", "bytes", "instruction", box=box.SIMPLE, pad_edge=False)
+    for app in found["apps"]:
+        name = f"{app['name']} (default)" if app["default"] else app["name"]
+        apps.add_row(
+            name, app["kind"], app["mode"] or "", str(app["rank"]), _size(app["bytes"]), escape(app["instruction"])
+        )
+    console.print(apps)
+    files = Table("file", "size", box=box.SIMPLE, pad_edge=False)
+    for name, size in found["files"].items():
+        files.add_row(escape(name), _size(size))
+    console.print(files)
+
+
+def _size(count: int) -> str:
+    """Bytes in a unit a reader can compare (MB is 10⁶ bytes)."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
