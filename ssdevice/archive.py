@@ -201,14 +201,17 @@ def _end(stream: IO[bytes], packed: Path) -> tuple[int, int, int]:
     mark, disk, disks, here, count, size, directory, comment = head
     if mark != b"PK\x05\x06" or comment or disk or disks or here != count:
         raise BundleError(f"{packed}: not a packed bundle, or cut short: no end record in its last {_END.size} bytes")
-    if count == _FULL16 or _FULL32 in (size, directory):
+    # Records for large archives stand before it; it then repeats their values, or is full where they do not fit.
+    if directory + size != where:
+        short = count, size, directory
         where -= _END64_LOCATOR.size
         mark, disk, offset, disks = _unpack_at(stream, packed, _END64_LOCATOR, where)
         where -= _END64.size
         if mark != b"PK\x06\x07" or disk or disks != 1 or offset != where:
-            raise BundleError(f"{packed}: its zip64 end record is not where it should be")
+            raise BundleError(f"{packed}: its directory is not where its end record says")
         mark, _, _, _, disk, disks, here, count, size, directory = _unpack_at(stream, packed, _END64, where)
-        if mark != b"PK\x06\x06" or disk or disks or here != count:
+        full = min(count, _FULL16), min(size, _FULL32), min(directory, _FULL32)
+        if mark != b"PK\x06\x06" or disk or disks or here != count or short != full:
             raise BundleError(f"{packed}: its zip64 end record is damaged")
     if directory + size != where:
         raise BundleError(

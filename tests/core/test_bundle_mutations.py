@@ -45,6 +45,8 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
             value = parent[last]
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took it away
+        if not isinstance(parent, (dict, list)):
+            continue
         kind = draw(st.sampled_from(["replace", "replace", "nudge", "remove", "add", "swap"]))
         if kind == "replace":
             parent[last] = draw(VALUES)
