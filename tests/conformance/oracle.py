@@ -68,7 +68,8 @@ class Facts:
     """What happened in a drive. ``differences``: sentences about integers that were not as they must be.
 
     ``row_error``: largest |difference| of a committed row from plain decoding's. ``perturbation_error``: the same
-    between a step and its repetition with other rejected drafts (``perturbations`` of them).
+    between a step and its repetition with other rejected drafts (``perturbations`` of them). ``false_branches``: steps
+    in which a rejected token was followed by its own true continuation.
     """
 
     prompt: list[int]
@@ -78,6 +79,7 @@ class Facts:
     steps: int = 0
     repeated: int = 0
     perturbations: int = 0
+    false_branches: int = 0
     final_length: int = 0
     last_write: int = 0
     differences: list[str] = field(default_factory=list)
@@ -149,6 +151,7 @@ def drive(driver: Driver, prompt: Sequence[int], seed: int = 0, perturb: bool = 
         truth.append(driver.plain(truth[-1], length))
     plain_rows = driver.rows(0, driver.context)
 
+    _false_branches(driver, facts, rng)
     # Deepest first: the order mixes counts, and a short last round still has room for the shallow ones.
     todo = sorted(range(tree.size), key=lambda node: -tree.depths[node])
     for _ in range(tree.size):
@@ -202,6 +205,37 @@ def _round(
                 _perturb(driver, facts, truth[length - start], ahead, node, out, length, rng)
         length += kept
     facts.final_length = length
+
+
+def _false_branches(driver: Driver, facts: Facts, rng: random.Random) -> None:
+    """Steps with a path that is true, then wrong, then right about the wrong token: it must end where it went wrong.
+
+    Such a node agrees with its parent's prediction, so a verification that forgets the rest of the path takes it.
+    """
+    tree, start, truth = driver.tree, len(facts.prompt), facts.plain
+    for node in range(tree.size):
+        path = tree.paths[node]
+        if len(path) < 2 or start + len(path) >= driver.context:
+            continue
+        right = rng.randrange(len(path) - 1)
+        ahead = list(truth[1:])
+        branch = [*ahead[:right], _other(ahead[right], driver.vocab, rng)]
+        token = truth[0]
+        for depth in range(len(path)):  # commits the branch's rows, as far as they are known
+            predicted = driver.plain(token, start + depth)
+            if depth >= len(branch):
+                branch.append(predicted)
+            token = branch[depth]
+        drafts = plant(tree, driver.k, driver.gamma, ahead, 0, driver.vocab, rng)
+        for depth, rank in enumerate(path):
+            drafts[depth][rank] = branch[depth]
+        out = driver.step(truth[0], drafts, start)
+        facts.false_branches += 1
+        if out.count != right + 1 or out.tokens[: right + 1] != ahead[: right + 1]:
+            facts.differences.append(
+                f"a branch that is wrong from token {right} on gave {out.tokens[: out.count]}, "
+                f"expected {ahead[: right + 1]}"
+            )
 
 
 def _next_node(tree: Tree, todo: Sequence[int], room: int, rng: random.Random) -> int:
@@ -281,6 +315,7 @@ def check(facts: Facts, driver: Driver, row_tolerance: float, perturbation_toler
     assert len(facts.plain) == driver.context - len(facts.prompt) + 1
     assert len(set(facts.plain)) >= 3
     assert facts.repeated > 0
+    assert facts.false_branches == sum(depth >= 2 for depth in tree.depths)
     if facts.rows_compared:
         assert facts.row_error <= row_tolerance
     if facts.perturbations:

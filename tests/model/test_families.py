@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,8 @@ from ssdevice.model.families import FAMILIES
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
-from tests.conformance.oracle import check, drive
-from tests.model.tiny import LAYERS, MODELS, VOCAB, WINDOW, tiny_model
+from tests.conformance.oracle import check, drive, plant
+from tests.model.tiny import MODELS, VOCAB, WINDOW, tiny_model
 from tests.model.torch_driver import TorchDriver
 
 CONTEXT = 40
@@ -155,14 +157,18 @@ def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
     assert len(set(roots)) == len(set(tokens)) == 1
     committed = [torch.from_numpy(driver.rows(0, CHUNK + 1)) for driver in drivers]
     assert torch.equal(committed[0], committed[1]) and torch.equal(committed[0], committed[2])
-    # Where stream rows run beside main rows, no stream parameter reaches a main row.
-    given = [[5, 9], [11, 2], [70, 1]]
-    outs = [driver.step(tokens[0], given, CHUNK + 1) for driver in drivers[1:]]
-    assert outs[0].tokens == outs[1].tokens and outs[0].count == outs[1].count
-    rows = [torch.from_numpy(driver.rows(0, CHUNK + 1 + TREE.emitted)) for driver in drivers[1:]]
-    assert torch.equal(rows[0], rows[1])
-    assert outs[0].drafts != outs[1].drafts  # the parameters do something
-
-
-def test_layers() -> None:
-    assert all(len(wrapped(name, None).backbone.layers) == LAYERS for name in MODELS)
+    # Where stream rows run beside main rows, no stream parameter reaches a main row, whichever rows are committed.
+    length = CHUNK + 1
+    truth = [tokens[0], *([0] * TREE.emitted)]
+    for depth in range(TREE.emitted):
+        truth[depth + 1] = drivers[0].plain(truth[depth], length + depth)
+    plain_rows = drivers[0].rows(length, length + TREE.emitted)
+    for node in range(TREE.size):
+        given = plant(TREE, K, GAMMA, truth[1:], node, VOCAB, random.Random(node))
+        outs = [driver.step(truth[0], given, length) for driver in drivers[1:]]
+        assert [out.count for out in outs] == [TREE.depths[node] + 1] * 2
+        assert outs[0].tokens == outs[1].tokens
+        rows = [driver.rows(length, length + outs[0].count) for driver in drivers[1:]]
+        assert np.array_equal(rows[0], rows[1])
+        np.testing.assert_allclose(rows[0], plain_rows[:, :, :, :, : outs[0].count], rtol=0, atol=1e-4)
+        assert outs[0].drafts != outs[1].drafts  # the parameters do something

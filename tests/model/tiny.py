@@ -8,7 +8,8 @@ import torch
 
 VOCAB = 97
 LAYERS = 3
-WINDOW = 7
+WINDOW = 3
+"""Shorter than a draft path with its streams, so that windows cut into the tree as well."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
