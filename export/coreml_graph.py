@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,6 +11,8 @@ from torch.export.graph_signature import InputKind
 
 aten = torch.ops.aten
 
+HALF_MIN = -65504.0
+"""The least number of float16."""
 MAX_FOLDED = 1 << 20
 """Elements of a folded constant; larger ones stay computed from smaller ones."""
 
@@ -82,11 +83,25 @@ def _respell(node: fx.Node, constants: _Constants) -> None:
         return
     if node.target is aten.__and__.Tensor:
         node.target = aten.logical_and.default
-    elif node.target in (aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf):
-        condition, *choices = node.args
-        dtype = node.meta["val"].dtype
-        tensors: list[Any] = [
-            choice if isinstance(choice, fx.Node) else constants.add(torch.tensor(choice, dtype=dtype), node)
-            for choice in choices
-        ]
-        node.target, node.args = aten.where.self, (condition, *tensors)
+    elif node.target is aten.where.Scalar:
+        _respell_choice(node)
+    elif node.target is aten.where.ScalarSelf:
+        # Nothing is lost: in float16 every other value is larger still.
+        node.args = (node.args[0], max(float(node.args[1]), HALF_MIN), node.args[2])
+    elif node.target is aten.where.ScalarOther:
+        condition, kept, other = node.args
+        value = node.meta["val"]
+        full = constants.add(torch.full(value.shape, float(other), dtype=value.dtype), node)
+        node.target, node.args = aten.where.self, (condition, kept, full)
+
+
+def _respell_choice(node: fx.Node) -> None:
+    """``where(condition, a, b)`` of two numbers as ``condition * (a - b) + b``: no constant as large as the condition."""
+    condition, a, b = node.args
+    graph, value = node.graph, node.meta["val"]
+    with graph.inserting_before(node):
+        number = graph.call_function(aten._to_copy.default, (condition,), {"dtype": value.dtype})
+        scaled = graph.call_function(aten.mul.Tensor, (number, float(a) - float(b)))
+        for new in (number, scaled):
+            new.meta["val"] = value
+    node.target, node.args = aten.add.Tensor, (scaled, float(b))

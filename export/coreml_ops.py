@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STATE_PASS = "common::canonicalize_inplace_pattern"
 
 @torch.library.custom_op("ssdevice::write_rows", mutates_args=())
 def write_rows(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
@@ -43,26 +44,55 @@ def masked_write(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Teach coremltools the operators that it lacks, once a process."""
-    from coremltools.converters.mil import Builder as mb
-    from coremltools.converters.mil.mil import types
-    from coremltools.converters.mil.frontend.torch.ops import _get_inputs
+    """Teach coremltools the operators that it lacks, and mend its pass over state writes; once a process is enough."""
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+    from coremltools.converters.mil.mil.passes.defs.optimize_state import canonicalize_inplace_pattern
+    from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
-    def alias(context: Any, node: Any) -> None:
-        (x,) = _get_inputs(context, node, expected=1)
-        context.add(mb.identity(x=x, name=node.name))
+    register_torch_op(_func=_alias, torch_alias=["alias"], override=True)
+    register_torch_op(_func=_write_rows, torch_alias=["ssdevice::write_rows"], override=True)
 
-    def write(context: Any, node: Any) -> None:
-        state, rows, at = _get_inputs(context, node, expected=3)
-        layers, heads, _, dim = state.shape
-        if rows.dtype != state.dtype:  # the frontend reads states as float32; its half-precision pass comes later
-            rows = mb.cast(x=rows, dtype=types.builtin_to_string(state.dtype))
-        none = np.zeros(1, np.int32)
-        begin = mb.concat(values=[none, none, at, none], axis=0)
-        after = mb.add(x=at, y=np.array([rows.shape[2]], np.int32))
-        end = mb.concat(values=[np.array([layers, heads], np.int32), after, np.array([dim], np.int32)], axis=0)
-        context.add(mb.slice_update(x=state, update=rows, begin=begin, end=end, name=node.name))
+    class BackToFront(canonicalize_inplace_pattern):  # type: ignore[misc]
+        """Moves each write of a state behind the operation that computes it.
 
-    register_torch_op(_func=alias, override=True)
-    register_torch_op(_func=write, torch_alias=["ssdevice::write_rows"], override=True)
+        coremltools 9 goes from front to back and looks for the operation after the last one, which it has just
+        removed where a program ends with the writes of two states.
+        """
+
+        def _apply_block(self, block: Any) -> None:
+            from coremltools.converters.mil.mil.passes.helper import block_context_manager
+
+            @block_context_manager  # type: ignore[untyped-decorator]
+            def apply(itself: Any, block: Any) -> None:
+                operations = list(block.operations)
+                for operation in reversed(operations):
+                    if operation.enclosing_block is not None:
+                        itself._try_match_and_transform_pattern(operation, block, operations)
+
+            apply(self, block)
+
+    PASS_REGISTRY.passes[STATE_PASS] = BackToFront()
+
+
+def _alias(context: Any, node: Any) -> None:
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs
+
+    (x,) = _get_inputs(context, node, expected=1)
+    context.add(mb.identity(x=x, name=node.name))
+
+
+def _write_rows(context: Any, node: Any) -> None:
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.frontend.torch.ops import _get_inputs
+    from coremltools.converters.mil.mil import types
+
+    state, rows, at = _get_inputs(context, node, expected=3)
+    layers, heads, _, dim = state.shape
+    if rows.dtype != state.dtype:  # the frontend reads states as float32; its half-precision pass comes later
+        rows = mb.cast(x=rows, dtype=types.builtin_to_string(state.dtype))
+    none = np.zeros(1, np.int32)
+    begin = mb.concat(values=[none, none, at, none], axis=0)
+    after = mb.add(x=at, y=np.array([rows.shape[2]], np.int32))
+    end = mb.concat(values=[np.array([layers, heads], np.int32), after, np.array([dim], np.int32)], axis=0)
+    context.add(mb.slice_update(x=state, update=rows, begin=begin, end=end, name=node.name))

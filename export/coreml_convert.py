@@ -1,0 +1,112 @@
+"""From a torch module to Core ML: one function as a package of its own, and several merged into one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import coremltools as ct
+import torch
+from torch import nn
+
+from ssdevice.config import Schedule
+from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.export import coreml_ops
+from ssdevice.export.coreml_forms import half_precision, state_form
+from ssdevice.export.coreml_graph import simplify
+from ssdevice.export.coreml_options import KVWrite
+from ssdevice.model.step import StreamModel
+
+CACHE_DTYPE = "float16"
+MAIN = "main"
+"""What coremltools calls the only function of a package."""
+
+
+def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
+    """The contract's functions with their cache as state."""
+    return functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+
+
+def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule, write: KVWrite) -> Any:
+    """One of the contract's functions as an MLModel in float16, its tensors named as the contract does."""
+    coreml_ops.register()
+    spec = specs(geometry)[name]
+    inputs = tuple(torch.zeros(_shape(tensor.shape), dtype=torch.int32) for tensor in spec.inputs)
+    with quiet(), torch.no_grad(), half_precision(model):
+        form: nn.Module = state_form(name, model, geometry, schedule, write)
+        program = torch.export.export(form, inputs).run_decompositions({})
+        simplify(program, (KEYS, VALUES))
+        # Without streams prefill gives no drafts: Core ML has no empty tensors.
+        outputs = spec.outputs if geometry.gamma or name != PREFILL else spec.outputs[:1]
+        return ct.convert(
+            program,
+            outputs=[ct.TensorType(name=tensor.name) for tensor in outputs],
+            minimum_deployment_target=ct.target.iOS18,
+            compute_precision=ct.precision.FLOAT16,
+            skip_model_load=True,
+        )
+
+
+def merge(packages: Mapping[str, Path], out: Path, default: str) -> None:
+    """One package of several one-function packages; equal weights are stored once."""
+    from coremltools.models.utils import MultiFunctionDescriptor, save_multifunction
+
+    coreml_ops.register()
+    descriptor = MultiFunctionDescriptor()
+    for name, path in packages.items():
+        descriptor.add_function(str(path), src_function_name=MAIN, target_function_name=name)
+    descriptor.default_function_name = default
+    with quiet():
+        save_multifunction(descriptor, str(out))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within this context coremltools and torch say nothing but errors: progress is the caller's to report."""
+    loggers = [logging.getLogger(name) for name in ("coremltools", "torch")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    bars = _progress_bars()
+    disabled = [(module, module.tqdm) for module in bars]
+    for module in bars:
+        module.tqdm = _silent
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+        for module, bar in disabled:
+            module.tqdm = bar
+
+
+def _progress_bars() -> list[Any]:
+    """The modules of coremltools that draw bars."""
+    import importlib
+
+    names = (
+        "coremltools.converters.mil.frontend.torch.ops",
+        "coremltools.converters.mil.mil.passes.pass_pipeline",
+        "coremltools.converters.mil.backend.mil.load",
+        "coremltools.converters.mil.mil.passes.defs.quantization",
+        "coremltools.optimize.coreml._quantization_passes",
+    )
+    modules = [importlib.import_module(name) for name in names]
+    return [module for module in modules if hasattr(module, "tqdm")]
+
+
+def _silent(iterable: Any = None, *args: Any, **options: Any) -> Any:
+    from tqdm import tqdm
+
+    options["disable"] = True
+    return tqdm(iterable, *args, **options)
+
+
+def _shape(sizes: Sequence[int | str]) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)

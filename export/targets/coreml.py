@@ -1,0 +1,86 @@
+"""Core ML: one multifunction package whose functions share weights and a float16 state."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import coremltools as ct
+import torch
+
+from ssdevice.config import Schedule
+from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
+from ssdevice.export.coreml_driver import CoreMLDriver
+from ssdevice.export.coreml_golden import write_golden
+from ssdevice.export.coreml_weights import compress, matrices, plan_weights
+from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+
+PACKAGE = "model.mlpackage"
+SETTINGS = "coreml.json"
+GOLDEN = "golden.json"
+DEPLOYMENT = "iOS18"
+TOLERANCES = {
+    Quant.FP16: Tolerance(rows=0.02, tie=0.15),
+    Quant.INT8: Tolerance(rows=0.25, tie=2.0),
+    Quant.INT4: Tolerance(rows=0.6, tie=6.0),
+    Quant.PALETTE4: Tolerance(rows=0.6, tie=6.0),
+}
+"""Ceilings per precision for the compressed package against the float32 model."""
+
+
+@dataclass(frozen=True)
+class CoreMLExporter:
+    """Writes the package, its settings for hosts, and golden integers to check a host with."""
+
+    quants: tuple[Quant, ...] = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
+    schedule: Schedule = Schedule.FUSED
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """See Exporter."""
+        plan, options = job.plan, job.plan.options
+        g, names = plan.geometry, plan.function_names
+        notes: list[str] = []
+        with tempfile.TemporaryDirectory(prefix="ssdevice-") as scratch:
+            parts: dict[str, Path] = {}
+            for number, name in enumerate(names):
+                job.report("write the graphs", number, len(names) + 1, name)
+                model = convert(name, job.loaded.model, g, plan.schedule, options.coreml.kv_write)
+                weights = matrices(model.get_spec())
+                schemes = plan_weights(weights, options.quant, options.coreml.per_channel, g.vocab)
+                notes.extend(note for note in schemes.notes if note not in notes)
+                with quiet():
+                    model = compress(model, schemes, {weight.name: weight.shape for weight in weights})
+                    parts[name] = Path(scratch) / f"{name}.mlpackage"
+                    model.save(str(parts[name]))
+            job.report("write the graphs", len(names), len(names) + 1, "merge")
+            merge(parts, folder / PACKAGE, STEP if STEP in names else PREFILL)
+        self._write_settings(job, folder / SETTINGS)
+        if options.quant is not Quant.FP16:
+            notes.append("weights alone are compressed: activations are float16")
+        files = [TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS)]
+        write_golden(job, folder / PACKAGE, folder / GOLDEN)
+        files.append(TargetFile("golden", GOLDEN))
+        tools = {"coremltools": ct.__version__, "torch": torch.__version__}
+        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools)
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """See Exporter: the saved package in the interpreter, which rounds as float16 does."""
+        driver = CoreMLDriver(folder / PACKAGE, job.plan.geometry)
+        return check(job, driver, TOLERANCES[job.plan.options.quant])
+
+    def _write_settings(self, job: ExportJob, file: Path) -> None:
+        chosen = job.plan.options.coreml
+        settings = {
+            "deployment_target": DEPLOYMENT,
+            "compute_units": chosen.compute_units.value,
+            "kv_write": chosen.kv_write.value,
+        }
+        file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+
+EXPORTER = CoreMLExporter()
