@@ -15,7 +15,7 @@ from functools import cached_property
 from ssdevice.chat_template import ChatFormat
 from ssdevice.config import Mode, Schedule, Target, load_strict, to_json
 from ssdevice.contract import FUNCTIONS, MAX_CONTEXT, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
-from ssdevice.errors import BundleError, ConfigError
+from ssdevice.errors import BundleError, ConfigError, SSDeviceError
 from ssdevice.integrity import PATH, SEGMENT, Rule, check_paths, check_rule, parse_strict, repeated_name
 from ssdevice.tree import MAX_NODES, Tree
 
@@ -272,9 +272,12 @@ def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest file: UTF-8, two spaces of indent, schema_version first."""
+    """The bytes of a manifest file: UTF-8, schema_version first; raises SSDeviceError for NaN and what is not JSON."""
     values = {"schema_version": manifest.schema_version, **to_json(manifest)}
-    return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    try:
+        return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise SSDeviceError(f"the manifest has a value that JSON cannot hold: {error}") from error
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:

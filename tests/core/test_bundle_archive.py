@@ -182,6 +182,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_archive_of_another_form_is_refused(packed: bytes, tmp_path: Path, name: str) -> None:
     change, message = CHANGES[name]

@@ -149,6 +149,17 @@ def test_files_must_be_declared_and_written(tmp_path: Path) -> None:
         assert writer.commit(sample_manifest()).file("late").read_bytes() == b"1"
 
 
+def test_a_manifest_that_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    for parity in (float("nan"), float("inf"), complex(1, 2)):
+        with (
+            pytest.raises(SSDeviceError, match="a value that JSON cannot hold"),
+            BundleWriter(tmp_path / "b") as writer,
+        ):
+            fill(writer)
+            writer.commit(replace(sample_manifest(), parity={"logits": parity}))
+    assert names(tmp_path) == []
+
+
 def test_a_bundle_is_written_from_another(tmp_path: Path) -> None:
     old = write_sample(tmp_path / "bundle", note="old")
     app = sample_manifest().apps[1]
