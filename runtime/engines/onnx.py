@@ -66,6 +66,11 @@ class OnnxEngine(Engine):
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._profiles = Path(tempfile.mkdtemp(prefix="ssdevice-")) if options.profile else None
 
+    @property
+    def opened(self) -> frozenset[str]:
+        """Functions whose graphs are in memory."""
+        return frozenset(self._sessions)
+
     def session(self, function: str) -> ort.InferenceSession:
         """The session of a function, opened now if it was not; raises BundleError."""
         if function not in self._sessions:

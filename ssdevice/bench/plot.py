@@ -71,7 +71,7 @@ def _speed(axis: Any, report: dict[str, Any]) -> None:
     axis.bar_label(bars, fmt="%.1f", padding=6)
     axis.set_ylabel("tokens per second")
     axis.set_ylim(0, max([*values, 1e-9]) * 1.18)
-    heading = f"{report['speedup']:.2f}x faster" if report["speedup"] else "Decoding speed"
+    heading = f"Decoding speed: {report['speedup']:.2f}x" if report["speedup"] else "Decoding speed"
     axis.set_title(heading, loc="left")
 
 

@@ -147,11 +147,11 @@ def as_markdown(report: Json) -> str:
             f"(at most {LOADED:.0%} counts). Times below are no measurement.",
             "",
         ]
-    threads = report["threads"] or "default"
+    threads = f"{report['threads']} threads" if report["threads"] else "the engine's threads"
     lines += [
         f"{report['prompts']} prompts of {report['data']}"
         + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
-        + f", at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads} threads, "
+        + f", at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads}, "
         f"{machine['cpu']} ({machine['cores']} cores).",
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "

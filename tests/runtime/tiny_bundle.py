@@ -1,0 +1,89 @@
+"""A tiny random model exported to ONNX: real graphs in seconds, once a test run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from ssdevice.bundle import Bundle
+from ssdevice.config import StreamConfig, Target
+from ssdevice.tree import Tree
+from tests.runtime.scripted import TEMPLATE, make_tokenizer
+
+APP = "letters"
+TREE = Tree.of([[0], [1], [0, 0], [0, 0, 0]])
+CONTEXT, CHUNK = 96, 8
+
+
+@cache
+def folder() -> Path:
+    """Where all of it lies until the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="ssdevice-tiny-")
+    _kept.append(made)
+    return Path(made.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def base_folder() -> Path:
+    """A Hugging Face folder: three layers, a window of 24 tokens, one token a character."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    out = folder() / "base"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=tokenizer.tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, sliding_window=24,
+        eos_token_id=0, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(out)
+    (out / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return out
+
+
+@cache
+def adapter_folder() -> Path:
+    """Streams that draft at random."""
+    import torch
+    from transformers import AutoConfig
+
+    from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+    from ssdevice.model.loading import build, load_hf
+
+    out = folder() / "adapter"
+    config = StreamConfig(gamma=3, msa_layers=2, lora_rank=0)
+    streams = build(load_hf(base_folder()), config, CONTEXT).streams
+    assert streams is not None
+    with torch.no_grad():
+        for value in streams.parameters():
+            value.copy_(torch.randn_like(value))
+    identity = BaseIdentity.of(base_folder(), AutoConfig.from_pretrained(base_folder()))
+    write_streams(out, streams, AdapterSettings(APP, config, identity, "Go on.", {}))
+    return out
+
+
+@cache
+def tiny_bundle(quant: str = "fp32") -> Bundle:
+    """The bundle in a precision."""
+    from ssdevice.export.plan import ExportOptions, Quant
+    from ssdevice.export.stages import export_bundle
+
+    options = ExportOptions(
+        model=str(base_folder()),
+        target=Target.ONNX,
+        quant=Quant(quant),
+        out=folder() / f"bundle-{quant}",
+        adapters=((APP, adapter_folder()),),
+        tree=TREE,
+        context=CONTEXT,
+        chunk=CHUNK,
+    )
+    return export_bundle(options, lambda *_: None)
