@@ -30,7 +30,10 @@ MAX_STEPS = 24
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``rows``: largest |difference| of a committed row, as a part of the largest |value| of its layer's keys or values.
+    """``rows``: root mean square difference of the committed rows of one layer's keys or values, relative to theirs.
+
+    Not the largest difference: where a quantized input lies on a rounding edge, the two sides may round apart, and one
+    element then moves by a whole level.
 
     ``tie``: two candidates whose reference logits are this close may change places.
     """
@@ -167,14 +170,14 @@ class Gate:
         theirs = self.reference.rows(start, end)
         if mine.shape != theirs.shape or not np.isfinite(mine).all():
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
-        size = np.maximum(np.abs(theirs).max(axis=(1, 2)), 1e-6)
-        far = np.abs(mine.astype(np.float32) - theirs).max(axis=(1, 2)) / size
+        size = np.maximum(np.sqrt(np.square(theirs).mean(axis=(1, 2))), 1e-6)
+        far = np.sqrt(np.square(mine.astype(np.float32) - theirs).mean(axis=(1, 2))) / size
         layer = int(far.argmax())
         self.worst_rows = max(self.worst_rows, float(far[layer]))
         if far[layer] > self.tolerance.rows:
             part = "values" if layer % 2 else "keys"
             raise ParityError(
-                f"{where}: {ROWS}, {part} of layer {layer // 2} differ by {far[layer]:.3g} of their range, "
+                f"{where}: {ROWS}, {part} of layer {layer // 2} differ by {far[layer]:.3g} of their size, "
                 f"allowed is {self.tolerance.rows:g}"
             )
 

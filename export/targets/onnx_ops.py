@@ -74,24 +74,26 @@ def attend(
     _, all_heads, rows, dim = query.shape
     kv_heads = keys[0].shape[1]
     groups = all_heads // kv_heads
-    q = op.Transpose(
-        op.Reshape(op.Transpose(query, perm=[0, 2, 1, 3]), _ints(rows, kv_heads, groups, dim)), perm=[1, 2, 0, 3]
-    )
-    q = op.Reshape(q, _ints(kv_heads, groups * rows, dim))
+    # Heads by (group member, key head): then a group's rows are already those of one matrix per key head. This moves
+    # no data in the end: ``onnx_attention`` permutes the weights that made the heads instead.
+    q = op.Reshape(op.Transpose(query, perm=[0, 2, 1, 3]), _ints(rows, kv_heads, groups, dim))
+    q = op.Reshape(op.Transpose(q, perm=[0, 2, 1, 3]), _ints(rows * groups, kv_heads, dim))
     joined = []
     for runs in (keys, values):
         flat = [op.Reshape(op.Transpose(run, perm=[0, 2, 1, 3]), _ints(-1, kv_heads * dim)) for run in runs]
         whole = op.Concat(*flat, axis=0) if len(flat) > 1 else flat[0]
         joined.append(op.Reshape(whole, _ints(-1, kv_heads, dim)))
-    scores = FUSED_MATMUL(q, joined[0], alpha=scale, transBatchA=0, transBatchB=1, transA=0, transB=1)
+    scores = FUSED_MATMUL(q, joined[0], alpha=scale, transBatchA=1, transBatchB=1, transA=0, transB=1)
     if softcap:
         cap = op.Constant(value_float=softcap)
         scores = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
-    # The mask of one row serves all heads of the group.
-    mask = op.Reshape(op.Expand(mask, _ints(1, groups, 1, 1)), _ints(1, groups * rows, -1))
-    weights = op.Softmax(op.Add(scores, mask), axis=-1)
+    # The mask of one row serves all heads of its group.
+    mask = op.Reshape(mask, _ints(rows, 1, -1))
+    if groups > 1:
+        mask = op.Expand(mask, _ints(1, groups, 1))
+    weights = op.Softmax(op.Add(scores, op.Reshape(mask, _ints(1, rows * groups, -1))), axis=-1)
     out = FUSED_MATMUL(weights, joined[1], alpha=1.0, transBatchA=0, transBatchB=1, transA=0, transB=0)
-    out = op.Transpose(op.Reshape(out, _ints(kv_heads, groups, rows, dim)), perm=[2, 0, 1, 3])
+    out = op.Transpose(op.Reshape(out, _ints(kv_heads, rows, groups, dim)), perm=[1, 0, 2, 3])
     return op.Reshape(out, _ints(1, rows, all_heads, dim))
 
 
