@@ -1,0 +1,85 @@
+"""The promise of equal tokens: what breaks it is found, and a near-tie is excused only by its margin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ssdevice.bench.equality import PLANTED, Difference, Equality, compare
+from ssdevice.manifest import Precision
+from ssdevice.runtime.engines import Conversation
+from ssdevice.tree import Tree
+from tests.runtime.scripted import ScriptedConversation, ScriptedEngine, make_geometry, random_drafter
+
+TREE = Tree.of([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+
+
+class Leaky(ScriptedConversation):
+    """A step that is wrong only when it accepts two drafts or more."""
+
+    def step(self, root: int) -> list[int]:
+        run = super().step(root)
+        return run if len(run) < 3 else [*run[:-1], (run[-1] + 1) % self.geometry.vocab]
+
+
+class Forgetful(ScriptedConversation):
+    """A step that commits the wrong row when it accepts a draft."""
+
+    def write(self, rows: Sequence[int]) -> None:
+        super().write([rows[0], *[(row + 1) % self.geometry.vocab for row in rows[1:]]])
+
+
+class Broken(ScriptedEngine):
+    """Gives conversations of another class."""
+
+    def __init__(self, kind: type[ScriptedConversation]) -> None:
+        super().__init__(make_geometry(TREE, context=90), random_drafter(0, 0.0))
+        self.kind = kind
+
+    def new_conversation(self) -> ScriptedConversation:
+        return self.kind(self.geometry, self.drafter)
+
+
+def run(kind: type[ScriptedConversation], precision: Precision = Precision.FP32) -> Equality:
+    return compare(Broken(kind), None, PROMPTS, (), 40, precision, lambda *_: None)
+
+
+def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
+    result = run(ScriptedConversation)
+    assert result.arms == ["plain_step", "speculative", PLANTED]
+    assert result.faults() == [] and result.nodes_ended == set(range(TREE.size))
+
+
+@pytest.mark.parametrize("kind", [Leaky, Forgetful])
+def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[Conversation]) -> None:
+    result = run(kind)  # type: ignore[arg-type]
+    assert {d.arm for d in result.differences} >= {PLANTED}
+    assert any("planted" in fault and "no near-tie" in fault for fault in result.faults())
+
+
+def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Equality:
+    result = Equality(precision, prompts, [PLANTED], largest_change=change)
+    result.differences = [Difference(PLANTED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
+    return result
+
+
+def test_a_near_tie_is_at_most_twice_the_largest_change() -> None:
+    assert equality(Precision.INT8, 0.09, 0.17).faults() == []
+    assert len(equality(Precision.INT8, 0.09, 0.19).faults()) == 1
+
+
+def test_a_change_beyond_the_ceiling_excuses_nothing() -> None:
+    faults = equality(Precision.INT8, 0.9, 0.1).faults()
+    assert len(faults) == 2 and "at most 0.5 may" in faults[1]
+
+
+def test_a_margin_that_was_not_measured_excuses_nothing() -> None:
+    assert "was not measured" in equality(Precision.INT8, None, None).faults()[0]
+
+
+def test_even_near_ties_are_few_and_none_in_fp32() -> None:
+    assert equality(Precision.INT8, 0.09, *[0.1] * 5).faults() == []
+    assert "6 of 1000 prompts differ, at most 5 may" in equality(Precision.INT8, 0.09, *[0.1] * 6).faults()[0]
+    assert "at most 0 may" in equality(Precision.FP32, 1e-5, 1e-6).faults()[0]
