@@ -1,0 +1,147 @@
+"""Which draft tree is fastest on this device: acceptance of every tree from one decoding, cost from measured steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+from ssdevice.bench.equality import answer, planter
+from ssdevice.contract import PLAIN
+from ssdevice.errors import InputError
+from ssdevice.runtime.engines import Conversation, Engine
+from ssdevice.runtime.loop import plain, plain_step, prefill
+from ssdevice.tree import Ranks, Tree
+
+MISS = 1 << 20
+"""Rank of a token that was no candidate."""
+TIMED_STEPS = 40
+TIMED_PROMPT = 32
+Report = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds of a step of ``size`` tree nodes; size 1 is plain decoding."""
+
+    size: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree with what to expect of it. ``milliseconds`` of a step are interpolated between measured sizes."""
+
+    tree: Tree
+    tokens_per_step: float
+    milliseconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Expected decoding speed."""
+        return self.tokens_per_step / self.milliseconds * 1e3
+
+
+def observe(
+    engine: Engine, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_tokens: int, report: Report
+) -> list[list[list[int]]]:
+    """For each prompt and token of its answer: the ranks at which streams 1, 2, .. held the tokens after it.
+
+    Each answer is decoded twice: plainly, then with drafts that are always wrong, so that every step ends at its root
+    and drafts for it.
+    """
+    conversation = engine.new_conversation()
+    base = plain if PLAIN in engine.functions else plain_step
+    found = []
+    for number, ids in enumerate(prompts):
+        report("observe drafts", number, len(prompts), "")
+        truth = answer(conversation, ids, base, stop_ids, max_tokens)
+        found.append(_ranks(conversation, ids, truth))
+    report("observe drafts", len(prompts), len(prompts), "")
+    return found
+
+
+def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int]) -> list[list[int]]:
+    conversation.length = 0
+    prefill(conversation, ids)
+    rows = []
+    for at, root in enumerate(truth):
+        row = []
+        for stream, candidates in enumerate(conversation.drafts.tolist(), 1):
+            true = truth[at + stream] if at + stream < len(truth) else -1
+            row.append(candidates.index(true) if true in candidates else MISS)
+        rows.append(row)
+        if at + 1 < len(truth):
+            # A new planter's first node is the root: it plants nothing that is right.
+            planter(len(ids), truth, set())(conversation, root)
+            conversation.length += 1
+    return rows
+
+
+def simulate(ranks: Sequence[Sequence[Sequence[int]]], tree: Tree) -> float:
+    """β of decoding the observed answers with a tree: tokens emitted by steps over steps."""
+    nodes = set(tree.paths)
+    emitted = steps = 0
+    for rows in ranks:
+        at, last = 0, len(rows) - 1
+        while at < last:
+            depth = 0
+            while depth < tree.depth and tuple(rows[at][: depth + 1]) in nodes:
+                depth += 1
+            taken = min(depth + 1, last - at)
+            at, emitted, steps = at + taken, emitted + taken, steps + 1
+    return emitted / max(steps, 1)
+
+
+def measure_costs(engines: Sequence[Engine], report: Report) -> list[Cost]:
+    """Median milliseconds of plain steps and of each engine's own step; of equal sizes the cheapest stays."""
+    costs: dict[int, float] = {}
+    for number, engine in enumerate(engines):
+        report("time steps", number, len(engines), "")
+        conversation = engine.new_conversation()
+        calls: list[tuple[int, Callable[[int], object]]] = [(engine.geometry.tree.size, conversation.step)]
+        if PLAIN in engine.functions:
+            calls.append((1, conversation.step_plain))
+        for size, call in calls:
+            costs[size] = min(costs.get(size, float("inf")), _time(conversation, call))
+    report("time steps", len(engines), len(engines), "")
+    if len(costs) < 2:
+        raise InputError("only one size of step can be timed; give a bundle that has step_plain")
+    return [Cost(size, costs[size]) for size in sorted(costs)]
+
+
+def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
+    conversation.length = 0
+    geometry = conversation.geometry
+    size = min(TIMED_PROMPT, geometry.context // 2)
+    root = prefill(conversation, [i % geometry.vocab for i in range(size)])
+    times = []
+    for _ in range(TIMED_STEPS):
+        clock = perf_counter()
+        call(root)
+        times.append((perf_counter() - clock) * 1e3)
+    return median(times)
+
+
+def interpolate(costs: Sequence[Cost], size: int) -> float:
+    """Milliseconds of a step of ``size`` nodes on the line through the nearest measured sizes."""
+    after = next((i for i, cost in enumerate(costs) if cost.size >= size), len(costs) - 1)
+    low, high = costs[max(after, 1) - 1], costs[max(after, 1)]
+    share = (size - low.size) / (high.size - low.size)
+    return low.milliseconds + share * (high.milliseconds - low.milliseconds)
+
+
+def choices(ranks: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], costs: Sequence[Cost]) -> list[Choice]:
+    """The best tree of each size, fastest first; sizes that no observed draft can fill are left out."""
+    paths: Counter[Ranks] = Counter()
+    for rows in ranks:
+        for row in rows:
+            end = next((i for i, rank in enumerate(row) if rank == MISS), len(row))
+            paths[tuple(row[:end])] += 1
+    trees = {tree.size: tree for tree in (Tree.from_counts(paths, size) for size in sizes) if tree.size > 1}
+    found = [Choice(tree, simulate(ranks, tree), interpolate(costs, size)) for size, tree in trees.items()]
+    if not found:
+        raise InputError("no draft was ever right: the app has not learned to draft these prompts")
+    return sorted(found, key=lambda choice: -choice.tokens_per_second)
