@@ -7,7 +7,6 @@ writes into the state's own buffer when nobody can see the old contents any more
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ssdevice.export.mil.constants import ConstantPool
 from ssdevice.export.mil.finish import TO_FLOAT, Finish, Run, check_type, finished, round_half, to
 from ssdevice.export.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
 from ssdevice.export.mil.schema import Argument, Function, Operation, TensorType, Value
+from ssdevice.export.mil.steps import Plan, Slot, Step, uses, with_frees
 
 FP16 = "fp16"
 FP32 = "fp32"
@@ -36,31 +36,6 @@ CONST = "const"
 READ_STATE = "read_state"
 UPDATE_STATE = "coreml_update_state"  # write_state and read_state in one; coremltools splits it when it saves
 WRITERS = ("write_state", UPDATE_STATE)
-
-Slot = tuple[int, TensorType]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One call: ``run`` on the registers ``reads`` fills ``writes``; ``frees`` are dropped afterwards."""
-
-    run: Run
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...]
-    operation: Operation
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A compiled function: ``registers`` hold the constants and say how many there are; slots name the others."""
-
-    function: Function
-    steps: tuple[Step, ...]
-    registers: tuple[Any, ...]
-    inputs: dict[str, Slot]
-    states: dict[str, Slot]
-    outputs: dict[str, Slot]
 
 
 @dataclass
@@ -86,7 +61,7 @@ class Compiler:
         self._owned: set[int] = set()  # buffers a run may write into
         self._held: dict[str, int] = {}  # state -> the buffer it holds at this point
         self._steps: list[Step] = []
-        self._last, self._events = _uses(function)
+        self._last, self._events = uses(function)
 
     def compile(self) -> Plan:
         """The plan. Raises UnsupportedOpError, naming operation, function and output, for what has no kernel."""
@@ -97,6 +72,7 @@ class Compiler:
             if kind.state:
                 self._held[name] = known.buffer
                 self._owned.add(known.buffer)
+                self._members[known.buffer].clear()  # the state is no reader; _may_overwrite asks for its events
         for position, operation in enumerate(function.operations):
             types.update(operation.outputs)
             if operation.kind == CONST:
@@ -112,8 +88,17 @@ class Compiler:
         inputs = slots([name for name, kind in function.inputs if not kind.state])
         states, outputs = slots(list(self._held)), slots(function.outputs)
         kept = {register for register, _ in (*states.values(), *outputs.values())}
-        kept |= {known.register for known in self._names.values() if known.constant is not None}
-        return Plan(function, _with_frees(self._steps, kept), tuple(self._registers), inputs, states, outputs)
+        constants = {name: known for name, known in self._names.items() if known.constant is not None}
+        kept |= {known.register for known in constants.values()}
+        return Plan(
+            function,
+            with_frees(self._steps, kept),
+            tuple(self._registers),
+            inputs,
+            states,
+            outputs,
+            {name: known.constant for name, known in constants.items() if not isinstance(known.constant, str)},
+        )
 
     def _define(self, name: str, buffer: int | None = None) -> _Known:
         known = _Known(len(self._registers), len(self._members) if buffer is None else buffer)
@@ -271,27 +256,3 @@ def _argument(operation: Operation, name: str) -> str:
     if len(arguments) != 1 or not isinstance(arguments[0], str):
         raise ExecutionError(f"{operation.kind} {operation.output!r}: parameter {name!r} does not name one value")
     return arguments[0]
-
-
-def _uses(function: Function) -> tuple[dict[str, float], dict[str, list[tuple[int, str]]]]:
-    """Where each name is read last, and each state's reads and writes in order."""
-    last: dict[str, float] = {}
-    events: dict[str, list[tuple[int, str]]] = {name: [] for name, kind in function.inputs if kind.state}
-    for position, operation in enumerate(function.operations):
-        for name in operation.names():
-            last[name] = position
-            if name in events:
-                events[name].append((position, operation.kind))
-    last.update((name, math.inf) for name in function.outputs)
-    return last, events
-
-
-def _with_frees(steps: list[Step], kept: set[int]) -> tuple[Step, ...]:
-    """The steps, each with the registers that nothing after it reads."""
-    seen = set(kept)
-    finished = []
-    for step in reversed(steps):
-        frees = tuple({register for register in (*step.reads, *step.writes) if register not in seen})
-        seen.update(frees)
-        finished.append(Step(step.run, step.reads, step.writes, frees, step.operation))
-    return tuple(reversed(finished))

@@ -27,10 +27,11 @@ from ssdevice.errors import InputError
 from ssdevice.export.mil.constants import ConstantPool
 from ssdevice.export.mil.dtypes import Array, DType
 from ssdevice.export.mil.finish import check_type, round_half
-from ssdevice.export.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler, Plan
+from ssdevice.export.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler
 from ssdevice.export.mil.reader import Package
 from ssdevice.export.mil.registry import KERNELS, ExecutionError
 from ssdevice.export.mil.schema import Operation, TensorType
+from ssdevice.export.mil.steps import Plan
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
 _FAILURES = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError, ExecutionError)

@@ -17,7 +17,9 @@ def shapes() -> list[Case]:
         Case("identity", op("identity", "x"), (x,)),
         Case("reshape", op("reshape", "x", shape=[4, -1]), (x,)),
         Case("reshape_zero", op("reshape", "x", shape=[0, -1, 2]), (x,)),
-        Case("reshape_runtime", op("reshape", "x", "shape"), (x, np.array([6, 4], np.int32)), lambda x, s: x.reshape(s)),
+        Case(
+            "reshape_runtime", op("reshape", "x", "shape"), (x, np.array([6, 4], np.int32)), lambda x, s: x.reshape(s)
+        ),
         Case("transpose", op("transpose", "x", perm=[2, 0, -2]), (x,)),
         Case("expand_dims", op("expand_dims", "x", axes=[0, -1]), (x,)),
         Case("squeeze", op("squeeze", "x", axes=[0, 2]), (f(1, 3, 1, 2),)),
@@ -43,7 +45,12 @@ def shapes() -> list[Case]:
         Case("shape", op("shape", "x"), (x,)),
         Case("non_zero", op("non_zero", "x"), (np.array([[0, 1, 2], [3, 0, 0]], np.int32),)),
         Case("range_1d", _range, (np.array([2, 11, 3], np.int32),), lambda v: np.arange(2, 11, 3)),
-        Case("one_hot", op("one_hot", "indices", one_hot_vector_size=4), (i(2, 3, low=0, high=4),), lambda v: np.eye(4)[v]),
+        Case(
+            "one_hot",
+            op("one_hot", "indices", one_hot_vector_size=4),
+            (i(2, 3, low=0, high=4),),
+            lambda v: np.eye(4)[v],
+        ),
         Case(
             "one_hot_values",
             op("one_hot", "indices", one_hot_vector_size=4, axis=0, on_value=2.5, off_value=-1.0),
@@ -52,7 +59,7 @@ def shapes() -> list[Case]:
         ),
         Case("band_part", op("band_part", "x", lower=1, upper=0), (f(2, 4, 5),)),
         Case("band_part_lower", op("band_part", "x", lower=-1, upper=0), (f(4, 5),)),
-    ]  # fmt: skip
+    ]
     return [Case(case.name, case.build, case.inputs, case.expected, exact=True) for case in cases]
 
 
@@ -74,7 +81,7 @@ def _nd(data: np.ndarray, index: np.ndarray, updates: np.ndarray, mode: str) -> 
     for where in np.ndindex(index.shape[:-1]):
         place = tuple(index[where])
         out[place] = updates[where] if mode == "update" else ufunc[mode](out[place], updates[where])
-    return out  # fmt: skip
+    return out
 
 
 def indexing() -> list[Case]:
@@ -85,8 +92,15 @@ def indexing() -> list[Case]:
         Case("slice", op("slice_by_index", "x", begin=[1, 0, -4], end=[3, 5, -1], stride=[1, 2, 1]), (x,)),
         Case(
             "slice_masks",
-            op("slice_by_index", "x", begin=[1, 1, 3], end=[2, 1, 1], begin_mask=[False, True, False],
-               end_mask=[True, False, True], squeeze_mask=[False, False, True]),
+            op(
+                "slice_by_index",
+                "x",
+                begin=[1, 1, 3],
+                end=[2, 1, 1],
+                begin_mask=[False, True, False],
+                end_mask=[True, False, True],
+                squeeze_mask=[False, False, True],
+            ),
             (x,),
             lambda x: x[1:, :1, 3],
         ),
@@ -107,8 +121,15 @@ def indexing() -> list[Case]:
         Case("slice_update", op("slice_update", "x", "update", begin=[1, 0, 2], end=[3, 5, 3]), (x, f(2, 5, 1))),
         Case(
             "slice_update_masks",
-            op("slice_update", "x", "update", begin=[1, 0, 2], end=[1, 0, 4], end_mask=[False, True, False],
-               squeeze_mask=[True, False, False]),
+            op(
+                "slice_update",
+                "x",
+                "update",
+                begin=[1, 0, 2],
+                end=[1, 0, 4],
+                end_mask=[False, True, False],
+                squeeze_mask=[True, False, False],
+            ),
             (x, f(5, 2)),
         ),
         Case(
@@ -123,7 +144,9 @@ def indexing() -> list[Case]:
         Case("gather_batch2", op("gather", "x", "indices", axis=2, batch_dims=2), (x, i(4, 5, 2, low=0, high=6))),
         Case("gather_int", op("gather", "x", "indices"), (i(9), i(3, low=0, high=9))),
         Case("gather_along", op("gather_along_axis", "x", "indices", axis=1), (x, i(4, 2, 6, low=0, high=5))),
-        Case("gather_nd", op("gather_nd", "x", "indices"), (x, i(3, 2, low=0, high=4)), lambda x, v: x[v[:, 0], v[:, 1]]),
+        Case(
+            "gather_nd", op("gather_nd", "x", "indices"), (x, i(3, 2, low=0, high=4)), lambda x, v: x[v[:, 0], v[:, 1]]
+        ),
         Case(
             "gather_nd_batch",
             op("gather_nd", "x", "indices", batch_dims=1),
@@ -147,7 +170,7 @@ def indexing() -> list[Case]:
             op("scatter_along_axis", "data", "indices", "updates", axis=1, mode="update"),
             (f(3, 5), np.array([[0, 4], [1, 2], [3, 0]], np.int32), f(3, 2)),
         ),
-    ]  # fmt: skip
+    ]
     for mode in ("update", "add", "sub", "mul", "div", "max", "min"):
         cases.append(
             Case(

@@ -13,6 +13,8 @@ from tests.mil.builder import coremltools
 
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CAPACITY, ROWS = 96, 64, 2, 4, 2, 16, 32, 3
 K = 2
+COMMITTED = (3, 1, 2, 3, 2, 3)  # rows kept of each step; the others are overwritten by the next
+QKV = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
 CACHE = (LAYERS, KV_HEADS, CAPACITY, HEAD_DIM)
 SLICE, SCATTER, MASK = "slice", "scatter", "mask"
 TRACE, EXPORT = "trace", "export"
@@ -52,9 +54,7 @@ class Decoder(nn.Module):
         place = self.places[positions]
         for layer in range(LAYERS):
             normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
-            query, key, value = self.qkv[layer](normed).split(
-                [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM] + [KV_HEADS * HEAD_DIM], -1
-            )
+            query, key, value = self.qkv[layer](normed).split(QKV, -1)
             query = query.reshape(1, ROWS, HEADS, HEAD_DIM).transpose(1, 2) + place
             key = key.reshape(1, ROWS, KV_HEADS, HEAD_DIM).transpose(1, 2) + place
             value = value.reshape(1, ROWS, KV_HEADS, HEAD_DIM).transpose(1, 2)
@@ -72,21 +72,21 @@ class Decoder(nn.Module):
 
     def commit(self, cache: Tensor, layer: int, rows: Tensor, length: Tensor, positions: Tensor) -> Tensor:
         """Write one layer's rows [1, KV_HEADS, ROWS, HEAD_DIM] and return its cache as float32."""
-        rows = rows.half()
         if self.write == SLICE:
             start: Any = length[0]
             if self.item:
                 start = length[0].item()
                 torch._check(start >= 0)
                 torch._check(start <= CAPACITY - ROWS)
-            cache[layer : layer + 1, :, start : start + ROWS, :] = rows
+            cache[layer : layer + 1, :, start : start + ROWS, :] = rows.half()
         elif self.write == SCATTER:
             index = positions.reshape(1, 1, ROWS, 1).expand(1, KV_HEADS, ROWS, HEAD_DIM).long()
-            cache[layer : layer + 1] = cache[layer : layer + 1].scatter(2, index, rows)
+            # coremltools reads a state as float32: both sides of a scatter must be that while it converts.
+            cache[layer : layer + 1] = cache[layer : layer + 1].float().scatter(2, index, rows).half()
         else:
             hit = (torch.arange(CAPACITY)[:, None] == positions[None]).half()
             old = cache[layer : layer + 1]
-            cache[layer : layer + 1] = old * (1 - hit.sum(-1, keepdim=True)) + hit @ rows
+            cache[layer : layer + 1] = old * (1 - hit.sum(-1, keepdim=True)) + hit @ rows.half()
         return cache[layer : layer + 1].float()
 
     def reset(self) -> None:
@@ -116,3 +116,10 @@ def convert(model: Decoder, route: str, path: Path) -> None:
         skip_model_load=True,
     )
     converted.save(str(path))
+
+
+def steps(seed: int = 1) -> list[tuple[np.ndarray, int]]:
+    """Tokens [1, ROWS] and how many rows precede them."""
+    rng = np.random.default_rng(seed)
+    tokens = [rng.integers(0, VOCAB, (1, ROWS)).astype(np.int32) for _ in COMMITTED]
+    return list(zip(tokens, np.cumsum((0, *COMMITTED))[:-1].tolist(), strict=True))
