@@ -123,7 +123,7 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
         import onnx  # noqa: F401
     except ModuleNotFoundError:
         return None  # said in the output: margins are then not measured, and a difference is a fault
-    from ssdevice.runtime.engines.onnx_logits import LogitsEngine
+    from ssdevice.bench.onnx_logits import LogitsEngine
 
     files = {function: bundle.file(function) for function in bundle.functions}
     return LogitsEngine(files, bundle.geometry, bundle.manifest.cache_dtype, engine_options(args))

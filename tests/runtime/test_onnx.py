@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ssdevice.bench.equality import PLANTED, compare
+from ssdevice.bench.onnx_logits import LogitsEngine
 from ssdevice.bundle import Bundle
 from ssdevice.contract import FUNCTIONS
 from ssdevice.errors import BundleError, InputError
@@ -15,7 +16,6 @@ from ssdevice.model.reference import Reference
 from ssdevice.runtime.cache import BUCKET, RowCache
 from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine
-from ssdevice.runtime.engines.onnx_logits import LogitsEngine
 from ssdevice.runtime.loop import Reason, prefill
 from ssdevice.runtime.session import ADVANCES, Session
 from tests.runtime import tiny_bundle as tiny
