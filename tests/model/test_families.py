@@ -27,7 +27,7 @@ CHUNK = 5
 GAMMA, K = 3, 2
 TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 1)])
 PROMPT = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(4)).tolist()
-SLIDING = {"mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "starcoder2", "smollm3"}
+SLIDING = {name for name, (_, values) in MODELS.items() if "sliding_window" in values}
 VARIANTS = {
     "shared": StreamConfig(mode=Mode.SHARED, gamma=GAMMA, msa_layers=2, init_rank=3),
     "lossless": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3),

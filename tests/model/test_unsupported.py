@@ -24,7 +24,7 @@ def from_config(config: Any) -> Any:
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported are cohere, .*, starcoder2"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported are arcee, .*, starcoder2"):
         family_of("gpt2")
 
 
