@@ -1,7 +1,7 @@
 """The ONNX engine with its logits shown, for telling near-ties from faults. Needs the onnx package.
 
-The graphs in the bundle end in ArgMax and copy no logits; here the input of that ArgMax is made an output of a copy in
-memory.
+The graphs in the bundle end in the choice of a token and copy no logits; here what is chosen from is made an output of a
+copy in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine
 from ssdevice.runtime.generation import accepted_path
 
 LOGITS = "shown_logits"
+CHOICES = ("ArgMax", "TopK")
+"""Operators that choose a token."""
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -81,10 +83,10 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
     maker = {name: node for node in graph.node for name in node.output}
     # Of the choices behind the tokens, the one that depends on no other is made on the main logits: the other picks
     # the end node from what the first said.
-    choices = [node for node in _ancestors(maker, TOKENS) if node.op_type == "ArgMax"]
-    first = [node for node in choices if not any(n.op_type == "ArgMax" for n in _ancestors(maker, node.input[0]))]
+    choices = [node for node in _ancestors(maker, TOKENS) if node.op_type in CHOICES]
+    first = [node for node in choices if not any(n.op_type in CHOICES for n in _ancestors(maker, node.input[0]))]
     if len(first) != 1:
-        raise BundleError(f"{file}: {len(first)} ArgMax nodes decide the tokens, expected one")
+        raise BundleError(f"{file}: {len(first)} nodes of {' or '.join(CHOICES)} decide the tokens, expected one")
     ints, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
     graph.initializer.append(onnx.helper.make_tensor(f"{LOGITS}_shape", ints, [2], [int(size) for size in shown.shape]))
     graph.node.append(onnx.helper.make_node("Reshape", [first[0].input[0], f"{LOGITS}_shape"], [LOGITS]))

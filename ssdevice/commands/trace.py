@@ -1,4 +1,7 @@
-"""Steps as they happened: accepted drafts in green, what the model said itself plain, rejected drafts in red."""
+"""Steps as they happened: accepted drafts in green, what the model said itself bold, rejected drafts in red.
+
+Without colours, as in a file, rejected drafts stand in brackets.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,11 @@ class Trace:
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
         if run.drafts is not None:
+            colored = self._console.color_system is not None
             for candidates in self._rejected(run.drafts.tolist(), path):
+                text = ALTERNATIVES.join(self._text(token) for token in candidates)
                 line.append(" ")
-                line.append(ALTERNATIVES.join(self._text(token) for token in candidates), style=REJECTED)
+                line.append(text if colored else f"[{text}]", style=REJECTED)
         return line
 
     def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
