@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,9 @@ def quiet() -> Iterator[None]:
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    bars = _progress_bars()
-    disabled = [(module, module.tqdm) for module in bars]
-    for module in bars:
-        module.tqdm = _silent
+    bars = [(module, name, getattr(module, name)) for module, name in _progress_bars()]
+    for module, name, bar in bars:
+        setattr(module, name, partial(bar, disable=True))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -82,30 +82,20 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-        for module, bar in disabled:
-            module.tqdm = bar
+        for module, name, bar in bars:
+            setattr(module, name, bar)
 
 
-def _progress_bars() -> list[Any]:
-    """The modules of coremltools that draw bars."""
-    import importlib
+def _progress_bars() -> Iterator[tuple[Any, str]]:
+    """Where coremltools holds the class of its progress bars."""
+    from coremltools.converters.mil.frontend.torch import ops
+    from coremltools.converters.mil.mil.passes import pass_pipeline
+    from coremltools.optimize.coreml import _quantization_passes
 
-    names = (
-        "coremltools.converters.mil.frontend.torch.ops",
-        "coremltools.converters.mil.mil.passes.pass_pipeline",
-        "coremltools.converters.mil.backend.mil.load",
-        "coremltools.converters.mil.mil.passes.defs.quantization",
-        "coremltools.optimize.coreml._quantization_passes",
-    )
-    modules = [importlib.import_module(name) for name in names]
-    return [module for module in modules if hasattr(module, "tqdm")]
-
-
-def _silent(iterable: Any = None, *args: Any, **options: Any) -> Any:
-    from tqdm import tqdm
-
-    options["disable"] = True
-    return tqdm(iterable, *args, **options)
+    for module in (ops, pass_pipeline, _quantization_passes):
+        for name in ("tqdm", "_tqdm"):
+            if hasattr(module, name):
+                yield module, name
 
 
 def _shape(sizes: Sequence[int | str]) -> tuple[int, ...]:

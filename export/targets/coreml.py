@@ -16,6 +16,7 @@ from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
 from ssdevice.export.coreml_driver import CoreMLDriver
 from ssdevice.export.coreml_golden import write_golden
+from ssdevice.export.coreml_stored import stored_weights
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
@@ -24,13 +25,8 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 DEPLOYMENT = "iOS18"
-TOLERANCES = {
-    Quant.FP16: Tolerance(rows=0.02, tie=0.15),
-    Quant.INT8: Tolerance(rows=0.25, tie=2.0),
-    Quant.INT4: Tolerance(rows=0.6, tie=6.0),
-    Quant.PALETTE4: Tolerance(rows=0.6, tie=6.0),
-}
-"""Ceilings per precision for the compressed package against the float32 model."""
+TOLERANCE = Tolerance(rows=0.02, tie=0.15)
+"""Ceilings for float16 against the float32 model with the package's weights."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,8 @@ class CoreMLExporter:
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: the saved package in the interpreter, which rounds as float16 does."""
         driver = CoreMLDriver(folder / PACKAGE, job.plan.geometry)
-        return check(job, driver, TOLERANCES[job.plan.options.quant])
+        with stored_weights(job.loaded.model, folder / PACKAGE):
+            return check(job, driver, TOLERANCE)
 
     def _write_settings(self, job: ExportJob, file: Path) -> None:
         chosen = job.plan.options.coreml
