@@ -401,6 +401,20 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
         clean(edit.model)
 
 
+def infer_views(edit: Editor) -> None:
+    """Shapes of reshapes and transposes, which the tracer leaves unknown behind operators of other domains."""
+    for node in edit.graph:
+        out = node.outputs[0]
+        if out.type is None and node.op_type in ("Reshape", "Transpose", "FusedMatMul") and node.inputs[0] is not None:
+            out.type = node.inputs[0].type
+        if node.op_type == "Reshape":
+            target = constant_of(node.inputs[1])
+            if target is not None and target.min() > 0:
+                out.shape = ir.Shape([int(size) for size in target])
+        elif node.op_type == "Transpose" and (before := shape_of(node.inputs[0])) is not None and out.shape is None:
+            out.shape = ir.Shape([before[d] for d in node.attributes["perm"].as_ints()])
+
+
 def clean(model: ir.Model) -> None:
     """Remove unused nodes and initializers."""
     passes.RemoveUnusedNodesPass()(model)
@@ -421,6 +435,7 @@ def simplify(model: ir.Model, more: Sequence[Rule] = ()) -> Editor:
     """All rewrites that need no choice, in place; ``more``: further rules for graphs whose views are merged."""
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     edit = Editor(model)
+    infer_views(edit)
     apply(edit, SIMPLIFY)
     apply(edit, (*more, *SIMPLIFY))
     apply(edit, FUSE)
