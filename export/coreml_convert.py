@@ -12,17 +12,19 @@ from typing import Any
 
 import coremltools as ct
 import torch
-from torch import nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.export import coreml_ops
-from ssdevice.export.coreml_forms import half_precision, state_form
-from ssdevice.export.coreml_graph import simplify
+from ssdevice.export.coreml_graph import name_inputs, simplify
+from ssdevice.export.coreml_half import half_precision
 from ssdevice.export.coreml_options import KVWrite
+from ssdevice.export.forms import function_module
+from ssdevice.export.state_form import StateForm, Write
 from ssdevice.model.step import StreamModel
 
 CACHE_DTYPE = "float16"
+WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
 MAIN = "main"
 """What coremltools calls the only function of a package."""
 
@@ -38,8 +40,10 @@ def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedul
     spec = specs(geometry)[name]
     inputs = tuple(torch.zeros(_shape(tensor.shape), dtype=torch.int32) for tensor in spec.inputs)
     with quiet(), torch.no_grad(), half_precision(model):
-        form: nn.Module = state_form(name, model, geometry, schedule, write)
+        module = function_module(name, model, geometry, schedule)
+        form = StateForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
+        name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))
         # Without streams prefill gives no drafts: Core ML has no empty tensors.
         outputs = spec.outputs if geometry.gamma or name != PREFILL else spec.outputs[:1]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, TensorArgument
 
 aten = torch.ops.aten
 
@@ -29,6 +29,16 @@ def simplify(program: ExportedProgram, states: Collection[str]) -> None:
         _respell(node, constants)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
+
+
+def name_inputs(program: ExportedProgram, names: Sequence[str]) -> None:
+    """Give a program's own inputs these names, in order: coremltools takes them over."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for spec, name in zip(specs, names, strict=True):
+        node = nodes[spec.arg.name]
+        node._rename(name)
+        spec.arg = TensorArgument(name=node.name)
 
 
 class _Constants:

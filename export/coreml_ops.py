@@ -28,19 +28,24 @@ def _(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     return torch.empty_like(state)
 
 
-def masked_write(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The same as ``write_rows`` without an offset: every position chooses between its old row and a new one.
+def write_slice(state: Tensor, rows: Tensor, length: Tensor) -> None:
+    """A ``state_form.Write`` at an offset."""
+    state.copy_(write_rows(state, rows, length))
+
+
+def write_masked(state: Tensor, rows: Tensor, length: Tensor) -> None:
+    """A ``state_form.Write`` without an offset: every position chooses between its old row and a new one.
 
     It costs a pass over the whole state, and no compiler has to know where the rows go.
     """
     new = rows.shape[2]
     position = torch.arange(state.shape[2], dtype=torch.int32)
-    targets = at + torch.arange(new, dtype=torch.int32)
+    targets = length + torch.arange(new, dtype=torch.int32)
     hit = position[:, None] == targets[None]
     # One term of each sum is not zero: the product moves values, exactly in any precision.
     moved = torch.matmul(torch.where(hit, 1.0, 0.0).to(rows.dtype), rows)
-    written = (position >= at) & (position < at + new)
-    return torch.where(written[None, None, :, None], moved, state)
+    written = (position >= length) & (position < length + new)
+    state.copy_(torch.where(written[None, None, :, None], moved, state))
 
 
 def register() -> None:

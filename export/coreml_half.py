@@ -1,0 +1,79 @@
+"""What of a model must be computed differently where every intermediate value is a float16.
+
+Root-mean-square norms are computed on rows scaled by their largest value: the square of an activation above 256 does
+not fit into float16, and such activations are common in trained models. Masks are numbers that float16 holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.model.step import StreamModel
+
+MASK_VALUE = -1e4
+"""Additive mask of an invisible row: float16 holds it, and a fully masked row stays finite."""
+SMALLEST_SCALE = 2.0**-6
+"""Rows below it are scaled by it: eps divided by its square still fits float16."""
+
+
+class HalfRMSNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) * scale`` without leaving float16: the row is divided by its largest value first."""
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(scale.detach().clone(), requires_grad=False)
+        self.root_eps = eps**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., D] -> [.., D]``, row by row."""
+        largest = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
+        row = x / largest
+        # eps is divided by the square of the scale in two steps: the square itself may not fit.
+        eps = self.root_eps / largest
+        return row * torch.rsqrt((row * row).mean(-1, keepdim=True) + eps * eps) * self.scale
+
+
+@contextmanager
+def half_precision(model: StreamModel) -> Iterator[None]:
+    """Within this context the model computes the same with intermediate values that float16 holds."""
+    backbone = model.backbone
+    before = backbone.mask_value
+    backbone.mask_value = MASK_VALUE
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            norm = half_norm(child)
+            if norm is not None:
+                swapped.append((parent, name, child))
+                setattr(parent, name, norm)
+    try:
+        yield
+    finally:
+        backbone.mask_value = before
+        for parent, name, child in swapped:
+            setattr(parent, name, child)
+
+
+def half_norm(module: Any) -> HalfRMSNorm | None:
+    """The HalfRMSNorm that computes what a norm module does, or None if it is no root-mean-square norm.
+
+    Found by computing: families differ in the name of eps and in whether the weight is added to one.
+    """
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+        return None
+    eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(5, weight.shape[-1], generator=generator) * torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0])[:, None]
+    with torch.no_grad():
+        expected = module(probe)
+        for scale in (weight, 1.0 + weight):
+            candidate = HalfRMSNorm(scale, eps)
+            if torch.allclose(candidate(probe), expected, rtol=1e-5, atol=1e-6):
+                return candidate
+    return None
