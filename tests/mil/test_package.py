@@ -169,7 +169,7 @@ DAMAGE = {
     "offset far away": (_blob_offset(1 << 40), "outside the file"),
     "offset unaligned": (_blob_offset(65), "not 64-aligned"),
     "offset of nothing": (_blob_offset(128), "has no metadata"),
-    "an enormous shape": (edit_program(_blob_shape), "elements of int4 need"),
+    "an enormous shape": (edit_program(_blob_shape), r"elements of \w+ need"),
     "weight file leaves": (_blob_file("@model_path/../../../../elsewhere.bin"), "leaves the package"),
     "weight file elsewhere": (_blob_file("/etc/passwd"), "does not begin with @model_path/"),
     "weight file is a link out": (_link_out, "through a link"),

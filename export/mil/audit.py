@@ -1,0 +1,228 @@
+"""What a package holds, without running it: operations, weights by form, states, and what is known to go wrong.
+
+Warnings are about devices this machine does not have. Each says where the knowledge comes from; a report by others
+may concern another chip or system than yours, so a warning is a thing to measure there, not a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ssdevice.export.mil.plan import CONST, READ_STATE, WRITERS
+from ssdevice.export.mil.program import unsupported
+from ssdevice.export.mil.reader import Package, constants
+from ssdevice.export.mil.schema import BlobRef, Function, Operation, TensorType, Value
+
+MAX_QUERY_ROWS = 16
+STATE_MULTIPLE = 32
+BLOCKWISE = "constexpr_blockwise_shift_scale"
+PALETTE = "constexpr_lut_to_dense"
+CONSTEXPR = "constexpr_"
+
+REPORTS = "reports by users of the Neural Engine (coremltools 9, macOS 15 and 26); CPU and GPU were fine"
+MIL = "the operation's definition in coremltools 9"
+GUIDE = "coremltools guide, typed execution: the Neural Engine computes in float16"
+
+
+@dataclass(frozen=True)
+class Warning:
+    """One thing to know: a short ``code``, the function, what it is about, the message and its source."""
+
+    code: str
+    function: str
+    subject: str
+    message: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of one form, such as "float16" or "int4, blocks of 32": how many tensors, their bytes on disk."""
+
+    form: str
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A package's contents: operations of each function by kind, weights by form, bytes of states, warnings."""
+
+    operations: dict[str, dict[str, int]]
+    weights: tuple[Weights, ...]
+    state_bytes: int
+    warnings: tuple[Warning, ...]
+
+
+def audit(package: Package) -> Audit:
+    """Describe a package. Raises BundleError if a weight cannot be found."""
+    operations = {}
+    warnings = []
+    states: dict[str, TensorType] = {}
+    for name, function in package.functions.items():
+        counted = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
+        operations[name] = dict(counted.most_common())
+        states.update((state, kind) for state, kind in function.inputs if kind.state)
+        warnings += list(_warnings(package, function))
+    return Audit(operations, _weights(package), sum(_bytes(kind) for kind in states.values()), tuple(warnings))
+
+
+def _bytes(kind: TensorType) -> int:
+    return 0 if kind.dtype is None else -(-kind.count * kind.dtype.bits // 8)
+
+
+def _weights(package: Package) -> tuple[Weights, ...]:
+    """Every place in the weight files once, under the form of the weight it is part of."""
+    forms: dict[BlobRef, str] = {}
+    sizes: dict[BlobRef, int] = {}
+    main: set[BlobRef] = set()
+    for function in package.functions.values():
+        stored: dict[str, Value] = {}
+        for operation in function.operations:
+            for value in constants(operation):
+                if isinstance(value.data, BlobRef):
+                    sizes[value.data] = package.stored_bytes(value)
+                    if operation.kind == CONST:
+                        stored[operation.output] = value
+            if operation.kind.startswith(CONSTEXPR):
+                parts = list(_parts(operation, stored))
+                # The data first: scales, offsets and tables belong to it.
+                for value in parts:
+                    assert isinstance(value.data, BlobRef)
+                    forms[value.data] = _form(operation, stored)
+                if parts and isinstance(parts[0].data, BlobRef):
+                    main.add(parts[0].data)
+        for value in stored.values():
+            assert isinstance(value.data, BlobRef)
+            if value.data not in forms and value.type is not None and value.type.dtype is not None:
+                forms[value.data] = value.type.dtype.name
+                main.add(value.data)
+    names = sorted({*forms.values()})
+    return tuple(
+        Weights(
+            name,
+            sum(1 for place in main if forms[place] == name),
+            sum(sizes[place] for place, form in forms.items() if form == name),
+        )
+        for name in names
+    )
+
+
+_DATA = ("data", "indices", "quantized_data", "nonzero_data", "indices_nonzero_data", "source_val")
+
+
+def _value(operation: Operation, name: str, stored: dict[str, Value]) -> Value | None:
+    arguments = operation.inputs.get(name, ())
+    argument = arguments[0] if arguments else operation.attributes.get(name)
+    return stored.get(argument) if isinstance(argument, str) else argument
+
+
+def _parts(operation: Operation, stored: dict[str, Value]) -> Iterator[Value]:
+    names = {*operation.inputs, *operation.attributes}
+    for name in sorted(names, key=lambda name: (name not in _DATA, name)):
+        value = _value(operation, name, stored)
+        if value is not None and isinstance(value.data, BlobRef):
+            yield value
+
+
+def _form(operation: Operation, stored: dict[str, Value]) -> str:
+    """In words, how a compressed weight is stored."""
+    data = next((found for name in _DATA if (found := _value(operation, name, stored)) is not None), None)
+    dtype = data.type.dtype.name if data is not None and data.type is not None and data.type.dtype else "values"
+    if operation.kind == BLOCKWISE:
+        block = _block(operation, stored)
+        return f"{dtype}, per channel" if block is None else f"{dtype}, blocks of {block}"
+    if operation.kind == PALETTE:
+        return f"palette of {dtype} indices"
+    return f"{dtype}, {operation.kind.removeprefix(CONSTEXPR)}"
+
+
+def _block(operation: Operation, stored: dict[str, Value]) -> int | None:
+    """Elements of one scale along the input axis if a channel has several scales, None if it has one."""
+    data, scale = _value(operation, "data", stored), _value(operation, "scale", stored)
+    if data is None or scale is None or data.type is None or scale.type is None:
+        return None
+    split = [
+        (size or 1) // (scales or 1)
+        for size, scales in zip(data.type.shape, scale.type.shape, strict=False)
+        if scales != 1 and scales != size
+    ]
+    return min(split) if split else None
+
+
+def _warnings(package: Package, function: Function) -> Iterator[Warning]:
+    name = function.name
+    types = dict(function.inputs)
+    fixed: set[str] = set()
+    stored: dict[str, Value] = {}
+    wide: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
+        odd = [size for size in dims if size is None or size % STATE_MULTIPLE]
+        if odd:
+            text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
+            yield Warning("state-size", name, kind, text, REPORTS)
+    for operation in function.operations:
+        types.update(operation.outputs)
+        if operation.kind == CONST:
+            fixed.add(operation.output)
+            value = operation.attributes.get("val")
+            if value is not None and isinstance(value.data, BlobRef):
+                stored[operation.output] = value
+            continue
+        if all(argument in fixed for argument in operation.names()) and operation.kind not in (READ_STATE, *WRITERS):
+            fixed.update(output for output, _ in operation.outputs)
+        if operation.kind == BLOCKWISE and _block(operation, stored) is not None:
+            blocks[_form(operation, stored)] += 1
+        yield from _operation_warnings(name, operation, fixed, types)
+        wide.update(_wide_types(operation))
+    for form, count in blocks.items():
+        text = f"{count} weights are {form}; made for the GPU, the Neural Engine wants one scale a channel"
+        yield Warning("block-scales", name, form, text, REPORTS)
+    for dtype, count in wide.items():
+        text = f"{count} operations give {dtype}, which runs on the CPU or GPU only"
+        yield Warning("wide-type", name, dtype, text, GUIDE)
+    for line in unsupported(package):
+        if line.startswith(f"function {name!r}:"):
+            yield Warning("no-kernel", name, line, "cannot be executed or verified without a device", "this tool")
+
+
+def _wide_types(operation: Operation) -> Iterator[str]:
+    if operation.kind != "cast" and not operation.kind.startswith(CONSTEXPR):
+        for _, kind in operation.outputs:
+            if kind.dtype is not None and kind.dtype.name in ("float32", "float64", "int64", "uint64"):
+                yield kind.dtype.name
+
+
+def _operation_warnings(
+    function: str, operation: Operation, fixed: set[str], types: dict[str, TensorType]
+) -> Iterator[Warning]:
+    """What one operation is known for."""
+    if operation.kind in ("slice_update", "slice_by_index", "slice_by_size"):
+        names = ("begin", "end", "size")
+        moving = [n for n in names for a in operation.inputs.get(n, ()) if isinstance(a, str) and a not in fixed]
+        if moving:
+            text = f"{operation.kind} at an offset known only at run time; loading can crash (write by mask or scatter)"
+            yield Warning("runtime-offset", function, operation.output, text, REPORTS)
+    rows = _query_rows(operation, types)
+    if rows > MAX_QUERY_ROWS:
+        text = f"attention over {rows} query rows; results differed from run to run above {MAX_QUERY_ROWS}"
+        yield Warning("query-rows", function, operation.output, text, REPORTS)
+    if operation.kind in ("reduce_argmax", "reduce_argmin"):
+        text = "which index wins a tie is not specified; here it is the lowest"
+        yield Warning("argmax-ties", function, operation.output, text, MIL)
+
+
+def _query_rows(operation: Operation, types: dict[str, TensorType]) -> int:
+    """Rows of an attention: of a fused one its queries, of a softmax over the last of three or more axes its rows."""
+    if operation.kind == "scaled_dot_product_attention":
+        query = operation.inputs.get("query", ("",))[0]
+        shape = types[query].shape if isinstance(query, str) and query in types else ()
+    elif operation.kind == "softmax" and operation.outputs and len(operation.outputs[0][1].shape) >= 3:
+        shape = operation.outputs[0][1].shape
+    else:
+        return 0
+    return math.prod(size or 1 for size in shape[-2:-1])
