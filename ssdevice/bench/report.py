@@ -147,7 +147,7 @@ def as_markdown(report: Json) -> str:
             f"(at most {LOADED:.0%} counts). Times below are no measurement.",
             "",
         ]
-    threads = f"{report['threads']} threads" if report["threads"] else "the engine's threads"
+    threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
     lines += [
         f"{report['prompts']} prompts of {report['data']}"
         + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")

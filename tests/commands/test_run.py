@@ -129,8 +129,8 @@ def test_inspect_tells_what_is_inside(bundle: str, capsys: pytest.CaptureFixture
         assert part in text
     assert call("inspect", bundle, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    # Keys and values of 3 layers, 128 rows of 2 heads of 8 float32 each.
-    assert found["memory"]["kv_cache"] == 2 * 3 * 128 * 2 * 8 * 4 and found["memory"]["kv_cache_per_token"] == 384
+    # Keys and values of 2 layers, 128 rows of 2 heads of 8 float32 each.
+    assert found["memory"]["kv_cache"] == 2 * 2 * 128 * 2 * 8 * 4 and found["memory"]["kv_cache_per_token"] == 256
     assert found["bytes"] == sum(found["files"].values())
 
 
@@ -176,3 +176,14 @@ def test_a_damaged_bundle_is_named_before_anything_runs(
     for command in (["verify", str(copy)], ["run", str(copy), "--prompt", "a"]):
         assert call(*command) == 2
         assert "weights.bin is damaged" in capsys.readouterr().err
+
+
+def test_a_bundle_without_streams_decodes_plainly(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+    bundle = str(tiny.tiny_bundle("fp32", streams=False).folder)
+    assert call("run", bundle, "--prompt", "hello", "--max-tokens", "5", "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)["accepted"]) == {1}
+    assert call("verify", bundle, "--max-tokens", "5") == 0
+    assert call("inspect", bundle) == 0
+    assert "plain: no streams" in capsys.readouterr().out
+    assert call("tune", bundle, "--data", str(data)) == 2
+    assert "has no streams" in capsys.readouterr().err

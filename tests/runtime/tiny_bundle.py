@@ -30,7 +30,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 @cache
 def base_folder() -> Path:
-    """A Hugging Face folder: three layers, a window of 24 tokens, one token a character."""
+    """A Hugging Face folder: two layers, a window of 24 tokens, one token a character."""
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -38,7 +38,7 @@ def base_folder() -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=tokenizer.tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        vocab_size=tokenizer.tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, sliding_window=24,
         eos_token_id=0, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def adapter_folder() -> Path:
     from ssdevice.model.loading import build, load_hf
 
     out = folder() / "adapter"
-    config = StreamConfig(gamma=3, msa_layers=2, lora_rank=0)
+    config = StreamConfig(gamma=3, msa_layers=1, lora_rank=0)
     streams = build(load_hf(base_folder()), config, CONTEXT).streams
     assert streams is not None
     with torch.no_grad():
@@ -71,8 +71,8 @@ def adapter_folder() -> Path:
 
 
 @cache
-def tiny_bundle(quant: str = "fp32") -> Bundle:
-    """The bundle in a precision."""
+def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
+    """The bundle in a precision; without streams it has plain decoding alone."""
     from ssdevice.export.plan import ExportOptions, Quant
     from ssdevice.export.stages import export_bundle
 
@@ -80,9 +80,9 @@ def tiny_bundle(quant: str = "fp32") -> Bundle:
         model=str(base_folder()),
         target=Target.ONNX,
         quant=Quant(quant),
-        out=folder() / f"bundle-{quant}",
-        adapters=((APP, adapter_folder()),),
-        tree=TREE,
+        out=folder() / f"bundle-{quant}-{streams}",
+        adapters=((APP, adapter_folder()),) if streams else (),
+        tree=TREE if streams else None,
         context=CONTEXT,
         chunk=CHUNK,
     )
