@@ -16,7 +16,7 @@ import numpy as np
 
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.export.coreml_driver import CoreMLDriver
-from ssdevice.export.parity import Array, TorchDriver, plant
+from ssdevice.export.parity import Array, Drafts, TorchDriver, plant
 from ssdevice.export.plan import ExportJob
 
 SCHEMA_VERSION = 1
@@ -38,14 +38,14 @@ def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) 
     most = g.context - MAX_STEPS * (depth + 1) - 1
     size = max(1, min(g.chunk + 1 if seed else 5, most))
     prompt = [int(i) for i in draw.integers(min(3, g.vocab - 1), g.vocab, size)]
-    prefills, length, root, drafts = [], 0, 0, []
+    prefills: list[dict[str, Any]] = []
+    length, root = 0, 0
+    drafts: Drafts = []
     for at in range(0, size, g.chunk):
         chunk = prompt[at : at + g.chunk]
         root, drafts = driver.prefill(chunk, at)
         reference.prefill(chunk, at)
-        prefills.append(
-            {CHUNK: chunk, VALID: len(chunk), LENGTH: at, NEXT_ROOT: root, NEXT_DRAFTS: drafts}
-        )
+        prefills.append({CHUNK: chunk, VALID: len(chunk), LENGTH: at, NEXT_ROOT: root, NEXT_DRAFTS: drafts})
         length = at + len(chunk)
     case: dict[str, Any] = {"prompt": prompt, "prefill": prefills}
     truth = _plain(driver, root, length, min(MAX_STEPS * (depth + 1), g.context - length))

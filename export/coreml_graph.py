@@ -82,7 +82,7 @@ class _Constants:
         self.added += 1
         self.module.register_buffer(name, value.clone().contiguous())
         with self.graph.inserting_before(before):
-            node = self.graph.get_attr(name)
+            node: fx.Node = self.graph.get_attr(name)
         node.meta["val"] = value
         return node
 
@@ -97,21 +97,26 @@ def _respell(node: fx.Node, constants: _Constants) -> None:
         _respell_choice(node)
     elif node.target is aten.where.ScalarSelf:
         # Nothing is lost: in float16 every other value is larger still.
-        node.args = (node.args[0], max(float(node.args[1]), HALF_MIN), node.args[2])
+        node.args = (node.args[0], max(_number(node.args[1]), HALF_MIN), node.args[2])
     elif node.target is aten.where.ScalarOther:
         condition, kept, other = node.args
         value = node.meta["val"]
-        full = constants.add(torch.full(value.shape, float(other), dtype=value.dtype), node)
+        full = constants.add(torch.full(value.shape, _number(other), dtype=value.dtype), node)
         node.target, node.args = aten.where.self, (condition, kept, full)
 
 
 def _respell_choice(node: fx.Node) -> None:
-    """``where(condition, a, b)`` of two numbers as ``condition * (a - b) + b``: no constant as large as the condition."""
+    """``where(condition, a, b)`` of numbers as ``condition * (a - b) + b``: no constant as large as the condition."""
     condition, a, b = node.args
     graph, value = node.graph, node.meta["val"]
     with graph.inserting_before(node):
         number = graph.call_function(aten._to_copy.default, (condition,), {"dtype": value.dtype})
-        scaled = graph.call_function(aten.mul.Tensor, (number, float(a) - float(b)))
+        scaled = graph.call_function(aten.mul.Tensor, (number, _number(a) - _number(b)))
         for new in (number, scaled):
             new.meta["val"] = value
-    node.target, node.args = aten.add.Tensor, (scaled, float(b))
+    node.target, node.args = aten.add.Tensor, (scaled, _number(b))
+
+
+def _number(argument: object) -> float:
+    assert isinstance(argument, (int, float))
+    return float(argument)

@@ -69,7 +69,9 @@ def half_norm(module: Any) -> HalfRMSNorm | None:
         return None
     eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(5, weight.shape[-1], generator=generator) * torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0])[:, None]
+    probe = (
+        torch.randn(5, weight.shape[-1], generator=generator) * torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0])[:, None]
+    )
     with torch.no_grad():
         expected = module(probe)
         for scale in (weight, 1.0 + weight):

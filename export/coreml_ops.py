@@ -10,6 +10,7 @@ from torch import Tensor
 
 STATE_PASS = "common::canonicalize_inplace_pattern"
 
+
 @torch.library.custom_op("ssdevice::write_rows", mutates_args=())
 def write_rows(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """``state [layers, kv_heads, capacity, hd]`` with ``rows [layers, kv_heads, n, hd]`` at positions ``at [1]`` on.

@@ -23,7 +23,7 @@ HALF = "_to_fp16"
 
 @contextmanager
 def stored_weights(model: StreamModel, package: Path) -> Iterator[None]:
-    """Within this context every matrix of the model has the package's values; raises ParityError if one is not there."""
+    """Within this context every matrix of the model has the package's values; raises ParityError for one it lacks."""
     stored = decompressed(package)
     saved: list[tuple[nn.Parameter, Tensor]] = []
     try:
@@ -32,7 +32,9 @@ def stored_weights(model: StreamModel, package: Path) -> Iterator[None]:
             if array is None:
                 raise ParityError(f"{package}: weight {names[0]} is not in the package")
             if array.shape != tuple(weight.shape):
-                raise ParityError(f"{package}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
+                raise ParityError(
+                    f"{package}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}"
+                )
             saved.append((weight, weight.data))
             weight.data = torch.from_numpy(array.copy()).to(weight.dtype)
         yield
@@ -53,7 +55,8 @@ def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
     for path, part in model.named_modules():
         if isinstance(part, (nn.Linear, nn.Embedding)):
             names.setdefault(id(part.weight), []).append(f"{path}.weight")
-            weights[id(part.weight)] = part.weight
+            weight: nn.Parameter = part.weight  # type: ignore[assignment]
+            weights[id(weight)] = weight
     return {tuple(names[key]): weight for key, weight in weights.items()}
 
 

@@ -169,4 +169,6 @@ def _check(spec: Any, plan: WeightPlan) -> None:
             continue
         found = [kind for output, kind in kinds.items() if output == name or output.startswith(f"{name}_")]
         if expected not in found:
-            raise SSDeviceError(f"weight {name} was to be stored as {scheme}; coremltools left it as {found or 'nothing'}")
+            raise SSDeviceError(
+                f"weight {name} was to be stored as {scheme}; coremltools left it as {found or 'nothing'}"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,13 +59,17 @@ class ExportOptions:
     schedule: Schedule | None = None
     context: int = DEFAULT_CONTEXT
     chunk: int = DEFAULT_CHUNK
-    coreml: CoreMLOptions = CoreMLOptions()
+    coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
     overwrite: bool = False
     dry_run: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= MAX_CHUNK:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
+        if self.target is not Target.COREML and self.coreml != CoreMLOptions():
+            raise ConfigError(f"--kv-write, --per-channel and --compute-units are Core ML's, not {self.target}'s")
+        if self.coreml.per_channel and self.quant is not Quant.INT4:
+            raise ConfigError(f"--per-channel is a form of int4; {self.quant} has no blocks to leave out")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class ExportPlan:
 
     def estimated_bytes(self) -> int:
         """About how large the weights will be on disk; scales included, graphs not."""
-        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}[self.options.quant]
+        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}[
+            self.options.quant
+        ]
         return int(sum(self.parameters.values()) * bits / 8)
 
     def describe(self) -> dict[str, Any]:
@@ -207,7 +213,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
             raise InputError(f"--adapter {name}={adapter}: neither {SETTINGS} nor {PEFT_CONFIG} is in it")
     tree = _tree(options, settings)
     if options.chunk + tree.depth + 2 > POSITION_MARGIN:
-        raise ConfigError(f"--chunk {options.chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
+        raise ConfigError(
+            f"--chunk {options.chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions"
+        )
     heads = int(config.num_attention_heads)
     geometry = Geometry(
         layers=int(config.num_hidden_layers),

@@ -156,7 +156,9 @@ class CoreMLConversation(Conversation):
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle; raises BundleError for one of another cache form."""
     if bundle.manifest.cache is not CacheForm.STATE:
-        raise BundleError(f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.STATE}")
+        raise BundleError(
+            f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.STATE}"
+        )
     package = bundle.file(MODEL)
     program: Program
     if sys.platform == "darwin":

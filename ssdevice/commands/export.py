@@ -13,9 +13,10 @@ from types import FrameType
 
 from ssdevice.config import Schedule, Target
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.export.coreml_options import ComputeUnits, CoreMLOptions, KVWrite
 from ssdevice.tree import FORMS, Tree
 
-QUANTS = ("fp32", "fp16", "int8", "int4")
+QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
 DEFAULT_QUANT = "int8"
 TERMINATED = 143
 
@@ -24,7 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
-    add("--adapter", action="append", default=[], metavar="NAME=DIR", help="an app's name and its trained adapter folder")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="an app's name and its trained adapter folder",
+    )
     add("--target", required=True, choices=[target.value for target in Target])
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
     add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
@@ -32,6 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=int, default=64, metavar="C", help="prompt tokens per prefill call (default 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
+    coreml = parser.add_argument_group("Core ML alone")
+    coreml.add_argument(
+        "--kv-write",
+        choices=[write.value for write in KVWrite],
+        default=CoreMLOptions.kv_write.value,
+        help="how rows enter the cache: slice at an offset, or mask, which asks less of compilers (default slice)",
+    )
+    coreml.add_argument(
+        "--per-channel", action="store_true", help="int4 with a scale per channel, which the Neural Engine asks for"
+    )
+    coreml.add_argument(
+        "--compute-units",
+        choices=[units.value for units in ComputeUnits],
+        default=CoreMLOptions.compute_units.value,
+        help=f"what hosts let Core ML use (default {CoreMLOptions.compute_units.value})",
+    )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan and the estimated size, write nothing")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
@@ -64,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         schedule=Schedule(args.schedule) if args.schedule else None,
         context=args.context,
         chunk=args.chunk,
+        coreml=CoreMLOptions(KVWrite(args.kv_write), args.per_channel, ComputeUnits(args.compute_units)),
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )
