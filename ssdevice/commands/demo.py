@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ssdevice.commands.opening import positive
 from ssdevice.data import Example, read_examples
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bundle import Bundle
@@ -45,25 +45,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace, out: Path) -> Bundle:
-    try:
-        from ssdevice.export.plan import ExportOptions, Quant
-        from ssdevice.export.stages import export_bundle
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", error.name or "torch") from error
-    from ssdevice.commands.progress import Progress
-    from ssdevice.config import Target
+    """The bundle as ``ssdevice export`` makes it."""
+    from ssdevice.bundle import Bundle
+    from ssdevice.commands import export
 
-    print(f"Exporting {BASE} with the app {APP!r} to ONNX INT8 ..", flush=True)
-    options = ExportOptions(
-        model=str(args.models / BASE),
-        target=Target.ONNX,
-        quant=Quant.INT8,
-        out=out,
-        adapters=((APP, args.models / ADAPTER),),
-    )
+    command = [
+        "--model", str(args.models / BASE), "--adapter", f"{APP}={args.models / ADAPTER}",
+        "--target", "onnx", "--quant", "int8", "--out", str(out),
+    ]  # fmt: skip
+    print(f"$ ssdevice export {' '.join(command)}", flush=True)
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
     clock = perf_counter()
-    with Progress(args.quiet) as progress:
-        bundle = export_bundle(options, progress.report)
+    export.run(parser.parse_args(command, argparse.Namespace(quiet=args.quiet, debug=args.debug)))
+    bundle = Bundle.open(out)
     size = sum(entry.size for entry in bundle.manifest.files.values())
     print(f"{size / 1e6:.1f} MB in {perf_counter() - clock:.0f} s, compared with the torch reference.\n")
     return bundle
