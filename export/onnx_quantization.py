@@ -163,14 +163,15 @@ def _int8_product(
     scale = _named(edit, f"{linear.name}.scale", weight.scale)
     codes, row_scale = rows(linear.source, before)
     zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-    one_row = shape_of(row_scale) == ()
-    # With one row its scale is the operator's own scale of the left operand; more rows are scaled after it.
-    left = row_scale if one_row else edit.constant(np.array(1, np.float32))
+    # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same, though
+    # it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding would
+    # then differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
+    left = edit.constant(np.array(1, np.float32))
     shape = out_shape(linear)
     product = edit.insert(
         before, "MatMulIntegerToFloat", [codes, values, left, scale, zero], shape, ir.DataType.FLOAT, None, CONTRIB
     )
-    return product if one_row else edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+    return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
 
 
 def _int4_product(edit: Editor, linear: Linear, before: ir.Node, store: WeightStore) -> ir.Value:
