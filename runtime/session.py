@@ -126,11 +126,7 @@ class Session:
         """
         if not prompt.strip():
             raise InputError("the prompt is empty")
-        first = not self._messages
-        messages = [
-            *self._messages,
-            {"role": "user", "content": user_content(self.instruction if first else None, prompt)},
-        ]
+        messages = [*self._messages, {"role": "user", "content": user_content(self.instruction, prompt)}]
         template = ChatTemplate(self.tokenizer.chat)
         ids = self.tokenizer.encode(template.render(messages, add_generation_prompt=True))
         runs = self.runs(ids, max_tokens=max_tokens, stop=stop, arm=self.arm(speculate), keep=True)

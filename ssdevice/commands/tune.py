@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(found, costs)))
         return 0
-    plain = costs[0]
-    print(f"plain decoding: {plain.milliseconds:.2f} ms a token" if plain.size == 1 else "")
-    print("steps measured: " + ", ".join(f"{cost.size} nodes {cost.milliseconds:.2f} ms" for cost in costs))
+    sizes = ((f"{cost.size} nodes" if cost.size > 1 else "plain", cost.milliseconds) for cost in costs)
+    print("measured steps: " + ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in sizes))
     print(f"{'nodes':>5} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9}  tree")
     for choice in found:
         print(

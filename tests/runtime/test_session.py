@@ -152,3 +152,14 @@ def test_bad_requests_are_refused_before_anything_runs() -> None:
         session.generate("a" * 30)
     with pytest.raises(InputError, match="not opened from a bundle"):
         session.use("sql")
+
+
+def test_an_instruction_stands_before_every_message() -> None:
+    session = make_session(TREE)
+    session.instruction = "Do it."
+    assert session.tokenizer.decode(session.prompt_ids("a")).startswith("Do it.")
+    "".join(session.chat("a", max_tokens=3))
+    text = session.last.text
+    "".join(session.chat("b", max_tokens=3))
+    transcript = f"<user>Do it.\na</s><assistant>{text}</s><user>Do it.\nb</s><assistant>"
+    assert session.last.prompt_tokens == len(session.tokenizer.encode(transcript))
