@@ -14,6 +14,10 @@ from ssdevice.errors import InputError
 from ssdevice.text import ChatTokenizer
 
 
+WIDTH_MULTIPLE = 16
+"""Few distinct shapes let the memory allocator reuse its blocks: on CPUs that is worth more than the padding costs."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """Token ids of one example, prompt first."""
@@ -85,8 +89,8 @@ class BatchOrder:
 
 
 def collate(samples: Sequence[Sample], pad: int) -> Batch:
-    """One right-padded batch."""
-    width = max(len(s.ids) for s in samples)
+    """One right-padded batch; its width is a multiple of WIDTH_MULTIPLE."""
+    width = -(-max(len(s.ids) for s in samples) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     tokens = torch.full((len(samples), width), pad, dtype=torch.int64)
     for row, sample in enumerate(samples):
         tokens[row, : len(sample.ids)] = torch.tensor(sample.ids)
