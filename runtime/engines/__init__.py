@@ -85,7 +85,7 @@ class Engine(ABC):
         """Release the target's memory; the engine and its conversations are then unusable."""
 
     def profile(self) -> dict[str, dict[str, float]]:
-        """Microseconds by function and kind of operation, as far as the target tells; for ``options.profile``."""
+        """Microseconds of one call by function and operator, where the target tells; for ``options.profile``."""
         return {}
 
 

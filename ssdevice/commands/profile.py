@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -15,32 +16,33 @@ SHOWN = 12
 
 
 def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
-    """Decode a few prompts in every arm and print time by operator and the host's share.
+    """Decode a few prompts in every arm and print medians: time by operator, and the host's share of a step.
 
-    The engine's own bookkeeping slows calls down, so only shares count.
+    The engine's own bookkeeping slows calls down, so shares count rather than times.
     """
     console = Console(soft_wrap=True, highlight=False)
     arms = Table("arm", "steps", "inside, ms/step", "host, µs/step", title="Steps")
     for name in available_arms(session):
-        steps, native, host = 0, 0.0, 0.0
+        inside, host = [], []
         for example in examples:
-            for _ in session.runs(
-                session.prompt_ids(example.prompt, system=example.system), max_tokens=max_tokens, arm=name
-            ):
-                pass
-            answer = session.last
-            steps += answer.steps
-            native += answer.native_seconds
-            host += answer.decode_seconds - answer.native_seconds
-        count = max(steps, 1)
-        arms.add_row(name, str(steps), f"{native / count * 1e3:.3f}", f"{host / count * 1e6:.0f}")
+            ids = session.prompt_ids(example.prompt, system=example.system)
+            decoding = native = 0.0
+            for run in session.runs(ids, max_tokens=max_tokens, arm=name):
+                answer = session.last
+                if run.tokens and answer.steps:
+                    inside.append(answer.native_seconds - native)
+                    host.append(answer.decode_seconds - decoding - inside[-1])
+                decoding, native = answer.decode_seconds, answer.native_seconds
+        if inside:
+            arms.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
     console.print(arms)
     for function, kinds in session.engine.profile().items():
         total = sum(kinds.values()) or 1.0
-        table = Table("operator", "share", "ms", title=f"{function}: kernels")
+        table = Table("operator", "share", "µs/call", title=f"{function}: kernels")
         ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
         for kind, microseconds in ordered[:SHOWN]:
-            table.add_row(kind, f"{microseconds / total:.1%}", f"{microseconds / 1e3:.1f}")
+            table.add_row(kind, f"{microseconds / total:.1%}", f"{microseconds:.0f}")
         if rest := sum(microseconds for _, microseconds in ordered[SHOWN:]):
-            table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest / 1e3:.1f}")
+            table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest:.0f}")
+        table.add_row("all", "", f"{total:.0f}")
         console.print(table)
