@@ -18,7 +18,7 @@ COMMANDS = {
     "verify": "check a bundle: integrity, then numbers against the reference",
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
-    "bundle": "add, remove and list the apps of a bundle; pack and sign it",
+    "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
     "demo": "the whole line on the shipped checkpoint",
 }
 INTERRUPTED = 130

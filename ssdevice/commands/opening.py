@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
+    from ssdevice.bundle import Bundle
     from ssdevice.runtime.engines import EngineOptions
     from ssdevice.runtime.session import Session
 
@@ -17,6 +18,14 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
     """The bundle and the app in it."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
+    add_signature(parser)
+
+
+def add_signature(parser: argparse.ArgumentParser) -> None:
+    """Whose signature the bundle must carry."""
+    parser.add_argument(
+        "--require-signature", type=Path, metavar="PUBLIC.pem", help="refuse what this ed25519 key has not signed"
+    )
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +43,18 @@ def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOpt
     return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
 
 
+def open_bundle(args: argparse.Namespace) -> Bundle:
+    """The bundle of ``add_bundle``, checked."""
+    from ssdevice.bundle import Bundle
+
+    return Bundle.open(args.bundle, require_signature=args.require_signature)
+
+
 def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     """The session of ``add_bundle`` and ``add_engine``."""
     from ssdevice.runtime.session import Session
 
-    return Session.open(args.bundle, app=args.app, options=engine_options(args, profile))
+    return Session.open(open_bundle(args), app=args.app, options=engine_options(args, profile))
 
 
 def positive(text: str) -> int:

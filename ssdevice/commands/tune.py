@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, positive
+from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_bundle, positive
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_new_file(args.out, "--out")
     options = engine_options(args)
     others = [Bundle.open(folder) for folder in args.cost_of]
-    with Session.open(args.bundle, app=args.app, options=options) as session, Progress(args.quiet) as progress:
+    with Session.open(open_bundle(args), app=args.app, options=options) as session, Progress(args.quiet) as progress:
         geometry = session.engine.geometry
         for bundle in (session.bundle, *others):
             assert bundle is not None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, engine_options, positive
+from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
 from ssdevice.config import Target
 from ssdevice.data import read_examples
 from ssdevice.errors import MissingExtraError, ParityError
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
     parser.add_argument("--model", metavar="DIR", help="the base it was made from: also compare with torch")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
-    parser.add_argument("--public-key", type=Path, metavar="PEM", help="require a signature by this ed25519 key")
     parser.add_argument("--integrity-only", action="store_true", help="check files alone, run nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_engine(parser)
@@ -47,13 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was checked; raises ParityError (exit code 1) if a number breaks the promise."""
-    from ssdevice.bundle import Bundle
     from ssdevice.commands.progress import Progress
 
-    bundle = Bundle.open(args.bundle, require_signature=args.public_key)
+    bundle = open_bundle(args)
     found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
     lines = [f"integrity: {len(bundle.manifest.files)} files, sizes and hashes as in the manifest"]
-    if args.public_key is not None:
+    if args.require_signature is not None:
         lines[0] += ", signature valid"
     faults: list[str] = []
     if not args.integrity_only:

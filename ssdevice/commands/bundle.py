@@ -1,0 +1,197 @@
+"""``ssdevice bundle``: the apps of a bundle, bundles as one file, and signatures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdevice.commands.opening import add_signature, open_bundle
+from ssdevice.errors import InputError
+
+if TYPE_CHECKING:
+    from ssdevice.bundle import Bundle
+    from ssdevice.manifest import App, Manifest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice bundle list | pack | unpack | sign | check | add-app | remove-app``."""
+    # Suppressed where not given: a default here would undo the option before the action's name.
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    shared.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="do not say what was done")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        return actions.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[shared]
+        )
+
+    apps = action("list", "show the apps of a bundle, or of a packed one")
+    apps.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder or .ssb file")
+    apps.add_argument("--json", action="store_true", help="print one JSON object")
+
+    packing = action("pack", "write a bundle as one file that any unzip program reads")
+    _add_folder(packing)
+    packing.add_argument("out", type=Path, metavar="OUT.ssb", help="the file to write; it must not exist")
+
+    unpacking = action("unpack", "check a packed bundle and unpack it to a folder")
+    unpacking.add_argument("bundle", type=Path, metavar="FILE.ssb", help="packed bundle")
+    unpacking.add_argument("out", type=Path, metavar="FOLDER", help="the folder to write")
+    unpacking.add_argument("--overwrite", action="store_true", help="replace the bundle that is there")
+    add_signature(unpacking)
+
+    signing = action("sign", "check a bundle and sign its manifest, which holds the hash of every file")
+    _add_folder(signing)
+    signing.add_argument("--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key")
+
+    checking = action("check", "check names, sizes and hashes of a bundle, and its signature if one is required")
+    _add_folder(checking)
+    add_signature(checking)
+
+    adding = action("add-app", "not yet: an app is given to export")
+    _add_folder(adding)
+    adding.add_argument("app", metavar="NAME=ADAPTER", help="app and its adapter folder")
+
+    removing = action("remove-app", "remove an app whose weights are files of their own")
+    _add_folder(removing)
+    removing.add_argument("app", metavar="NAME", help="the app to remove")
+    removing.add_argument("--default", metavar="NAME", help="the app that takes its place, if it is the default one")
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the action says; nothing is changed if it cannot be done whole."""
+    said = {
+        "list": _list, "pack": _pack, "unpack": _unpack, "sign": _sign, "check": _check, "add-app": _add_app,
+        "remove-app": _remove_app,
+    }[args.action](args)  # fmt: skip
+    if not args.quiet or args.action == "list":
+        print(said)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> str:
+    from ssdevice.archive import read_packed_manifest
+    from ssdevice.bundle import PACKED_SUFFIX, Bundle
+
+    if args.bundle.suffix == PACKED_SUFFIX and args.bundle.is_file():
+        manifest = read_packed_manifest(args.bundle)
+    else:
+        manifest = Bundle.open(args.bundle, verify=False).manifest  # no file but the manifest is used
+    if args.json:
+        rows = [
+            {
+                "name": app.name,
+                "default": app.name == manifest.default_app,
+                "kind": app.kind.value,
+                "mode": app.mode.value if app.mode else None,
+                "rank": app.rank,
+                "bytes": _bytes(manifest, app),
+            }
+            for app in manifest.apps
+        ]
+        return json.dumps({"bundle": str(args.bundle), "apps": rows}, ensure_ascii=False)
+    return "\n".join(_line(manifest, app) for app in manifest.apps)
+
+
+def _line(manifest: Manifest, app: App) -> str:
+    parts = [app.kind.value]
+    if app.mode is not None:
+        parts.append(f"{app.mode.value} mode")
+    if app.rank:
+        parts.append(f"rank {app.rank}")
+    if size := _bytes(manifest, app):
+        parts.append(f"{size} bytes")
+    default = " (default)" if app.name == manifest.default_app else ""
+    return f"{app.name}{default}: {', '.join(parts)}"
+
+
+def _bytes(manifest: Manifest, app: App) -> int:
+    return sum(manifest.files[path].size for path in app.files)
+
+
+def _pack(args: argparse.Namespace) -> str:
+    from ssdevice.archive import pack
+    from ssdevice.bundle import Bundle
+
+    out = pack(Bundle.open(args.bundle, verify=False), args.out)  # packing hashes every file
+    return f"packed {args.bundle} into {out} ({out.stat().st_size} bytes)"
+
+
+def _unpack(args: argparse.Namespace) -> str:
+    from ssdevice.archive import unpack
+
+    bundle = unpack(args.bundle, args.out, overwrite=args.overwrite, require_signature=args.require_signature)
+    return f"unpacked {args.bundle} to {args.out}: {_checked(bundle, args.require_signature)}"
+
+
+def _sign(args: argparse.Namespace) -> str:
+    from ssdevice.bundle import Bundle
+    from ssdevice.signature import sign_bundle
+
+    bundle = Bundle.open(args.bundle)  # a signature vouches for the files: not for damaged ones
+    return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
+
+
+def _check(args: argparse.Namespace) -> str:
+    return f"{args.bundle}: {_checked(open_bundle(args), args.require_signature)}"
+
+
+def _checked(bundle: Bundle, key: Path | None) -> str:
+    signed = "; signature valid" if key is not None else ""
+    return f"{len(bundle.manifest.files)} files, sizes and hashes as in the manifest{signed}"
+
+
+def _add_app(args: argparse.Namespace) -> str:
+    from ssdevice.bundle import Bundle
+
+    name, equals, folder = args.app.partition("=")
+    if not (name and equals and folder):
+        raise InputError(f"{args.app!r}: expected NAME=ADAPTER")
+    Bundle.open(args.bundle, verify=False)
+    raise InputError(
+        f"{args.bundle} has no slot for app {name!r}: an adapter is part of the graph for now, and slots come in a "
+        f"later version; make a bundle for it with: ssdevice export --adapter {name}={folder}"
+    )
+
+
+def _remove_app(args: argparse.Namespace) -> str:
+    from ssdevice.bundle import OWN_FILES, Bundle, BundleWriter
+    from ssdevice.manifest import AdapterKind
+
+    bundle = Bundle.open(args.bundle)
+    manifest, app = bundle.manifest, bundle.app(args.app)
+    rest = tuple(other for other in manifest.apps if other is not app)
+    if not rest:
+        raise InputError(f"{args.bundle} has no app but {app.name!r}; a bundle has at least one")
+    if app.kind in (AdapterKind.MERGED, AdapterKind.FUNCTION):
+        raise InputError(
+            f"app {app.name!r} of {args.bundle} is {app.kind.value}: its weights are in the graphs, not files of "
+            "their own; export the others again"
+        )
+    default = _default(manifest, app, args.default)
+    kept = {path for other in rest for path in other.files}
+    inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
+    gone = frozenset({*app.files, *inside} - kept)
+    signed = (bundle.folder / OWN_FILES[1]).exists()
+    with BundleWriter(bundle.folder, overwrite=True) as writer:
+        writer.add_bundle(bundle, without=gone)
+        writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
+    again = "; its signature was for what it held before: sign it again" if signed else ""
+    return f"removed app {app.name} from {args.bundle} ({len(gone)} files){again}"
+
+
+def _default(manifest: Manifest, removed: App, wanted: str | None) -> str:
+    """The default app once one is removed; nothing is chosen in the user's place."""
+    names = [app.name for app in manifest.apps if app is not removed]
+    if wanted is not None and wanted not in names:
+        raise InputError(f"--default {wanted!r} is not one of the apps that stay: {', '.join(names)}")
+    if wanted is None and manifest.default_app == removed.name:
+        raise InputError(f"app {removed.name!r} is the default one; name another: --default {names[0]}")
+    return wanted or manifest.default_app

@@ -1,0 +1,138 @@
+"""``ssdevice bundle``: apps, bundles as one file, and signatures, as a user calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ssdevice.bundle import Bundle, BundleWriter
+from ssdevice.cli import main
+from ssdevice.manifest import AdapterKind
+from tests.core.bundle_samples import fill, sample_manifest, write_sample
+
+
+def call(*args: object) -> int:
+    """The exit code of ``ssdevice bundle``."""
+    return main(["bundle", *map(str, args)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_sample(tmp_path / "bundle").folder
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    """A private key and its public half."""
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from cryptography.hazmat.primitives import serialization as form
+
+    key = ed25519.Ed25519PrivateKey.generate()
+    private, public = tmp_path / "private.pem", tmp_path / "public.pem"
+    private.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def test_apps_are_listed_from_a_folder_and_from_one_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = folder.parent / "a.ssb"
+    assert call("pack", folder, packed) == 0
+    assert "packed" in capsys.readouterr().out
+    assert call("list", folder) == 0
+    lines = capsys.readouterr().out
+    assert lines.splitlines() == ["base: base", "sql (default): slot, shared mode, rank 8, 4 bytes"]
+    assert call("list", packed, "--quiet") == 0
+    assert capsys.readouterr().out == lines
+    assert call("list", packed, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(app["name"], app["default"]) for app in found["apps"]] == [("base", False), ("sql", True)]
+
+
+def test_what_was_packed_unpacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, again = folder.parent / "a.ssb", folder.parent / "again"
+    assert call("--quiet", "pack", folder, packed) == 0
+    assert call("unpack", packed, again, "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert Bundle.open(again).manifest == Bundle.open(folder).manifest
+    assert call("unpack", packed, again) == 2
+    assert "exists" in capsys.readouterr().err
+    assert call("unpack", packed, again, "--overwrite") == 0
+
+
+def test_a_signature_is_made_checked_and_required(
+    folder: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = keys
+    assert call("check", folder) == 0
+    assert "signature valid" not in capsys.readouterr().out
+    assert call("check", folder, "--require-signature", public) == 2
+    assert "manifest.json.sig" in capsys.readouterr().err
+    assert call("sign", folder, "--key", private) == 0
+    assert call("check", folder, "--require-signature", public) == 0
+    assert "signature valid" in capsys.readouterr().out
+    packed = folder.parent / "a.ssb"
+    assert call("pack", folder, packed) == 0
+    assert call("unpack", packed, folder.parent / "again", "--require-signature", public) == 0
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace("SQL", "sql"))
+    assert call("check", folder) == 0
+    capsys.readouterr()
+    for command in (
+        ["bundle", "check", str(folder)],
+        ["run", str(folder), "--prompt", "hello"],
+        ["verify", str(folder)],
+    ):
+        assert main([*command, "--require-signature", str(public)]) == 2
+        assert "was not signed with the key" in capsys.readouterr().err
+
+
+def test_a_damaged_bundle_is_neither_signed_nor_packed_nor_passed(
+    folder: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = folder / "model.onnx.data"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    for action in (("check", folder), ("sign", folder, "--key", keys[0]), ("pack", folder, folder.parent / "a.ssb")):
+        assert call(*action) == 2
+        assert "model.onnx.data is damaged" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["bundle", "private.pem", "public.pem"]
+
+
+def test_an_app_leaves_with_its_files(
+    folder: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("sign", folder, "--key", keys[0]) == 0
+    assert call("remove-app", folder, "sql") == 2
+    assert "--default base" in capsys.readouterr().err
+    assert call("remove-app", folder, "sql", "--default", "sql") == 2
+    assert call("remove-app", folder, "tables", "--default", "base") == 2
+    assert "it has base, sql" in capsys.readouterr().err
+    assert call("remove-app", folder, "sql", "--default", "base") == 0
+    assert "sign it again" in capsys.readouterr().out
+    left = Bundle.open(folder).manifest
+    assert [app.name for app in left.apps] == ["base"] and left.default_app == "base"
+    assert not any("sql" in name for name in (*left.files, *left.roles)) and "model.onnx" in left.files
+    assert call("remove-app", folder, "base") == 2
+    assert "at least one" in capsys.readouterr().err
+
+
+def test_an_app_in_the_graph_does_not_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = sample_manifest()
+    apps = tuple(
+        dataclasses.replace(app, kind=AdapterKind.MERGED) if app.name == "sql" else app for app in manifest.apps
+    )
+    with BundleWriter(tmp_path / "bundle") as writer:
+        fill(writer)
+        bundle = writer.commit(dataclasses.replace(manifest, apps=apps))
+    assert call("remove-app", bundle.folder, "sql", "--default", "base") == 2
+    assert "export the others again" in capsys.readouterr().err
+    assert Bundle.open(bundle.folder).manifest == bundle.manifest
+
+
+def test_adding_an_app_says_what_to_do_instead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("add-app", folder, "tables=adapters/tables") == 2
+    error = capsys.readouterr().err
+    assert "later version" in error and "ssdevice export --adapter tables=adapters/tables" in error
+    assert call("add-app", folder, "tables") == 2
+    assert "NAME=ADAPTER" in capsys.readouterr().err
