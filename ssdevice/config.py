@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import sys
 import types
@@ -89,7 +90,7 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -106,6 +107,12 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _type_hints(cls: type[Any]) -> dict[str, Any]:
+    """Resolved once a class: a manifest of thousands of files loads as many small objects."""
+    return typing.get_type_hints(cls)
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
