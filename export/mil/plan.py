@@ -215,7 +215,7 @@ class Compiler:
         key = tuple(parameters) if known else None
         try:
             result = self._pool.fold(key, lambda: run(*[source.constant for source in sources]))
-        except (ArithmeticError, IndexError, TypeError, ValueError, ExecutionError) as error:
+        except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
             raise ExecutionError(f"{self._where(operation)}: {error}") from error
         results = result if len(operation.outputs) > 1 or isinstance(result, tuple) else (result,)
         for index, ((name, kind), value) in enumerate(zip(operation.outputs, results, strict=True)):

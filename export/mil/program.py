@@ -34,7 +34,8 @@ from ssdevice.export.mil.schema import Operation, TensorType
 from ssdevice.export.mil.steps import Plan
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
-_FAILURES = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError, ExecutionError)
+MAX_STATE_BYTES = 1 << 35
+_FAILURES = (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError, ExecutionError)
 
 
 class State:
@@ -46,6 +47,8 @@ class State:
         for name, kind in self._types.items():
             if kind.dtype is None or None in kind.shape:
                 raise ExecutionError(f"state {name!r} has no fixed shape and type")
+            if kind.count * _held_type(kind.dtype).itemsize > MAX_STATE_BYTES:
+                raise ExecutionError(f"state {name!r} of shape {list(kind.shape)} is over {MAX_STATE_BYTES} bytes")
             self.arrays[name] = np.zeros([size or 0 for size in kind.shape], _held_type(kind.dtype))
 
     def read(self, name: str) -> Array:

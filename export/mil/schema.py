@@ -14,6 +14,7 @@ from ssdevice.export.mil.wire import Message, WireError
 
 MAX_NESTING = 8
 MAX_RANK = 16
+MAX_SIZE = 1 << 31
 OPSETS = {"CoreML5": 15, "CoreML6": 16, "CoreML7": 17, "CoreML8": 18, "CoreML9": 26}
 
 
@@ -169,6 +170,8 @@ def _type(fields: Message, state: bool = False) -> TensorType | None:
     for dimension in wire.messages(tensor, 3):
         constant = wire.submessage(dimension, 1)
         shape.append(None if constant is None else wire.integer(constant, 1))
+        if (shape[-1] or 0) > MAX_SIZE:
+            raise WireError(f"a tensor with {shape[-1]} elements along one axis")
     if len(shape) > MAX_RANK:
         raise WireError(f"a tensor of rank {len(shape)}")
     return TensorType(BY_PROTO.get(number), tuple(shape), state)

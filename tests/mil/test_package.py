@@ -112,6 +112,10 @@ def _blob_file(value: str) -> Callable[[Path], None]:
 
 
 def _blob_shape(operations: Any) -> None:
+    _stored(operations).type.tensorType.dimensions[0].constant.size = 1 << 30
+
+
+def _blob_axis(operations: Any) -> None:
     _stored(operations).type.tensorType.dimensions[0].constant.size = 1 << 62
 
 
@@ -170,6 +174,7 @@ DAMAGE = {
     "offset unaligned": (_blob_offset(65), "not 64-aligned"),
     "offset of nothing": (_blob_offset(128), "has no metadata"),
     "an enormous shape": (edit_program(_blob_shape), r"elements of \w+ need"),
+    "an enormous axis": (edit_program(_blob_axis), "elements along one axis"),
     "weight file leaves": (_blob_file("@model_path/../../../../elsewhere.bin"), "leaves the package"),
     "weight file elsewhere": (_blob_file("/etc/passwd"), "does not begin with @model_path/"),
     "weight file is a link out": (_link_out, "through a link"),
