@@ -56,7 +56,8 @@ class CoreMLDriver:
 
     def rows(self, start: int, end: int) -> Array:
         """See parity.Driver."""
-        both = np.stack([self.state.read(KEYS), self.state.read(VALUES)], axis=1)[:, :, :, start:end]
+        held = self.state.arrays
+        both = np.stack([held[KEYS], held[VALUES]], axis=1)[:, :, :, start:end]
         # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
         rows: Array = both.transpose(0, 1, 3, 2, 4).reshape(2 * self.geometry.layers, end - start, -1)
         return rows.astype(np.float32)
