@@ -33,11 +33,11 @@ CACHE_DTYPE = "float32"
 EXAMPLE_PAST = 7
 TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
-# Measured on the 7 M checkpoint: 1e-6 (fp32) and under 0.01 (quantized, inputs on rounding edges).
+# Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
 TOLERANCES = {
-    Quant.FP32: Tolerance(rows=1e-4, tie=1e-3),
-    Quant.INT8: Tolerance(rows=0.05, tie=0.5),
-    Quant.INT4: Tolerance(rows=0.05, tie=0.5),
+    Quant.FP32: Tolerance(rows=1e-4, typical=1e-5, tie=1e-3),
+    Quant.INT8: Tolerance(rows=0.15, typical=0.02, tie=0.5),
+    Quant.INT4: Tolerance(rows=0.15, typical=0.02, tie=0.5),
 }
 
 
@@ -63,7 +63,11 @@ class OnnxExporter:
         files = [TargetFile(name, FILES[name]) for name in specs]
         tools = {name: version(name) for name in TOOLS}
         return TargetResult(
-            (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)), CacheForm.ROWS, CACHE_DTYPE, _notes(plan.options.quant, store), tools
+            (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
+            CacheForm.ROWS,
+            CACHE_DTYPE,
+            _notes(plan.options.quant, store),
+            tools,
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
