@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ssdevice.contract import PAST, FunctionSpec
+from ssdevice.contract import FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx_graph import CONTRIB
 from ssdevice.export.onnx_linears import LINEAR_DOMAIN
@@ -61,16 +61,16 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
             raise SSDeviceError(f"{spec.name}: the graph has {value.name} {found}, not {tensor.name} {tensor.dtype}")
         value.shape = ir.Shape(list(tensor.shape))
     for value in graph.initializers.values():
-        tensor = value.const_value
-        assert tensor is not None
-        if tensor.nbytes >= INLINE:
-            content = tensor.tobytes()
+        constant = value.const_value
+        assert constant is not None
+        if constant.nbytes >= INLINE:
+            content = constant.tobytes()
             value.const_value = ir.ExternalTensor(
                 weights.path.name,
                 weights.add(content),
                 len(content),
-                tensor.dtype,
-                shape=tensor.shape,
+                constant.dtype,
+                shape=ir.Shape(constant.numpy().shape),
                 name=value.name or "",
                 base_dir=weights.path.parent,
             )
@@ -87,4 +87,3 @@ def _strip(model: ir.Model) -> None:
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = PRODUCER, None
     model.graph.name = PRODUCER
-    assert PAST

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdevice.export.onnx_linears import SMALL
@@ -21,11 +22,11 @@ def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
     if quant is Quant.FP32:
         yield
         return
-    saved: list[tuple[nn.Parameter, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor]] = []
     hooks = []
     embedding, head = model.backbone.embed_tokens, model.backbone.lm_head
 
-    def swap(weight: nn.Parameter, array: np.ndarray) -> None:  # type: ignore[type-arg]
+    def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
         saved.append((weight, weight.data))
         weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
 
@@ -53,7 +54,7 @@ def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
 def _rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
     """Each row to 255 levels of its largest magnitude."""
     x = inputs[0]
-    scale = x.abs().amax(dim=-1, keepdim=True) * np.float32(1 / LEVELS)
+    scale = x.abs().amax(dim=-1, keepdim=True) * (1 / LEVELS)
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (torch.clamp(torch.round(x / safe), -LEVELS - 1, LEVELS) * scale,)
 

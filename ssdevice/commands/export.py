@@ -126,8 +126,8 @@ def _quiet_frameworks() -> None:
     """transformers draws bars of its own, whoever watches."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
