@@ -46,7 +46,7 @@ def tidy(program: ExportedProgram) -> ExportedProgram:
     for node in graph.nodes:
         for key in PROVENANCE:
             node.meta.pop(key, None)
-    graph.eliminate_dead_code(lambda node: node.op == "call_function" and _mutates(node) or node.is_impure())
+    graph.eliminate_dead_code(lambda node: (node.op == "call_function" and _mutates(node)) or node.is_impure())
     program.graph_module.recompile()
     return program
 
@@ -61,6 +61,17 @@ def write_last(program: ExportedProgram) -> None:
                 raise AssertionError(f"{node} is read in the graph that writes it")
             output.prepend(node)
     program.graph_module.recompile()
+
+
+MIN_DELEGATE = 5
+"""Operators below which a delegate is not worth its call, unless a matrix product is among them."""
+PRODUCTS = ("linear", "bmm", "mm", "addmm")
+
+
+def worthwhile(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a delegate of these nodes saves more than its call costs."""
+    names = [name for name in _names(nodes) if name not in ("view_copy", "unsqueeze_copy")]
+    return len(names) >= MIN_DELEGATE or any(name in PRODUCTS for name in names)
 
 
 @dataclass(frozen=True)
@@ -101,9 +112,10 @@ def _names(nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def _name(node: fx.Node) -> str:
-    target = node.target
-    overload = getattr(target, "_op", target)
-    return str(getattr(overload, "__name__", overload)).split(".")[0]
+    schema = getattr(node.target, "_schema", None)
+    return (
+        str(schema.name).split("::")[-1] if schema is not None else str(getattr(node.target, "__name__", node.target))
+    )
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -166,30 +178,47 @@ def _plus(graph: fx.Graph, node: fx.Node, number: float) -> fx.Node:
 
 
 def _collapse_views(graph: fx.Graph) -> None:
-    """A view of a view is one view of the source, and none at all where the shape is the source's."""
+    """A view of a view is one view of the source, and none at all where the shape is the source's.
+
+    A view is free between operators outside delegates; the operators it replaces would copy.
+    """
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in VIEWS:
+        if not _is_view(node):
             continue
-        source = _source(node)
-        if _shape(source) == _shape(node) and source.meta["val"].dtype == node.meta["val"].dtype:
+        source = node
+        while _is_view(source):
+            source = cast(fx.Node, source.args[0])
+        if _shape(source) == _shape(node):
             node.replace_all_uses_with(source)
-        elif source is not node.args[0]:
+        elif source is not node.args[0] or node.target is not aten.reshape.default:
             with graph.inserting_before(node):
                 new = _call(graph, aten.reshape.default, source, _shape(node))
             node.replace_all_uses_with(new)
 
 
-def _source(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and node.target in VIEWS:
-        node = cast(fx.Node, node.args[0])
-    return node
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target in VIEWS:
+        return True
+    # The only row of a dimension: whatever valid index says so.
+    if node.target in (aten.select.int, aten.index_select.default):
+        x, dim = cast(fx.Node, node.args[0]), cast(int, node.args[1])
+        return _shape(x)[dim] == 1 and node.meta["val"].numel() == x.meta["val"].numel()
+    return False
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Of calls of one pure operator with the same arguments, the first stays."""
+    """Of calls of one pure operator with the same arguments, the first stays.
+
+    Quantization stays as it is: a weight that two delegates use would tie them into one, with the verification between
+    its halves.
+    """
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or _mutates(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        if not str(node.target).startswith("aten."):
             continue
         key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
         known = first.setdefault(key, node)

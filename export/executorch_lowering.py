@@ -17,7 +17,8 @@ from transformers import AttentionInterface
 
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
-from ssdevice.export.executorch_graph import Delegation, delegation, tidy, write_last
+from ssdevice.export.executorch_graph import Delegation, delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch_speed import faster
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.state_form import StateForm
@@ -117,7 +118,9 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
             return tidy(torch.export.export(form, arguments, strict=False))
     except torch.export.UserError as error:  # type: ignore[attr-defined]
         reason = str(error).splitlines()[0]
-        raise UnsupportedModelError(f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})") from error
+        raise UnsupportedModelError(
+            f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
+        ) from error
 
 
 def lower(
@@ -134,7 +137,7 @@ def lower(
         from executorch.exir.passes import MemoryPlanningPass
     except ModuleNotFoundError as error:
         raise MissingExtraError("executorch", error.name or "executorch") from error
-    with quiet():
+    with quiet(), faster():
         programs = {}
         for number, (name, spec) in enumerate(specs.items()):
             report(number, f"trace {name}")
@@ -167,7 +170,13 @@ def partitioner(delegate: Delegate) -> Any:
     if delegate is Delegate.XNNPACK:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-        return XnnpackPartitioner()
+        class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
+            """Leaves out delegates that would only copy: each call of one costs more than its operators."""
+
+            def generate_partitions(self, ep: Any) -> list[Any]:
+                return [part for part in super().generate_partitions(ep) if worthwhile(part.nodes)]
+
+        return Worthwhile()
     import coremltools
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner

@@ -41,7 +41,8 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
 
     model = copy.deepcopy(model)
     eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
-    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))
+    int4 = torch.int4  # type: ignore[attr-defined]
+    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP))
     rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     backbone, uneven = model.backbone, []
     low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}

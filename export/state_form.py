@@ -10,7 +10,6 @@ what lies at the length and beyond, so rows there may hold anything that is fini
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ class LayerStates(nn.Module):
             self.register_buffer(str(layer), torch.zeros(state_shape(geometry)[1:], dtype=dtype))
 
     def __getitem__(self, layer: int) -> Tensor:
-        return cast(Tensor, self.get_buffer(str(layer)))
+        return self.get_buffer(str(layer))
 
 
 class StateForm(nn.Module):
