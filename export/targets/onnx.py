@@ -36,8 +36,8 @@ FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
 # Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
 TOLERANCES = {
     Quant.FP32: Tolerance(rows=1e-4, typical=1e-5, tie=1e-3),
-    Quant.INT8: Tolerance(rows=0.15, typical=0.02, tie=0.5),
-    Quant.INT4: Tolerance(rows=0.15, typical=0.02, tie=0.5),
+    Quant.INT8: Tolerance(rows=0.15, typical=0.05, tie=0.5),
+    Quant.INT4: Tolerance(rows=0.15, typical=0.05, tie=0.5),
 }
 
 
