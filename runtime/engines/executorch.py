@@ -128,7 +128,8 @@ class ExecutorchEngine(Engine):
         expected = [tuple(tensor.shape) for tensor in spec.inputs]
         if found != expected:
             raise BundleError(
-                f"{self.file}: {function} takes tensors of shapes {found}, the manifest says {expected}; export it again"
+                f"{self.file}: {function} takes tensors of shapes {found}, the manifest says {expected}; "
+                "export the bundle again"
             )
 
     def states(self, function: str) -> list[Any]:
@@ -197,7 +198,7 @@ class ExecutorchConversation(Conversation):
         return int(self._run(call, 1)[TOKENS][0])
 
     def rows(self, start: int, end: int) -> Array:
-        """Cache rows as ``[2 * layers, end - start, kv_heads * head_dim]``: keys and values of layer 0, of layer 1, .."""
+        """Cache rows ``[2 * layers, end - start, kv_heads * head_dim]``: keys and values of layer 0, of layer 1, .."""
         self.engine.seat(self, PREFILL)
         states = self.engine.states(PREFILL)
         layers = self.geometry.layers

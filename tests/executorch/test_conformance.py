@@ -1,0 +1,78 @@
+"""Speculative output is plain output on ExecuTorch, for every way a step can end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+from ssdevice.config import Mode, Schedule
+from ssdevice.export.plan import Quant
+from ssdevice.runtime.engines import EngineOptions, open_engine
+from ssdevice.runtime.engines.executorch import Array, ExecutorchConversation, ExecutorchEngine
+from tests.conformance.oracle import Drafts, StepOutput, check, drive
+from tests.executorch import programs
+
+PROMPT = [7, 21, 3, 44, 9, 30, 12]
+# Rows of tree nodes and of plain decoding sum the same keys in other columns; int8 inputs then round apart.
+ROW_TOLERANCE = {Quant.FP32: 1e-4, Quant.INT8: 0.5, Quant.INT4: 0.5}
+QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
+
+
+class OracleDriver:
+    """A conversation as ``tests.conformance.oracle.Driver``."""
+
+    windows: Sequence[int] = ()
+
+    def __init__(self, conversation: ExecutorchConversation) -> None:
+        self.conversation = conversation
+        g = conversation.geometry
+        self.tree, self.gamma, self.k = g.tree, g.gamma, g.k
+        self.vocab, self.context, self.chunk = g.vocab, g.context, g.chunk
+
+    def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
+        self.conversation.length = length
+        root = self.conversation.prefill(tokens)
+        return root, self.conversation.drafts.tolist()
+
+    def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
+        self.conversation.length = length
+        self.conversation.drafts[:] = drafts
+        tokens = self.conversation.step(root)
+        padded = [*tokens, *[0] * (self.tree.emitted - len(tokens))]
+        return StepOutput(padded, len(tokens), self.conversation.drafts.tolist())
+
+    def plain(self, root: int, length: int) -> int:
+        self.conversation.length = length
+        return self.conversation.step_plain(root)
+
+    def rows(self, start: int, end: int) -> Array:
+        return self.conversation.rows(start, end)
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [
+        combination if combination == QUICK else pytest.param(combination, marks=pytest.mark.slow)
+        for combination in itertools.product(
+            (Quant.FP32, Quant.INT8, Quant.INT4), (Mode.SHARED, Mode.LOSSLESS), (Schedule.DEFERRED, Schedule.FUSED)
+        )
+    ],
+    ids="-".join,
+)
+def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Schedule]) -> None:
+    bundle = programs.bundle(*combination)
+    engine = open_engine(bundle, None, EngineOptions())
+    assert isinstance(engine, ExecutorchEngine)
+    conversation = engine.new_conversation()
+    driver = OracleDriver(conversation)
+    facts = drive(driver, PROMPT, seed=1)
+    assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
+    assert np.isfinite(driver.rows(0, driver.context)).all()
+    # Rejected rows share no scale with others: what stands in them changes no bit.
+    check(facts, driver, ROW_TOLERANCE[combination[0]], perturbation_tolerance=0.0)
+    engine.close()
