@@ -43,7 +43,7 @@ def _(rows: Tensor, kv_heads: int) -> Tensor:
 def attend(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """``ssdevice.model.attention.attend`` as one operator: ``[1, heads, Q, hd] -> [1, Q, heads, hd]``; softcap 0: none."""
+    """``ssdevice.model.attention.attend`` as one operator: ``[1, heads, Q, hd] -> [1, Q, heads, hd]``."""
     out, _ = attention.attend(
         cast(nn.Module, None), query, keys, values, mask, scaling=scale, softcap=softcap if softcap else None
     )
@@ -107,7 +107,7 @@ def exportable(model: StreamModel) -> Iterator[None]:
         module = sys.modules[name]
         original = getattr(module, ROTARY_FUNCTION, None)
         kind = None if original is None else rotary_kind(original, config)
-        if kind is not None and all(_paired(table, kind) for table in tables):
+        if original is not None and kind is not None and all(_paired(table, kind) for table in tables):
             patched.append((module, original))
             setattr(module, ROTARY_FUNCTION, _through_operator(original, kind))
     try:
@@ -162,7 +162,7 @@ def _through_operator(
 
 
 class RowsForm(nn.Module):
-    """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` of each layer."""
+    """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` by layer."""
 
     def __init__(self, name: str, module: StepModule | PrefillModule, kv_heads: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class RowsForm(nn.Module):
 
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:
-    """New rows of all layers as ``[2 * layers, n, kv_heads * hd]``: keys of layer 0, values of layer 0, keys of 1, .."""
+    """New rows of all layers as ``[2 * layers, n, kv_heads * hd]``: keys and values of layer 0, of layer 1, .."""
     flat = [part[0].transpose(0, 1).flatten(1)[None] for pair in rows for part in pair]
     return torch.cat(flat, dim=0)
 

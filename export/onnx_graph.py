@@ -126,6 +126,13 @@ def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     return None if tensor is None else tensor.numpy()
 
 
+def source_of(node: ir.Node, index: int = 0) -> ir.Value:
+    """An input that a node of its kind always has."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
 def producer(value: ir.Value | None, kind: str) -> ir.Node | None:
     """The node that makes a value, if it is of this kind."""
     node = value.producer() if value is not None else None
@@ -168,7 +175,7 @@ def joined_reshapes(edit: Editor, node: ir.Node) -> bool:
         return False
     inner = producer(source, "Reshape")
     if inner is not None:
-        edit.replace(node, edit.reshape(node, inner.inputs[0], shape))
+        edit.replace(node, edit.reshape(node, source_of(inner), shape))
         return True
     if shape_of(source) == shape and not (node.outputs[0].is_graph_output() and source.producer() is None):
         edit.replace(node, source)
@@ -181,12 +188,12 @@ def joined_transposes(edit: Editor, node: ir.Node) -> bool:
     if node.op_type != "Transpose":
         return False
     perm = list(node.attributes["perm"].as_ints())
-    source = node.inputs[0]
+    source = source_of(node)
     inner = producer(source, "Transpose")
     if inner is not None:
         first = inner.attributes["perm"].as_ints()
         both = [first[d] for d in perm]
-        origin = inner.inputs[0]
+        origin = source_of(inner)
         if both == sorted(both):
             edit.replace(node, origin)
         else:
@@ -199,9 +206,7 @@ def joined_transposes(edit: Editor, node: ir.Node) -> bool:
         out = shape_of(node.outputs[0])
         if whole is not None and shape is not None and out is not None and whole == (1, *shape) and None not in out:
             lifted = [0, *(d + 1 for d in perm)]
-            moved = edit.insert(
-                node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted}
-            )
+            moved = edit.insert(node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted})
             edit.replace(node, edit.reshape(node, moved, out))
             return True
     return False
@@ -211,13 +216,13 @@ def gathers_first(edit: Editor, node: ir.Node) -> bool:
     """A gather of rows after a transpose or reshape becomes one before it, where rows of all layers look alike."""
     if node.op_type != "Gather":
         return False
-    source, index = node.inputs[0], node.inputs[1]
+    source, index = source_of(node), source_of(node, 1)
     axis = node.attributes.get_int("axis", 0)
     picked, shape = shape_of(index), shape_of(source)
     if picked is None or len(picked) != 1 or shape is None or None in shape or picked[0] is None:
         return False
     content = constant_of(index)
-    if content is not None and np.array_equal(content, np.arange(shape[axis])):
+    if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
         edit.replace(node, source)
         return True
     out = (*shape[:axis], picked[0], *shape[axis + 1 :])
@@ -254,7 +259,7 @@ def one_gather_of_rows(edit: Editor, node: ir.Node) -> bool:
         gather = producer(view.inputs[0] if view is not None else value, "Gather")
         if gather is None or shape_of(value) is None or (index is not None and gather.inputs[1] is not index):
             return False
-        index, source = gather.inputs[1], gather.inputs[0]
+        index, source = gather.inputs[1], source_of(gather)
         shape, rows = shape_of(source), shape_of(index)
         whole = shape_of(value)
         axis = gather.attributes.get_int("axis", 0)
@@ -296,22 +301,31 @@ def skip_normalization(edit: Editor, node: ir.Node) -> bool:
     if node.op_type != "RMSNormalization" or node.attributes.get_int("axis", -1) != -1:
         return False
     total = node.inputs[0]
-    add = producer(total, "Add")
-    if add is None or total is None or shape_of(add.inputs[0]) != shape_of(add.inputs[1]):
-        return False
     shape = shape_of(total)
-    if shape is None or len(shape) not in (2, 3):
+    if total is None or shape is None or len(shape) not in (2, 3):
+        return False
+    add = producer(total, "Add")
+    if add is not None and shape_of(add.inputs[0]) == shape_of(add.inputs[1]):
+        terms = [add.inputs[0], add.inputs[1]]
+    elif producer(total, "Concat") is not None and None not in shape:
+        # Main rows joined by stream rows: the kernel all other layers use, with nothing to add, because another one
+        # rounds differently and a row must not depend on the schedule.
+        add, terms = None, [total, edit.constant(np.zeros([size or 0 for size in shape], np.float32))]
+    else:
         return False
     norm = edit.insert(
         node,
         "SkipSimplifiedLayerNormalization",
-        [add.inputs[0], add.inputs[1], node.inputs[1]],
+        [*terms, node.inputs[1]],
         shape_of(node.outputs[0]),
         node.outputs[0].dtype,
         {"epsilon": node.attributes.get_float("epsilon", 1e-5)},
         CONTRIB,
         outputs=4,
     )
+    if add is None:
+        edit.replace(node, norm)
+        return True
     made = norm.producer()
     assert made is not None
     made.outputs[3].shape, made.outputs[3].type = total.shape, total.type
@@ -327,7 +341,13 @@ def argmax_as_topk(edit: Editor, node: ir.Node) -> bool:
     """ONNX Runtime's TopK of one takes half the time of its ArgMax; ties go to the lowest index in both."""
     source = node.inputs[0]
     shape = shape_of(source)
-    if node.op_type != "ArgMax" or source is None or shape is None or None in shape or source.dtype != ir.DataType.FLOAT:
+    if (
+        node.op_type != "ArgMax"
+        or source is None
+        or shape is None
+        or None in shape
+        or source.dtype != ir.DataType.FLOAT
+    ):
         return False
     if node.attributes.get_int("axis", 0) not in (-1, len(shape) - 1) or (shape[-1] or 0) < VOCABULARY:
         return False

@@ -2,12 +2,14 @@
 
 int8: weights per output column, symmetric; inputs per row, symmetric around 128 in uint8 (signed inputs take a path
 that is many times slower on x86). Rows never share a scale, so a draft row cannot change a verified one. int4: blocks
-of 32 along the inputs for linears; embedding and head stay int8, where four bits cost most accuracy and save least time.
+of 32 along the inputs for linears; embedding and head stay int8, where four bits cost most accuracy and save least
+time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -134,8 +136,8 @@ class _RowQuantizer:
         if shape is None or None in shape:
             raise ValueError(f"the rows of {value.name} are not static: {shape}")
         rows = 1
-        for size in shape[:-1]:
-            rows *= size or 1
+        for count in shape[:-1]:
+            rows *= count or 1
         single = rows == 1
         size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
         axes = edit.ints(*range(len(shape))) if single else edit.ints(-1)
@@ -155,9 +157,7 @@ class _RowQuantizer:
         return codes, scale
 
 
-def _int8_product(
-    edit: Editor, linear: Linear, before: ir.Node, rows: _RowQuantizer, store: WeightStore
-) -> ir.Value:
+def _int8_product(edit: Editor, linear: Linear, before: ir.Node, rows: _RowQuantizer, store: WeightStore) -> ir.Value:
     weight = store.as_int8(linear.name, linear.weight())
     values = _named(edit, f"{linear.name}.int8", weight.values)
     scale = _named(edit, f"{linear.name}.scale", weight.scale)
@@ -212,7 +212,7 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
         weight = store.as_int8(name, np.ascontiguousarray(content.T))
         values = _named(edit, f"{name}.int8", weight.values)
         scale = _named(edit, f"{name}.scale", weight.scale)
-        rows = int(np.prod(shape))
+        rows = prod([size or 0 for size in shape])
         flat = edit.reshape(node, ids, (rows,))
         columns = edit.insert(node, "Gather", [values, flat], (content.shape[1], rows), ir.DataType.INT8, {"axis": 1})
         codes = edit.insert(node, "Transpose", [columns], (rows, content.shape[1]), ir.DataType.INT8, {"perm": [1, 0]})

@@ -63,9 +63,7 @@ def heads(rows: Any, kv_heads: int) -> Any:
     return op.Transpose(op.Reshape(rows, _ints(1, -1, kv_heads, rows.shape[1] // kv_heads)), perm=[0, 2, 1, 3])
 
 
-def attend(
-    query: Any, keys: Sequence[Any], values: Sequence[Any], mask: Any, scale: float, softcap: float
-) -> Any:
+def attend(query: Any, keys: Sequence[Any], values: Sequence[Any], mask: Any, scale: float, softcap: float) -> Any:
     """Grouped attention over the joined runs: one product for scores and one for values per layer.
 
     Rows stay as the cache holds them, ``[P, KV * hd]``: FusedMatMul walks over them head by head. The heads of a group

@@ -1,7 +1,7 @@
 """The ONNX engine with its logits shown, for telling near-ties from faults. Needs the onnx package.
 
-The graphs in the bundle end in the choice of a token and copy no logits; here what is chosen from is made an output of a
-copy in memory.
+The graphs in the bundle end in the choice of a token and copy no logits; here what is chosen from is made an output of
+a copy in memory.
 """
 
 from __future__ import annotations

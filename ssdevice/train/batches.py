@@ -13,7 +13,6 @@ from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.text import ChatTokenizer
 
-
 WIDTH_MULTIPLE = 16
 """Few distinct shapes let the memory allocator reuse its blocks: on CPUs that is worth more than the padding costs."""
 
