@@ -229,7 +229,8 @@ class _Call:
 
     def __init__(self, engine: ExecutorchEngine, spec: FunctionSpec) -> None:
         self.engine, self.spec = engine, spec
-        self.inputs = {tensor.name: np.zeros(tensor.shape, np.int32) for tensor in spec.inputs}  # type: ignore[arg-type]
+        # Sizes are static here: only caches that are inputs have names for them.
+        self.inputs = {t.name: np.zeros([int(size) for size in t.shape], np.int32) for t in spec.inputs}
         self.names = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
         self._tensors = [engine.tensor(array) for array in self.inputs.values()]
 

@@ -133,10 +133,10 @@ def test_a_file_that_is_missing_is_refused(geometry: Geometry, tmp_path: Path) -
 
 
 def test_a_program_without_a_function_is_refused(file: Path, geometry: Geometry) -> None:
-    with pytest.raises(BundleError, match="the program has no rewind; it has .*step_plain"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(target, "functions", lambda *_: {"rewind": None})
-            ExecutorchEngine(file, geometry, ["rewind"], EngineOptions())
+    found = pytest.raises(BundleError, match="the program has no rewind; it has .*step_plain")
+    with found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "functions", lambda *_: {"rewind": None})
+        ExecutorchEngine(file, geometry, ["rewind"], EngineOptions())
 
 
 def test_a_program_of_another_geometry_is_refused(file: Path, geometry: Geometry) -> None:
