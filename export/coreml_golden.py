@@ -4,6 +4,7 @@ Each case is a conversation: prefill calls, then steps with the drafts to give. 
 different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by the
 interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
 least distance between the two largest logits of any row that decided a token of the step, in the float32 reference.
+``texts`` are for the host's tokenizer: a text and the ids of it, special tokens read as such.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ from typing import Any
 
 import numpy as np
 
+from ssdevice.chat_template import ChatTemplate
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
+from ssdevice.errors import ConfigError
 from ssdevice.export.coreml_driver import CoreMLDriver
 from ssdevice.export.parity import Array, Drafts, TorchDriver, plant
-from ssdevice.export.plan import ExportJob
+from ssdevice.export.plan import ExportJob, ExportPlan
+from ssdevice.text import ChatTokenizer, user_content
 
 SCHEMA_VERSION = 1
 CASES = 2
+TEXTS = (
+    "List the names of all customers.",
+    "SELECT name FROM table_12 WHERE price >= 3.50 AND city = 'Zürich'",
+    "  two  spaces, a\ttab\nand a line; it's don't we'll",
+    "日本語 и кириллица 🙂",
+)
 MAX_STEPS = 6
 
 
@@ -28,8 +38,34 @@ def write_golden(job: ExportJob, package: Path, file: Path) -> None:
     """Write the cases of one export."""
     driver = CoreMLDriver(package, job.plan.geometry)
     reference = TorchDriver(job)
-    cases = [_case(driver, reference, job.plan.geometry, seed) for seed in range(CASES)]
-    file.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "cases": cases}, indent=1) + "\n", "utf-8")
+    tokenizer = ChatTokenizer.open(job.plan.folder)
+    before, after = prompt_frame(tokenizer, instruction_of(job.plan))
+    texts = [*TEXTS, f"{before}{TEXTS[0]}{after}"]
+    golden = {
+        "schema_version": SCHEMA_VERSION,
+        "texts": [{"text": text, "ids": tokenizer.encode(text)} for text in texts],
+        "cases": [_case(driver, reference, job.plan.geometry, seed) for seed in range(CASES)],
+    }
+    file.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def prompt_frame(tokenizer: ChatTokenizer, instruction: str | None) -> tuple[str, str]:
+    """What stands before and after the user's text in a prompt of one message, for hosts that render no templates.
+
+    Raises ConfigError if the template does not write the user's text as it is.
+    """
+    mark = "the place of the prompt"
+    messages = [{"role": "user", "content": user_content(instruction, mark)}]
+    text = ChatTemplate(tokenizer.chat).render(messages, add_generation_prompt=True)
+    before, found, after = text.partition(mark)
+    if not found:
+        raise ConfigError("the chat template does not write the user's message as it is")
+    return before, after
+
+
+def instruction_of(plan: ExportPlan) -> str | None:
+    """The line that the app puts before every message."""
+    return plan.settings.instruction if plan.settings is not None else None
 
 
 def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:

@@ -24,14 +24,18 @@ SMALLEST_SCALE = 2.0**-6
 class HalfRMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) * scale`` without leaving float16: the row is divided by its largest value first."""
 
+    floor: Tensor
+
     def __init__(self, scale: Tensor, eps: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(scale.detach().clone(), requires_grad=False)
         self.root_eps = eps**0.5
+        # Not a number in the call: clamping to one side would write an infinity for the other.
+        self.register_buffer("floor", torch.tensor(SMALLEST_SCALE), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., D] -> [.., D]``, row by row."""
-        largest = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
+        largest = torch.maximum(x.abs().amax(-1, keepdim=True), self.floor)
         row = x / largest
         # eps is divided by the square of the scale in two steps: the square itself may not fit.
         eps = self.root_eps / largest

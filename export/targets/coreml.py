@@ -15,11 +15,12 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
 from ssdevice.export.coreml_driver import CoreMLDriver
-from ssdevice.export.coreml_golden import write_golden
+from ssdevice.export.coreml_golden import instruction_of, prompt_frame, write_golden
 from ssdevice.export.coreml_stored import stored_weights
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.text import ChatTokenizer
 
 PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
@@ -72,12 +73,14 @@ class CoreMLExporter:
 
     def _write_settings(self, job: ExportJob, file: Path) -> None:
         chosen = job.plan.options.coreml
+        before, after = prompt_frame(ChatTokenizer.open(job.plan.folder), instruction_of(job.plan))
         settings = {
             "deployment_target": DEPLOYMENT,
             "compute_units": chosen.compute_units.value,
             "kv_write": chosen.kv_write.value,
+            "prompt": {"before": before, "after": after},
         }
-        file.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 EXPORTER = CoreMLExporter()

@@ -79,6 +79,7 @@ def package(
     return out
 
 
+@cache
 def part(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Path:
     """One function as a package of its own."""
     made = converted(name, mode, schedule, write)
