@@ -40,6 +40,9 @@ def tidy(program: ExportedProgram) -> ExportedProgram:
             _mean_as_product(graph, node)
         elif node.target is aten.layer_norm.default:
             _spell_layer_norm(graph, node)
+        elif node.target is aten.embedding.default:
+            # A padding index matters to gradients alone, and hides a quantized table from the pass that looks for it.
+            node.args = node.args[:2]
     _collapse_views(graph)
     _merge_equal(graph)
     _collapse_views(graph)

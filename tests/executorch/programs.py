@@ -56,9 +56,13 @@ def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOp
     )
 
 
-@cache
 def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
     """The bundle of a combination, exported with its parity gate."""
+    return _bundle(quant, mode, schedule)
+
+
+@cache
+def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
     out = folder() / f"{quant}-{mode}-{schedule}"
     return export_bundle(options(quant, mode, schedule, out), lambda *_: None)
 
