@@ -51,7 +51,8 @@ public struct Generator: Sendable {
         var emitted = 1
         await each(Run(text: text.add(tokenizer.bytes(root)), accepted: false), speed)
         while !stops.contains(root) {
-            let room = min(maxTokens - emitted, target.geometry.context - (await target.length))
+            let length = await target.length
+            let room = min(maxTokens - emitted, target.geometry.context - length)
             if room <= 0 || Task.isCancelled { break }
             let clock = ContinuousClock.now
             var run = speculate ? try await target.step(root) : [try await target.plainStep(root)]

@@ -20,8 +20,8 @@ public actor Target {
     public init(bundle: ModelBundle) async throws {
         geometry = bundle.manifest.geometry
         drafts = Array(repeating: 0, count: geometry.gamma * geometry.k)
+        // Compiled into a temporary folder, which must outlive the models: Core ML may read from it later.
         let compiled = try await MLModel.compileModel(at: bundle.url(role: "model"))
-        defer { try? FileManager.default.removeItem(at: compiled) }
 
         func load(_ function: String) async throws -> MLModel {
             let configuration = MLModelConfiguration()
@@ -93,11 +93,11 @@ public actor Target {
 
     private func run(_ model: MLModel, _ inputs: [String: MLMultiArray]) async throws -> MLFeatureProvider {
         var all = inputs
-        all["length"] = try Self.array([Int32(length)])
+        all["length"] = Self.array([Int32(length)])
         return try await model.prediction(from: MLDictionaryFeatureProvider(dictionary: all), using: state)
     }
 
-    private static func array(_ values: [Int32], shape: [Int]? = nil) throws -> MLMultiArray {
+    private static func array(_ values: [Int32], shape: [Int]? = nil) -> MLMultiArray {
         MLMultiArray(MLShapedArray(scalars: values, shape: shape ?? [values.count]))
     }
 

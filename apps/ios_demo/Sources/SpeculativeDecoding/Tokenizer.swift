@@ -132,7 +132,7 @@ public struct Tokenizer: Sendable {
 
     /// GPT-2's division of a text into words, their leading space with them.
     private nonisolated(unsafe) static let words =
-        /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+/
+        #/'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+/#
         .matchingSemantics(.unicodeScalar)
 
     private static func separatingDigits(_ text: String) -> [String] {
