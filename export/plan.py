@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +13,7 @@ from ssdevice.config import Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 from ssdevice.export.coreml_options import CoreMLOptions
+from ssdevice.manifest import Precision
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -26,19 +26,8 @@ MAX_CHUNK = 512
 
 Report = Callable[[str, int, int, str], None]
 """``report(stage, done, total, detail)``: where a long export stands."""
-
-
-class Quant(StrEnum):
-    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row, but for Core ML.
-
-    ``palette4``: sixteen values a group of channels, chosen for the weight (Core ML alone).
-    """
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    INT8 = "int8"
-    INT4 = "int4"
-    PALETTE4 = "palette4"
+Quant = Precision
+"""What ``--quant`` asks for, as the manifest will say it."""
 
 
 @dataclass(frozen=True)

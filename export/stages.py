@@ -18,7 +18,6 @@ from ssdevice.manifest import (
     GeometrySpec,
     Manifest,
     ModelIdentity,
-    Precision,
 )
 from ssdevice.text import TOKENIZER_FILE, ChatTokenizer
 
@@ -128,7 +127,7 @@ def make_manifest(export: Export) -> Manifest:
             sha256=identity.sha256,
         ),
         target=plan.options.target,
-        precision=Precision(plan.options.quant.value),
+        precision=plan.options.quant,
         mode=mode,
         schedule=plan.schedule,
         cache=result.cache,

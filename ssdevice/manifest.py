@@ -39,7 +39,10 @@ TEXT: Rule = {"maxLength": 1 << 16}
 
 
 class Precision(StrEnum):
-    """How weights are stored; int8 and int4 also quantize activations, one scale per row."""
+    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row, but for Core ML.
+
+    ``palette4``: sixteen values a group of channels, chosen for the weight (Core ML alone).
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"

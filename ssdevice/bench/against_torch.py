@@ -12,7 +12,6 @@ import torch
 from ssdevice.bundle import Bundle
 from ssdevice.config import Target
 from ssdevice.errors import InputError
-from ssdevice.export.plan import Quant
 from ssdevice.manifest import Precision
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
@@ -80,7 +79,7 @@ def agreement(
     if simulate:
         from ssdevice.export.onnx_reference import simulated
 
-        context = simulated(loaded.model, Quant(manifest.precision.value))  # type: ignore[assignment]
+        context = simulated(loaded.model, manifest.precision)  # type: ignore[assignment]
     tokens = agreeing = 0
     worst = 0.0
     with context, torch.no_grad():
