@@ -16,8 +16,11 @@ from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
 from ssdevice.export.coreml_driver import CoreMLDriver
 from ssdevice.export.coreml_golden import instruction_of, prompt_frame, write_golden
+from ssdevice.export.coreml_options import ComputeUnits
 from ssdevice.export.coreml_stored import stored_weights
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
+from ssdevice.export.mil.audit import audit
+from ssdevice.export.mil.reader import Package
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.text import ChatTokenizer
@@ -59,6 +62,7 @@ class CoreMLExporter:
         self._write_settings(job, folder / SETTINGS)
         if options.quant is not Quant.FP16:
             notes.append("weights alone are compressed: activations are float16")
+        notes.extend(_device_notes(folder / PACKAGE, options.coreml.compute_units))
         files = [TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS)]
         write_golden(job, folder / PACKAGE, folder / GOLDEN)
         files.append(TargetFile("golden", GOLDEN))
@@ -81,6 +85,16 @@ class CoreMLExporter:
             "prompt": {"before": before, "after": after},
         }
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
+    """What is known to go wrong with such a package where the Neural Engine may run it, one sentence a kind."""
+    if units not in (ComputeUnits.ALL, ComputeUnits.CPU_AND_NE):
+        return []
+    first: dict[str, str] = {}
+    for warning in audit(Package.open(package)).warnings:
+        first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
+    return list(first.values())
 
 
 EXPORTER = CoreMLExporter()
