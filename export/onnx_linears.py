@@ -126,10 +126,15 @@ def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Se
 
 def plain_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
     """A float32 MatMul."""
-    name = f"{linear.name}.T"
+    name = transposed_name(linear)
     known = edit.graph.initializers.get(name)
     weight = known if known is not None else edit.constant(linear.weight(), name)
     return edit.insert(before, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
+
+
+def transposed_name(linear: Linear) -> str:
+    """Name of a float32 weight as ``[K, N]``."""
+    return f"{linear.name}.T"
 
 
 def out_shape(linear: Linear) -> tuple[int | None, ...]:

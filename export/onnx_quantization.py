@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ssdevice.export.onnx_graph import CONTRIB, Editor, constant_of, shape_of
-from ssdevice.export.onnx_linears import SMALL, Linear, linears, lower, out_shape, plain_product
+from ssdevice.export.onnx_linears import SMALL, Linear, linears, lower, out_shape, plain_product, transposed_name
 from ssdevice.export.plan import Quant
 
 Array = np.ndarray[Any, Any]
@@ -100,6 +100,8 @@ class WeightStore:
 
 def quantize(edit: Editor, quant: Quant, store: WeightStore) -> None:
     """Lower every linear and embedding of a graph to the form ``quant`` asks for."""
+    if quant is Quant.FP32:
+        _share_tied_table(edit)
     tied = _quantize_embeddings(edit, store) if quant in (Quant.INT8, Quant.INT4) else set()
     inputs = _RowQuantizer(edit)
     for linear in linears(edit):
@@ -222,6 +224,24 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
         )
         edit.replace(node, edit.reshape(node, out, (*shape, content.shape[1])))
     return names
+
+
+def _share_tied_table(edit: Editor) -> None:
+    """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
+    heads = {linear.name: linear for linear in linears(edit) if len(linear.parts) == 1}
+    for node in list(edit.graph):
+        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        ids = node.inputs[1] if table is not None else None
+        shape = shape_of(ids)
+        if table is None or ids is None or table.name not in heads or shape is None or None in shape:
+            continue
+        head = heads[table.name]
+        rows = prod([size or 0 for size in shape])
+        stored = _named(edit, transposed_name(head), head.weight())
+        flat = edit.reshape(node, ids, (rows,))
+        columns = edit.insert(node, "Gather", [stored, flat], (head.inputs, rows), ir.DataType.FLOAT, {"axis": 1})
+        turned = edit.insert(node, "Transpose", [columns], (rows, head.inputs), ir.DataType.FLOAT, {"perm": [1, 0]})
+        edit.replace(node, edit.reshape(node, turned, (*shape, head.inputs)))
 
 
 def _named(edit: Editor, name: str, content: Array) -> ir.Value:
