@@ -209,6 +209,16 @@ class Gate:
         self.ties += 1
         return False
 
+    def reference_ties(self, where: str, node: int, tokens: list[int], plain: list[int]) -> bool:
+        """Whether the reference's own step left plain decoding at a near-tie; ParityError for anything worse."""
+        for place, (mine, theirs) in enumerate(zip(tokens, plain, strict=False)):
+            if mine != theirs:
+                at = self.geometry.tree.path_table[node][place]
+                return not self.same_id(
+                    f"{where}, the reference", f"{TOKENS}[{place}]", mine, theirs, self.reference.main[at]
+                )
+        return False
+
     def same_drafts(self, where: str, mine: Drafts, theirs: Drafts) -> None:
         """Every candidate agrees or is a near-tie."""
         for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -295,8 +305,8 @@ def _compare_steps(gate: Gate, prompt: list[int], nodes: Sequence[int]) -> None:
         drafts = plant(g, node, truth[done + 1 :], draw)
         theirs, mine = reference.step(root, drafts, length), gate.artifact.step(root, drafts, length)
         where = f"{STEP} {i + 1} (end node {node})"
-        if theirs.tokens != truth[done + 1 : done + 2 + depth]:
-            raise ParityError(f"{where}: the reference itself gives {theirs.tokens}, plain decoding something else")
+        if gate.reference_ties(where, node, theirs.tokens, truth[done + 1 : done + 2 + depth]):
+            continue  # the next step writes over these rows
         at = _compare_tokens(gate, where, mine.tokens, theirs.tokens, node)
         if at is None:
             gate.same_rows(where, length, length + len(theirs.tokens))

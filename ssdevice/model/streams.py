@@ -48,8 +48,22 @@ class StreamRowAdapter(nn.Module):
         self.adapter = adapter
         self.split = split
         self.replace = replace
+        self.merged: nn.Linear | None = None
+
+    def merge(self) -> None:
+        """Give stream rows a weight of their own with the low-rank term folded in; they compute the same."""
+        if self.replace or not isinstance(self.base, nn.Linear):
+            return
+        base = self.base
+        self.merged = nn.Linear(base.in_features, base.out_features, base.bias is not None)
+        with torch.no_grad():
+            self.merged.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
+            if base.bias is not None:
+                self.merged.bias.copy_(base.bias)
 
     def _stream(self, x: Tensor) -> Tensor:
+        if self.merged is not None:
+            return cast(Tensor, self.merged(x))
         low_rank = self.adapter(x)
         return cast(Tensor, low_rank if self.replace else self.base(x) + low_rank)
 
@@ -82,6 +96,7 @@ class Streams(nn.Module):
         self.identifiers = nn.Parameter(torch.randn(config.gamma, width) * 0.02)
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.adapters = nn.ModuleDict()
+        self._rows: list[StreamRowAdapter] = []  # a plain list: they are modules of the layers, not of this one
         if config.mode is Mode.LOSSLESS:
             for i in range(backbone.num_layers - config.msa_layers, backbone.num_layers):
                 self._wrap(backbone.layers[i], i)
@@ -102,6 +117,16 @@ class Streams(nn.Module):
         batch, nodes, width = h.shape
         return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
 
+    def merge(self) -> bool:
+        """Fold stream adapters into second weights of the MSA layers; whether there were any.
+
+        For graphs whose streams run on their own: one product in place of three, for a copy of these layers' weights.
+        """
+        rows = [row for row in self._rows if not row.replace]
+        for row in rows:
+            row.merge()
+        return bool(rows)
+
     def _wrap(self, layer: nn.Module, index: int) -> None:
         config = self.config
         replace_mlp = config.stream_mlp is StreamMLP.ADAPTER
@@ -120,5 +145,7 @@ class Streams(nn.Module):
         self, layer: nn.Module, index: int, path: str, base: nn.Module, adapter: LowRank, replace: bool
     ) -> None:
         owner, _, name = path.rpartition(".")
-        setattr(layer.get_submodule(owner), name, StreamRowAdapter(base, adapter, self.split, replace))
+        row = StreamRowAdapter(base, adapter, self.split, replace)
+        setattr(layer.get_submodule(owner), name, row)
+        self._rows.append(row)
         self.adapters[f"{index}-{path.replace('.', '-')}"] = adapter
