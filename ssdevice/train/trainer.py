@@ -179,7 +179,7 @@ def _distill(
 def _save(
     options: TrainOptions, wrapped: Any, model: nn.Module, identity: BaseIdentity, rows: int, history: list[list[float]]
 ) -> None:
-    """Write PEFT's files and the streams; weights are stored in float16."""
+    """Write PEFT's files (LoRA in float16) and the streams (float32)."""
     options.out.mkdir(parents=True, exist_ok=True)
     if wrapped is not None:
         for name, p in wrapped.named_parameters():
