@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ SMALLEST_SCALE = 2.0**-6
 """Rows below it are scaled by it: eps divided by its square still fits float16."""
 
 
-class HalfRMSNorm(nn.Module):
-    """``x / sqrt(mean(x²) + eps) * scale`` without leaving float16: the row is divided by its largest value first."""
+class HalfNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) * scale`` without leaving float16: the row is divided by its largest value first.
+
+    ``centered``: the row's mean is subtracted before.
+    """
 
     floor: Tensor
 
-    def __init__(self, scale: Tensor, eps: float) -> None:
+    def __init__(self, scale: Tensor, eps: float, centered: bool = False) -> None:
         super().__init__()
+        self.centered = centered
         self.scale = nn.Parameter(scale.detach().clone(), requires_grad=False)
         self.root_eps = eps**0.5
         # Not a number in the call: clamping to one side would write an infinity for the other.
@@ -37,6 +42,8 @@ class HalfRMSNorm(nn.Module):
         """``[.., D] -> [.., D]``, row by row."""
         largest = torch.maximum(x.abs().amax(-1, keepdim=True), self.floor)
         row = x / largest
+        if self.centered:
+            row = row - row.mean(-1, keepdim=True)
         # eps is divided by the square of the scale in two steps: the square itself may not fit.
         eps = self.root_eps / largest
         return row * torch.rsqrt((row * row).mean(-1, keepdim=True) + eps * eps) * self.scale
@@ -63,23 +70,25 @@ def half_precision(model: StreamModel) -> Iterator[None]:
             setattr(parent, name, child)
 
 
-def half_norm(module: Any) -> HalfRMSNorm | None:
-    """The HalfRMSNorm that computes what a norm module does, or None if it is no root-mean-square norm.
+def half_norm(module: Any) -> HalfNorm | None:
+    """The HalfNorm that computes what a norm module does, or None if it computes no squares itself.
 
-    Found by computing: families differ in the name of eps and in whether the weight is added to one.
+    Found by computing: families differ in the name of eps, in whether the weight is added to one, and in whether the
+    mean is subtracted. ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
     """
     weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+    if isinstance(module, nn.LayerNorm) or not isinstance(weight, Tensor):
+        return None
+    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")) or getattr(module, "bias", None) is not None:
         return None
     eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
     generator = torch.Generator().manual_seed(0)
-    probe = (
-        torch.randn(5, weight.shape[-1], generator=generator) * torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0])[:, None]
-    )
+    sizes = torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0]).reshape(5, *[1] * weight.dim())
+    probe = torch.randn(5, *weight.shape, generator=generator) * sizes
     with torch.no_grad():
         expected = module(probe)
-        for scale in (weight, 1.0 + weight):
-            candidate = HalfRMSNorm(scale, eps)
-            if torch.allclose(candidate(probe), expected, rtol=1e-5, atol=1e-6):
+        for scale, centered in product((weight, 1.0 + weight), (False, True)):
+            candidate = HalfNorm(scale, eps, centered)
+            if torch.allclose(candidate(probe), expected, rtol=1e-4, atol=1e-5):
                 return candidate
     return None

@@ -9,13 +9,14 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.config import Target  # noqa: E402
 from ssdevice.errors import ConfigError  # noqa: E402
 from ssdevice.export import coreml_ops  # noqa: E402
-from ssdevice.export.coreml_half import HalfRMSNorm, half_norm, half_precision  # noqa: E402
+from ssdevice.export.coreml_half import HalfNorm, half_norm, half_precision  # noqa: E402
 from ssdevice.export.coreml_options import CoreMLOptions, KVWrite  # noqa: E402
 from ssdevice.export.coreml_weights import Scheme, Weight, plan_weights  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from tests.model.tiny import MODELS, tiny_model  # noqa: E402
 
+CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
 LINEAR, LOOKUP = ("linear", "weight"), ("gather", "x")
 
 
@@ -61,16 +62,18 @@ def test_writing_by_mask_is_writing_by_slice(length: int):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_every_root_mean_square_norm_has_a_half_form(family: str):
+def test_every_norm_is_one_operation_or_has_a_half_form(family: str):
     backbone = build(tiny_model(family), None, 64).backbone
-    for part in backbone.modules():
-        if "RMSNorm" in type(part).__name__:
-            assert half_norm(part) is not None
+    norms = [part for part in backbone.modules() if type(part).__name__.endswith("Norm")]
+    assert norms
+    for part in norms:
+        one_operation = isinstance(part, torch.nn.LayerNorm) or type(part).__name__ in CALLS_LAYER_NORM
+        assert one_operation or half_norm(part) is not None, type(part).__name__
 
 
 def test_norms_of_large_rows_stay_finite_in_half():
     x = torch.tensor([[3000.0, 1.0, -2.0, 0.5], [1e-4, 0.0, -1e-4, 2e-4], [0.0, 0.0, 0.0, 0.0]])
-    norm = HalfRMSNorm(torch.ones(4), 1e-6)
+    norm = HalfNorm(torch.ones(4), 1e-6)
     exact = x * torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6)
     assert not torch.isfinite(x.half() ** 2).all()
     assert torch.allclose(norm.half()(x.half()).double(), exact, rtol=4e-3, atol=2e-3)
@@ -81,7 +84,7 @@ def test_the_model_is_as_before_after_half_precision():
     before = [type(part) for part in model.modules()]
     mask = model.backbone.mask_value
     with half_precision(model):
-        assert any(isinstance(part, HalfRMSNorm) for part in model.modules())
+        assert any(isinstance(part, HalfNorm) for part in model.modules())
         assert model.backbone.mask_value == -1e4
     assert [type(part) for part in model.modules()] == before
     assert model.backbone.mask_value == mask
