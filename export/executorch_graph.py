@@ -41,8 +41,7 @@ def tidy(program: ExportedProgram) -> ExportedProgram:
         elif node.target is aten.layer_norm.default:
             _spell_layer_norm(graph, node)
         elif node.target is aten.embedding.default:
-            # A padding index matters to gradients alone, and hides a quantized table from the pass that looks for it.
-            node.args = node.args[:2]
+            _plain_embedding(graph, node)
     _collapse_views(graph)
     _merge_equal(graph)
     _collapse_views(graph)
@@ -66,6 +65,8 @@ def write_last(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+FREE = ("getitem", "view_copy", "unsqueeze_copy")
+"""What is elided outside delegates, or next to nothing inside."""
 MIN_DELEGATE = 5
 """Operators below which a delegate is not worth its call, unless a matrix product is among them."""
 PRODUCTS = ("linear", "bmm", "mm", "addmm")
@@ -73,7 +74,7 @@ PRODUCTS = ("linear", "bmm", "mm", "addmm")
 
 def worthwhile(nodes: Iterable[fx.Node]) -> bool:
     """Whether a delegate of these nodes saves more than its call costs."""
-    names = [name for name in _names(nodes) if name not in ("view_copy", "unsqueeze_copy")]
+    names = _names(nodes)
     return len(names) >= MIN_DELEGATE or any(name in PRODUCTS for name in names)
 
 
@@ -105,13 +106,13 @@ def delegation(program: ExportedProgram) -> Delegation:
             delegates += 1
             lowered = getattr(program.graph_module, str(node.args[0].target))
             inside.update(_names(lowered.original_module.graph_module.graph.nodes))
-        elif name not in ("getitem", "alloc", "view"):
+        elif name not in FREE:
             outside[name] += 1
     return Delegation(delegates, inside, outside)
 
 
 def _names(nodes: Iterable[fx.Node]) -> list[str]:
-    return [_name(node) for node in nodes if node.op == "call_function" and _name(node) != "getitem"]
+    return [_name(node) for node in nodes if node.op == "call_function" and _name(node) not in FREE]
 
 
 def _name(node: fx.Node) -> str:
@@ -155,6 +156,19 @@ def _row_mean(graph: fx.Graph, x: fx.Node) -> fx.Node:
     column.meta["val"] = flat.meta["val"].new_empty(1, width, 1)
     mean = _call(graph, aten.bmm.default, flat, column)
     return _call(graph, aten.reshape.default, mean, [*shape[:-1], 1])
+
+
+def _plain_embedding(graph: fx.Graph, node: fx.Node) -> None:
+    """Two arguments and int64 indices.
+
+    A padding index matters to gradients alone, and hides a quantized table from the pass that looks for one. The
+    operator that reads quantized tables ends the process at indices of 32 bits.
+    """
+    table, indices = cast(tuple[fx.Node, fx.Node], node.args[:2])
+    if indices.meta["val"].dtype is not torch.int64:
+        with graph.inserting_before(node):
+            indices = _call(graph, aten.to.dtype, indices, torch.int64)
+    node.args = (table, indices)
 
 
 def _spell_layer_norm(graph: fx.Graph, node: fx.Node) -> None:

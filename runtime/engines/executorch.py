@@ -113,17 +113,20 @@ class ExecutorchEngine(Engine):
                 raise BundleError(f"{self.file}: the bundle has no {function}; it has {', '.join(self.specs)}")
             POOL.acquire(self.options.threads)
             try:
-                method = self._program.load_method(function)._method
-            except RuntimeError as error:
+                self._methods[function] = self._load(function)
+            except BundleError:
                 POOL.release(1)
-                raise BundleError(_explain(self.file, function, error)) from error
-            self._check(function, method.method_meta())
-            self._methods[function] = method
+                raise
         return self._methods[function]
 
-    def _check(self, function: str, meta: Any) -> None:
-        """Raise BundleError unless the method takes what the contract says."""
+    def _load(self, function: str) -> Any:
+        """The loaded method; raises BundleError unless it takes what the contract says."""
         spec = self.specs[function]
+        try:
+            method = self._program.load_method(function)._method
+        except RuntimeError as error:
+            raise BundleError(_explain(self.file, function, error)) from error
+        meta = method.method_meta()
         found = [tuple(meta.input_tensor_meta(i).sizes()) for i in range(meta.num_inputs())]
         expected = [tuple(tensor.shape) for tensor in spec.inputs]
         if found != expected:
@@ -131,6 +134,7 @@ class ExecutorchEngine(Engine):
                 f"{self.file}: {function} takes tensors of shapes {found}, the manifest says {expected}; "
                 "export the bundle again"
             )
+        return method
 
     def states(self, function: str) -> list[Any]:
         """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer."""
