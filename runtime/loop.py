@@ -1,4 +1,4 @@
-"""The decoding loop: the whole of what a host does beside calling a target (DESIGN section 2).
+"""The decoding loop: the whole of what a host does beside calling a target (ssdevice/contract.py).
 
 It moves integers. Everything that decides which token comes next is behind ``Conversation``.
 """

@@ -115,7 +115,7 @@ class Geometry:
 
     @property
     def capacity(self) -> int:
-        """Cache rows: every fixed-size write at a length within the context stays inside (DESIGN section 2)."""
+        """Cache rows: every fixed-size write at a length within the context stays inside."""
         rows = self.context + max(self.tree.emitted, self.chunk)
         return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 

@@ -57,7 +57,7 @@ def _means(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> Js
 def as_json(
     setting: Setting, options: BenchOptions, result: BenchResult, quality: Json, memory: Mapping[str, float]
 ) -> Json:
-    """The object ``bench --json`` writes (DESIGN section 6)."""
+    """The object ``bench --json`` writes."""
     geometry, speedup = setting.geometry, result.speedup
     differing = {name: result.differing(name) for name in result.arms}
     return {

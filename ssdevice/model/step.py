@@ -1,4 +1,4 @@
-"""The step: verify a draft tree and write the next draft in one call (2402.11131 section 3.2; DESIGN section 2).
+"""The step: verify a draft tree and write the next draft in one call (2402.11131 section 3.2; ssdevice/contract.py).
 
 T tree nodes, A = depth + 1, γ streams with k candidates each, D hidden, P rows of past. Batch is 1, integers are
 int32, and every size but P is a Python constant, so the graphs are static.
@@ -129,7 +129,7 @@ class StepModule(nn.Module):
             self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
 
     def forward(self, root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
-        """One step at ``length [1]`` committed tokens: see the module and DESIGN section 2 for the phases."""
+        """One step at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
         # The tree: tokens gathered from the drafts, one position per depth, eyes on the past and on ancestors.
         tokens = torch.cat([root, drafts.reshape(-1)]).index_select(0, self.slots)
