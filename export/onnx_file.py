@@ -75,6 +75,10 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
                 base_dir=weights.path.parent,
             )
     _strip(model)
+    for node in model.graph:
+        for output in node.outputs:
+            if output.type is None:
+                output.shape = None  # a shape without an element type has no place in the file
     ir.save(model, path)
 
 
