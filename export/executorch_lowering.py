@@ -1,4 +1,4 @@
-"""From the modules of the step to one ExecuTorch program: trace, lower to XNNPACK or Core ML, lay out the memory."""
+"""From the modules of the step to one ExecuTorch program: trace, lower to XNNPACK, lay out the memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -26,13 +25,6 @@ from ssdevice.model.step import StreamModel
 
 ATTENTION = "ssdevice_bmm"
 NOISY = ("executorch", "torch.export", "torchao", "root")
-
-
-class Delegate(StrEnum):
-    """Who runs the graph on the device: CPUs through XNNPACK, or Apple's devices through Core ML."""
-
-    XNNPACK = "xnnpack"
-    COREML = "coreml"
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,6 @@ def lower(
     plan: ExportPlan,
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
-    delegate: Delegate,
     report: Callable[[int, str], None],
 ) -> Lowered:
     """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs."""
@@ -142,10 +133,10 @@ def lower(
         for number, (name, spec) in enumerate(specs.items()):
             report(number, f"trace {name}")
             programs[name] = trace(name, spec, model, plan)
-        report(len(specs), f"lower to {delegate}")
+        report(len(specs), "lower to XNNPACK")
         edge = to_edge_transform_and_lower(
             programs,
-            partitioner=[partitioner(delegate)],
+            partitioner=[partitioner()],
             constant_methods=dict(constants),
             # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
@@ -165,24 +156,17 @@ def lower(
     return Lowered(bytes(program.buffer), delegations)
 
 
-def partitioner(delegate: Delegate) -> Any:
-    """What decides which operators the delegate takes."""
-    if delegate is Delegate.XNNPACK:
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+def partitioner() -> Any:
+    """What decides which operators XNNPACK takes: all it can, but for delegates that would only copy."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
-        class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
-            """Leaves out delegates that would only copy: each call of one costs more than its operators."""
+    class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
+        """Leaves out delegates whose call costs more than their operators."""
 
-            def generate_partitions(self, ep: Any) -> list[Any]:
-                return [part for part in super().generate_partitions(ep) if worthwhile(part.nodes)]
+        def generate_partitions(self, ep: Any) -> list[Any]:
+            return [part for part in super().generate_partitions(ep) if worthwhile(part.nodes)]
 
-        return Worthwhile()
-    import coremltools
-    from executorch.backends.apple.coreml.compiler import CoreMLBackend
-    from executorch.backends.apple.coreml.partition import CoreMLPartitioner
-
-    specs = CoreMLBackend.generate_compile_specs(minimum_deployment_target=coremltools.target.iOS18)
-    return CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=False)
+    return Worthwhile()
 
 
 def constants_of(geometry: Geometry, stop_ids: Sequence[int], schema: int) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.executorch_driver import ExecutorchDriver
 from ssdevice.export.executorch_graph import Delegation
-from ssdevice.export.executorch_lowering import Delegate, constants_of, lower
+from ssdevice.export.executorch_lowering import constants_of, lower
 from ssdevice.export.executorch_quantization import quantized
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -32,17 +34,10 @@ SHOWN = 6
 
 
 class ExecutorchExporter:
-    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``.
-
-    ``delegate``: XNNPACK for CPUs. A program for Core ML is written too, but only Apple's devices can load it, so its
-    numbers are not checked here.
-    """
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
 
     quants = (Quant.FP32, Quant.INT8, Quant.INT4)
     schedule = Schedule.DEFERRED
-
-    def __init__(self, delegate: Delegate = Delegate.XNNPACK) -> None:
-        self.delegate = delegate
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``; see ``plan.Exporter``."""
@@ -51,28 +46,19 @@ class ExecutorchExporter:
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
         model = quantized(job.loaded.model, plan.options.quant)
         stages = len(specs) + 2
-        lowered = lower(
-            model.model,
-            plan,
-            specs,
-            constants,
-            self.delegate,
-            lambda i, what: job.report("write the graphs", i, stages, what),
-        )
+
+        def report(number: int, what: str) -> None:
+            job.report("write the graphs", number, stages, what)
+
+        lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = [*model.notes, *(describe(name, found) for name, found in lowered.delegations.items())]
-        if self.delegate is not Delegate.XNNPACK:
-            notes.append(
-                f"lowered to {self.delegate}: its numbers were not checked, for they cannot be on this machine"
-            )
         return TargetResult(
             (TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions()
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The program as the runtime runs it, against the torch model with the same quantized weights."""
-        if self.delegate is not Delegate.XNNPACK:
-            return {}
         quant = job.plan.options.quant
         model = quantized(job.loaded.model, quant).model
         reference = replace(job, loaded=replace(job.loaded, model=model))

@@ -94,9 +94,9 @@ class ExecutorchEngine(Engine):
         self.options = options
         every = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
         self.specs = {name: every[name] for name in names}
-        self._torch = importlib.import_module("torch")
         self._methods: dict[str, Any] = {}
         self._program: Any = _load_program(file)
+        self._torch = importlib.import_module("torch")
         self._owner: weakref.ref[ExecutorchConversation] | None = None
         missing = sorted(set(names) - self._program.method_names)
         if missing:
