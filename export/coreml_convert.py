@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import coremltools as ct
 import torch
 
 from ssdevice.config import Schedule
@@ -22,6 +21,11 @@ from ssdevice.export.coreml_options import KVWrite
 from ssdevice.export.forms import function_module
 from ssdevice.export.state_form import StateForm, Write
 from ssdevice.model.step import StreamModel
+
+# Importing coremltools reports its absent native parts and every version newer than it was tested with.
+for _name in ("coremltools", "torchao"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+import coremltools as ct  # noqa: E402
 
 CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}

@@ -6,10 +6,8 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-
-import coremltools as ct
-import torch
 
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
@@ -29,6 +27,7 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 DEPLOYMENT = "iOS18"
+TOOLS = ("torch", "transformers", "coremltools")
 TOLERANCE = Tolerance(rows=0.02, tie=0.15)
 """Ceilings for float16 against the float32 model with the package's weights."""
 
@@ -66,7 +65,7 @@ class CoreMLExporter:
         files = [TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS)]
         write_golden(job, folder / PACKAGE, folder / GOLDEN)
         files.append(TargetFile("golden", GOLDEN))
-        tools = {"coremltools": ct.__version__, "torch": torch.__version__}
+        tools = {name: version(name) for name in TOOLS}
         return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

@@ -15,6 +15,7 @@ from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, AdapterSettings, BaseIdentity, load_streams, read_settings
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
+from ssdevice.model.lora import attach_lora, merge_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import Streams
 
@@ -69,16 +70,6 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return hf.eval()
 
 
-def merge_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter folded into its weights."""
-    from peft import PeftModel
-
-    try:
-        return PeftModel.from_pretrained(hf, str(adapter)).merge_and_unload().eval()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({str(error).splitlines()[0]})") from error
-
-
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
     """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
 
@@ -95,9 +86,10 @@ POSITION_MARGIN = 1024
 """Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
 
 
-def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None) -> LoadedModel:
-    """The base in ``folder`` with the app in ``adapter`` merged in; ``gamma``: how many of its streams to keep.
+def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None, merge: bool = True) -> LoadedModel:
+    """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
+    ``merge``: fold its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
     An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. Raises InputError.
     """
     if adapter is not None and not adapter.is_dir():
@@ -115,7 +107,7 @@ def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = N
             if settings.streams.mode is Mode.LOSSLESS and has_lora:
                 raise InputError(f"{adapter}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
         if has_lora:
-            hf = merge_lora(hf, adapter)
+            hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
     config = settings.streams if settings is not None else None
     if config is not None and gamma is not None and gamma > config.gamma:
         raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")

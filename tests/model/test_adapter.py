@@ -25,6 +25,7 @@ from ssdevice.model.adapter import (
     write_streams,
 )
 from ssdevice.model.loading import load
+from ssdevice.model.lora import LoraLinear
 from ssdevice.model.reference import Reference
 from ssdevice.model.streams import Streams
 from ssdevice.tree import Tree
@@ -227,3 +228,32 @@ def test_a_lora_is_merged_into_main_and_stream_rows(base: Path, tmp_path: Path) 
     without = load(base, None, CONTEXT)
     assert without.settings is None and without.model.streams is None
     assert not torch.allclose(without.model.backbone.layers[2].mlp.down_proj.weight, expected)
+
+
+def shared_with_lora(base: Path, folder: Path, **options: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options})
+    get_peft_model(tiny_model("llama"), config).save_pretrained(folder)
+    write(base, folder, CONFIGS["shared"])
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 3}, {"rank_pattern": {"q_proj": 3}}])
+def test_a_lora_beside_the_base_computes_what_a_merged_one_does(
+    base: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    shared_with_lora(base, tmp_path, **options)
+    merged, apart = load(base, tmp_path, CONTEXT).model, load(base, tmp_path, CONTEXT, merge=False).model
+    linears = {name: part for name, part in apart.backbone.named_modules() if isinstance(part, LoraLinear)}
+    assert len(linears) == 7 * merged.backbone.num_layers
+    for name, part in linears.items():
+        whole = merged.backbone.get_submodule(name)
+        x = torch.randn(3, part.base.in_features)
+        torch.testing.assert_close(part(x), whole(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"}, {"target_modules": ["embed_tokens"]}])
+def test_a_lora_that_cannot_stand_apart_is_refused(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    shared_with_lora(base, tmp_path, **options)
+    with pytest.raises(UnsupportedModelError, match="slot"):
+        load(base, tmp_path, CONTEXT, merge=False)

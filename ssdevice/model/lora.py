@@ -1,0 +1,73 @@
+"""LoRA beside the base's linears instead of folded into them: what an app brings stays apart from what apps share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ssdevice.errors import InputError, UnsupportedModelError
+from ssdevice.model.streams import LowRank
+
+
+class LoraLinear(nn.Module):
+    """``base(x) + up(down(x))``; PEFT's scaling is folded into ``adapter.up``, so that ranks are all that differs."""
+
+    def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter = adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., inputs] -> [.., outputs]``."""
+        return cast(Tensor, self.base(x) + self.adapter(x))
+
+
+def merge_lora(hf: Any, adapter: Path) -> Any:
+    """The model with a PEFT adapter folded into its weights; raises InputError."""
+    return _opened(hf, adapter).merge_and_unload().eval()
+
+
+def attach_lora(hf: Any, adapter: Path) -> Any:
+    """The model with a PEFT adapter's linears as ``LoraLinear``; raises InputError, UnsupportedModelError.
+
+    Only plain LoRA of linears can stand apart: embeddings, biases, DoRA and whole saved modules can be merged, not
+    slotted.
+    """
+    from peft.tuners.lora import Linear
+
+    wrapped = _opened(hf, adapter)
+    config = wrapped.peft_config["default"]
+    for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
+        if getattr(config, option, None):
+            raise UnsupportedModelError(f"{adapter}: {option} cannot be a slot of a shared base; export it by itself")
+    if config.bias != "none":
+        raise UnsupportedModelError(f"{adapter}: bias={config.bias!r} cannot be a slot of a shared base")
+    hf = wrapped.base_model.model
+    for name, module in list(hf.named_modules()):
+        if not hasattr(module, "lora_A"):
+            continue
+        base = getattr(module, "base_layer", None)
+        if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
+            raise UnsupportedModelError(f"{adapter}: {name} is a {type(base).__name__}; slots are for linears")
+        down = cast(Tensor, module.lora_A["default"].weight)
+        up = cast(Tensor, module.lora_B["default"].weight)
+        low = LowRank(base.in_features, base.out_features, down.shape[0])
+        with torch.no_grad():
+            low.down.weight.copy_(down)
+            low.up.weight.copy_(up * module.scaling["default"])
+        owner, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(owner), leaf, LoraLinear(base, low))
+    return hf.eval()
+
+
+def _opened(hf: Any, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(hf, str(adapter))
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({str(error).splitlines()[0]})") from error
