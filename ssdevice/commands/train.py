@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
     add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
     add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
+    add("--init", type=Path, metavar="ADAPTER", help="go on from this adapter: ours, or a LoRA of PEFT without streams")
     add("--limit", type=int, default=0, metavar="N", help="use the first N rows only")
     stream = parser.add_argument_group("streams")
     add = stream.add_argument
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--segment", type=int, default=64, metavar="TOKENS", help="completion tokens whose streams run together")
     add("--precision", choices=["bf16", "fp32"], default="bf16")
     add("--seed", type=int, default=0)
-    add("--self-distill", action="store_true", help="train on the base's own greedy completions")
+    add("--self-distill", action="store_true", help="train on the model's own greedy completions")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
 
@@ -81,8 +82,9 @@ def run(args: argparse.Namespace) -> int:
     options = TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
-        limit=args.limit, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size, accumulate=args.accumulate,
-        lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay, alpha_main=args.alpha_main,
+        limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
+        accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
+        alpha_main=args.alpha_main,
         alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
         seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
     )  # fmt: skip

@@ -86,28 +86,42 @@ POSITION_MARGIN = 1024
 """Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
 
 
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter folder that fits its base. ``settings``: None for a LoRA of PEFT without streams."""
+
+    folder: Path
+    settings: AdapterSettings | None
+    has_lora: bool
+
+
+def open_adapter(folder: Path, identity: BaseIdentity) -> AdapterFolder:
+    """What an adapter folder holds, for this base; raises InputError."""
+    if not folder.is_dir():
+        raise InputError(f"adapter {folder}: no such folder")
+    has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
+    if not has_streams and not has_lora:
+        raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+    settings = read_settings(folder) if has_streams else None
+    if settings is not None:
+        settings.base.check(identity, f"adapter {folder}")
+        if settings.streams.mode is Mode.LOSSLESS and has_lora:
+            raise InputError(f"{folder}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
+    return AdapterFolder(folder, settings, has_lora)
+
+
 def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None, merge: bool = True) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
     ``merge``: fold its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
     An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. Raises InputError.
     """
-    if adapter is not None and not adapter.is_dir():
-        raise InputError(f"adapter {adapter}: no such folder")
     hf = load_hf(folder)
     identity = BaseIdentity.of(folder, hf.config)
-    settings: AdapterSettings | None = None
-    if adapter is not None:
-        has_streams, has_lora = (adapter / SETTINGS).is_file(), (adapter / PEFT_CONFIG).is_file()
-        if not has_streams and not has_lora:
-            raise InputError(f"{adapter}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
-        if has_streams:
-            settings = read_settings(adapter)
-            settings.base.check(identity, f"adapter {adapter}")
-            if settings.streams.mode is Mode.LOSSLESS and has_lora:
-                raise InputError(f"{adapter}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
-        if has_lora:
-            hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
+    opened = open_adapter(adapter, identity) if adapter is not None else None
+    settings = opened.settings if opened is not None else None
+    if opened is not None and opened.has_lora:
+        hf = merge_lora(hf, opened.folder) if merge else attach_lora(hf, opened.folder)
     config = settings.streams if settings is not None else None
     if config is not None and gamma is not None and gamma > config.gamma:
         raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")

@@ -28,7 +28,7 @@ class LoraLinear(nn.Module):
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter folded into its weights; raises InputError."""
-    return _opened(hf, adapter).merge_and_unload().eval()
+    return open_lora(hf, adapter).merge_and_unload().eval()
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
@@ -39,7 +39,7 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
     """
     from peft.tuners.lora import Linear
 
-    wrapped = _opened(hf, adapter)
+    wrapped = open_lora(hf, adapter)
     config = wrapped.peft_config["default"]
     for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
         if getattr(config, option, None):
@@ -64,10 +64,11 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
     return hf.eval()
 
 
-def _opened(hf: Any, adapter: Path) -> Any:
+def open_lora(hf: Any, adapter: Path, trainable: bool = False) -> Any:
+    """PEFT's model of a base and an adapter folder; raises InputError."""
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(hf, str(adapter))
+        return PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({str(error).splitlines()[0]})") from error

@@ -25,6 +25,7 @@ class TrainOptions:
 
     ``alpha_main``/``alpha_stream``: α0 and αj of eq. 5; None: 1 and 0.1 in shared mode, 0 and 1 in lossless mode.
     ``self_distill``: train on the model's own greedy completions. ``limit``: use the first rows only (0: all).
+    ``init``: adapter folder to go on from; with ``self_distill`` it is also whose completions are learned.
     """
 
     model: str
@@ -37,6 +38,7 @@ class TrainOptions:
     dev: Path | None = None
     dev_limit: int = 100
     limit: int = 0
+    init: Path | None = None
     epochs: float = 5.0
     steps: int = 0
     batch_size: int = 32
@@ -77,5 +79,6 @@ class TrainOptions:
         """Identifies the run: equal options, data and base continue a checkpoint, others must not."""
         fixed = {k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit")}
         fixed["data"] = [str(path) for path in self.data]
+        fixed["init"] = str(self.init) if self.init is not None else None
         text = json.dumps([to_json(fixed), base_sha256], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,8 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 from ssdevice.model import loading
-from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
+from ssdevice.model.lora import merge_lora, open_lora
 from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel
 from ssdevice.text import ChatTokenizer
@@ -75,20 +76,30 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
     """The PEFT model (None in lossless mode) and the StreamModel around the same layers; only adapters learn."""
     hf.requires_grad_(False)
     wrapped = None
+    init = loading.open_adapter(options.init, identity) if options.init is not None else None
+    if init is not None and init.has_lora and not options.streams.lora_rank:
+        raise InputError(f"--init {options.init} has a LoRA: main rows would change, which lossless mode rules out")
     if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(
-            r=options.streams.lora_rank,
-            lora_alpha=2 * options.streams.lora_rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=Path(options.model).name,
-        )
-        wrapped = get_peft_model(hf, lora)
+        if init is not None and init.has_lora:
+            wrapped = open_lora(hf, init.folder, trainable=True)
+        else:
+            lora = LoraConfig(
+                r=options.streams.lora_rank,
+                lora_alpha=2 * options.streams.lora_rank,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+                base_model_name_or_path=Path(options.model).name,
+            )
+            wrapped = get_peft_model(hf, lora)
         hf = wrapped.base_model.model
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
+    if init is not None and init.settings is not None and model.streams is not None:
+        if init.settings.streams != config:
+            raise InputError(f"--init {options.init}: its streams are {init.settings.streams}, asked for is {config}")
+        load_streams(init.folder, model.streams)
     return wrapped, model.train()
 
 
@@ -169,7 +180,13 @@ def _distill(
     options: TrainOptions, folder: Path, samples: list[Sample], stop: tuple[int, ...], pad: int, report: Report
 ) -> list[Sample]:
     longest = max(len(s.ids) - s.prompt for s in samples)
-    teacher = loading.load_hf(folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    teacher = loading.load_hf(folder)
+    if (
+        options.init is not None
+        and loading.open_adapter(options.init, BaseIdentity.of(folder, teacher.config)).has_lora
+    ):
+        teacher = merge_lora(teacher, options.init)
+    teacher = teacher.to(torch.bfloat16 if options.precision == "bf16" else torch.float32)
     store = options.out / checkpoint.FOLDER / "completions.jsonl"
     return own_completions(
         teacher, samples, stop, pad, longest, store, lambda done, total: report("distill", done, total, "")

@@ -131,3 +131,29 @@ def test_an_existing_folder_is_not_overwritten(
     (tmp_path / "notes.txt").write_text("mine")
     assert main(command(base, data, tmp_path, "--steps", "1")[3:]) == 2
     assert "exists" in capsys.readouterr().err
+
+
+def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, data: Path, tmp_path: Path) -> None:
+    """A LoRA made by PEFT gets streams; what it says itself is what they learn, so little of its answers changes."""
+    first = command(base, data, tmp_path / "lora", "--steps", "80", "--objective", "next-token")
+    assert main(first[3:]) == 0
+    more = ("--init", str(tmp_path / "lora"), "--self-distill", "--steps", "20", "--lr", "1e-3")
+    assert main(command(base, data, tmp_path / "streams", *more)[3:]) == 0
+    before, after = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("lora", "streams"))
+    assert before.keys() == after.keys()
+    drift = max(float((before[name] - after[name]).abs().max()) for name in before)
+    assert 0 < drift < 0.5, "it went on from there"
+    distilled = json.loads((tmp_path / "streams" / "streams.json").read_text())["training"]
+    assert distilled["self_distill"] and distilled["final_loss"][0] < 0.2, "its own words are no news to it"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"), [(["--msa-layers", "1"], "asked for is"), (["--mode", "lossless"], "lossless mode rules out")]
+)
+def test_an_adapter_to_go_on_from_must_fit(
+    base: Path, data: Path, tmp_path: Path, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(base, data, tmp_path / "one", "--steps", "1")[3:]) == 0
+    again = command(base, data, tmp_path / "two", "--init", str(tmp_path / "one"), "--steps", "1", *extra)
+    assert main(again[3:]) == 2
+    assert message in capsys.readouterr().err
