@@ -24,9 +24,9 @@ from ssdevice.contract import (
     VALUES,
     Geometry,
 )
-from ssdevice.export.mil.program import Program
-from ssdevice.export.mil.reader import Package
 from ssdevice.export.parity import Array, Drafts, StepOut
+from ssdevice.mil.program import Program
+from ssdevice.mil.reader import Package
 
 
 class CoreMLDriver:

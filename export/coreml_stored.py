@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.errors import ParityError
-from ssdevice.export.mil.program import Program
-from ssdevice.export.mil.reader import Package
 from ssdevice.export.parity import Array
+from ssdevice.mil.program import Program
+from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
 
 PREFIX = "p_module_model_"

@@ -13,7 +13,7 @@ import pytest
 from ssdevice.cli import COMMANDS
 
 HEAVY = ("torch", "transformers", "peft", "coremltools", "executorch", "torchao", "onnx", "onnxscript", "matplotlib")
-CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "runtime", "bench")
+CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "mil.program", "runtime", "bench")
 
 
 def loaded_by(repository: Path, code: str) -> set[str]:

@@ -17,10 +17,10 @@ from ssdevice.export.coreml_golden import instruction_of, prompt_frame, write_go
 from ssdevice.export.coreml_options import ComputeUnits
 from ssdevice.export.coreml_stored import stored_weights
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
-from ssdevice.export.mil.audit import audit
-from ssdevice.export.mil.reader import Package
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.mil.audit import audit
+from ssdevice.mil.reader import Package
 from ssdevice.text import ChatTokenizer
 
 PACKAGE = "model.mlpackage"

@@ -34,6 +34,9 @@ from ssdevice.contract import (
     Geometry,
 )
 from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.mil.program import Program as Interpreter
+from ssdevice.mil.program import State
+from ssdevice.mil.reader import Package
 from ssdevice.runtime.engines import Conversation, Engine, EngineOptions
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 SETTINGS = "settings"
-INTERPRETER = "ssdevice.export.mil"
+INTERPRETER = "ssdevice.mil"
 SLOW = "ssdevice: Core ML runs on Apple's systems alone; here its operations run in NumPy one by one, slowly"
 Integers = Mapping[str, NDArray[np.int32]]
 
@@ -89,16 +92,13 @@ class NumPyProgram(Program):
     """The interpreter of saved programs."""
 
     def __init__(self, package: Path) -> None:
-        reader = importlib.import_module(f"{INTERPRETER}.reader")
-        program = importlib.import_module(f"{INTERPRETER}.program")
-        self._program = program.Program(reader.Package.open(package))
+        self._program = Interpreter(Package.open(package))
 
-    def make_state(self) -> Any:
+    def make_state(self) -> State:
         return self._program.make_state()
 
-    def run(self, function: str, inputs: Integers, state: Any) -> Mapping[str, NDArray[Any]]:
-        outputs: dict[str, NDArray[Any]] = self._program.run(function, inputs, state)
-        return outputs
+    def run(self, function: str, inputs: Integers, state: State) -> Mapping[str, NDArray[Any]]:
+        return self._program.run(function, inputs, state)
 
 
 class CoreMLEngine(Engine):

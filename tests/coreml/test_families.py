@@ -14,8 +14,8 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, STEP, TOKENS, VALUES, Geometry
 from ssdevice.export.coreml_convert import MAIN, convert, quiet
 from ssdevice.export.coreml_options import KVWrite
-from ssdevice.export.mil.program import Program
-from ssdevice.export.mil.reader import Package
+from ssdevice.mil.program import Program
+from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build
 from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, tiny_model

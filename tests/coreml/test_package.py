@@ -17,8 +17,8 @@ from ssdevice.export.coreml_convert import CACHE_DTYPE  # noqa: E402
 from ssdevice.export.coreml_driver import CoreMLDriver  # noqa: E402
 from ssdevice.export.coreml_options import KVWrite  # noqa: E402
 from ssdevice.export.coreml_stored import stored_weights  # noqa: E402
-from ssdevice.export.mil.reader import Package  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
+from ssdevice.mil.reader import Package  # noqa: E402
 from tests.conformance.oracle import check, drive  # noqa: E402
 from tests.coreml.drivers import PackageDriver  # noqa: E402
 from tests.coreml.tiny import FUNCTIONS, GEOMETRY, STEP, TREE, model, package, part  # noqa: E402

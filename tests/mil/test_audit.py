@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 pytest.importorskip("torch", reason="the decoder is a torch module")
 
-from ssdevice.export.mil import audit as audits
-from ssdevice.export.mil.audit import audit
-from ssdevice.export.mil.reader import Package
+from ssdevice.mil import audit as audits
+from ssdevice.mil.audit import audit
+from ssdevice.mil.reader import Package
 from tests.mil.builder import convert, coremltools
 from tests.mil.conftest import Conversions
 from tests.mil.decoder import CACHE, EXPORT, LAYERS, SCATTER, SLICE, TRACE

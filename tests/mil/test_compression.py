@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 pytest.importorskip("torch", reason="the decoder is a torch module")
 
-from ssdevice.export.mil.program import Program
-from ssdevice.export.mil.reader import Package
+from ssdevice.mil.program import Program
+from ssdevice.mil.reader import Package
 from tests.mil.conftest import Conversions
 from tests.mil.decoder import SLICE, TRACE, steps
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("coremltools", reason="the reference is coremltools")
 
-import ssdevice.export.mil.plan  # noqa: F401  (registers the kernels)
-from ssdevice.export.mil.dtypes import BY_NAME, unpack
-from ssdevice.export.mil.registry import KERNELS, Node
-from ssdevice.export.mil.schema import TensorType
+import ssdevice.mil.plan  # noqa: F401  (registers the kernels)
+from ssdevice.mil.dtypes import BY_NAME, unpack
+from ssdevice.mil.registry import KERNELS, Node
+from ssdevice.mil.schema import TensorType
 
 
 def run(kind: str, **parameters: Any) -> Any:

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="the decoder is a torch module")
 import torch
 
 from ssdevice.errors import InputError
-from ssdevice.export.mil.program import Program, unsupported
-from ssdevice.export.mil.reader import Package
-from ssdevice.export.mil.registry import ExecutionError
+from ssdevice.mil.program import Program, unsupported
+from ssdevice.mil.reader import Package
+from ssdevice.mil.registry import ExecutionError
 from tests.mil import decoder
 from tests.mil.conftest import Conversions
 from tests.mil.decoder import CAPACITY, COMMITTED, EXPORT, ROWS, SCATTER, SLICE, TRACE, VOCAB, Decoder, steps

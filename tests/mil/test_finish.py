@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ssdevice.export.mil.dtypes import BY_NAME
-from ssdevice.export.mil.finish import MANY, check_type, round_half
-from ssdevice.export.mil.registry import ExecutionError
-from ssdevice.export.mil.schema import TensorType
+from ssdevice.mil.dtypes import BY_NAME
+from ssdevice.mil.finish import MANY, check_type, round_half
+from ssdevice.mil.registry import ExecutionError
+from ssdevice.mil.schema import TensorType
 
 HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 FINITE = np.unique(HALVES[np.isfinite(HALVES)])

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
 from ssdevice.errors import BundleError, SSDeviceError
-from ssdevice.export.mil.program import Program, unsupported
-from ssdevice.export.mil.reader import Package, constants
-from ssdevice.export.mil.registry import UnsupportedOpError
-from ssdevice.export.mil.schema import BlobRef
+from ssdevice.mil.program import Program, unsupported
+from ssdevice.mil.reader import Package, constants
+from ssdevice.mil.registry import UnsupportedOpError
+from ssdevice.mil.schema import BlobRef
 from tests.mil.builder import convert, coremltools
 
 MODEL = Path("Data/com.apple.CoreML/model.mlmodel")
@@ -215,7 +215,7 @@ def test_the_reader_needs_nothing_but_numpy(whole: Path, repository: Path) -> No
     import sys
 
     code = (
-        "import sys; from ssdevice.export.mil.program import Program; from ssdevice.export.mil.reader import Package;"
+        "import sys; from ssdevice.mil.program import Program; from ssdevice.mil.reader import Package;"
         f"Program(Package.open({str(whole)!r})).plan('main');"
         "print(sorted({'torch', 'coremltools', 'google'} & {name.split('.')[0] for name in sys.modules}))"
     )

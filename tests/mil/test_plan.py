@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
-from ssdevice.export.mil.program import Program, State
-from ssdevice.export.mil.reader import Package
-from ssdevice.export.mil.registry import ExecutionError
+from ssdevice.mil.program import Program, State
+from ssdevice.mil.reader import Package
+from ssdevice.mil.registry import ExecutionError
 from tests.mil.builder import convert, coremltools
 
 SHAPE = (4, 3)

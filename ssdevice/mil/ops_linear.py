@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from ssdevice.export.mil.ops_elementwise import softmax
-from ssdevice.export.mil.registry import Function, Node, Tensor, define, kernel
+from ssdevice.mil.ops_elementwise import softmax
+from ssdevice.mil.registry import Function, Node, Tensor, define, kernel
 
 
 @kernel("linear", "x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, define, kernel
+from ssdevice.mil.registry import ExecutionError, Function, Node, Tensor, define, kernel
 
 
 @kernel("identity", "x", view=True)

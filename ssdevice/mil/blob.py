@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ssdevice.errors import BundleError
-from ssdevice.export.mil.dtypes import BY_BLOB, Array, DType, unpack
+from ssdevice.mil.dtypes import BY_BLOB, Array, DType, unpack
 
 ALIGNMENT = 64
 SENTINEL = 0xDEADBEEF

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ssdevice.export.mil import wire
-from ssdevice.export.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, unpack
-from ssdevice.export.mil.wire import Message, WireError
+from ssdevice.mil import wire
+from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, unpack
+from ssdevice.mil.wire import Message, WireError
 
 MAX_NESTING = 8
 MAX_RANK = 16

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.registry import ExecutionError
-from ssdevice.export.mil.schema import TensorType
+from ssdevice.mil.dtypes import Array
+from ssdevice.mil.registry import ExecutionError
+from ssdevice.mil.schema import TensorType
 
 Run = Callable[..., Any]
 Finish = Callable[[Any], Array]

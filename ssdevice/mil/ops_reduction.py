@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.registry import Function, Node, Tensor, kernel
+from ssdevice.mil.registry import Function, Node, Tensor, kernel
 
 MAX_ROUNDS = 16  # up to this k, rounds of argmax beat a full sort of a vocabulary
 Reduce = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, kernel
+from ssdevice.mil.registry import ExecutionError, Function, Node, Tensor, kernel
 
 Index = tuple[Any, ...]
 NEGATIVE_INDICES_UNTIL = 16  # from opset 17 on a negative index is out of range

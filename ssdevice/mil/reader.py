@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError
-from ssdevice.export.mil.blob import BlobFile, Entry
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.schema import BlobRef, Function, Model, Operation, TensorType, Value, parse_model
-from ssdevice.export.mil.wire import WireError
+from ssdevice.mil.blob import BlobFile, Entry
+from ssdevice.mil.dtypes import Array
+from ssdevice.mil.schema import BlobRef, Function, Model, Operation, TensorType, Value, parse_model
+from ssdevice.mil.wire import WireError
 
 MANIFEST = "Manifest.json"
 DATA = "Data"

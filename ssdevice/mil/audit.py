@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ssdevice.export.mil.plan import CONST, READ_STATE, WRITERS
-from ssdevice.export.mil.program import unsupported
-from ssdevice.export.mil.reader import Package, constants
-from ssdevice.export.mil.schema import BlobRef, Function, Operation, TensorType, Value
+from ssdevice.mil.plan import CONST, READ_STATE, WRITERS
+from ssdevice.mil.program import unsupported
+from ssdevice.mil.reader import Package, constants
+from ssdevice.mil.schema import BlobRef, Function, Operation, TensorType, Value
 
 MAX_QUERY_ROWS = 16
 STATE_MULTIPLE = 32

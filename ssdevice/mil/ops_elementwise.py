@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ssdevice.export.mil.registry import Function, Node, Tensor, define, kernel
+from ssdevice.mil.registry import Function, Node, Tensor, define, kernel
 
 _BINARY: dict[str, Function] = {
     "add": np.add,

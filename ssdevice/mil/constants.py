@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.reader import Package
-from ssdevice.export.mil.registry import Constant
-from ssdevice.export.mil.schema import Value
+from ssdevice.mil.dtypes import Array
+from ssdevice.mil.reader import Package
+from ssdevice.mil.registry import Constant
+from ssdevice.mil.schema import Value
 
 
 class ConstantPool:

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.export.mil.constants import ConstantPool
-from ssdevice.export.mil.dtypes import Array, DType
-from ssdevice.export.mil.finish import check_type, round_half
-from ssdevice.export.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler
-from ssdevice.export.mil.reader import Package
-from ssdevice.export.mil.registry import KERNELS, ExecutionError
-from ssdevice.export.mil.schema import Operation, TensorType
-from ssdevice.export.mil.steps import Plan
+from ssdevice.mil.constants import ConstantPool
+from ssdevice.mil.dtypes import Array, DType
+from ssdevice.mil.finish import check_type, round_half
+from ssdevice.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler
+from ssdevice.mil.reader import Package
+from ssdevice.mil.registry import KERNELS, ExecutionError
+from ssdevice.mil.schema import Operation, TensorType
+from ssdevice.mil.steps import Plan
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
 MAX_STATE_BYTES = 1 << 35

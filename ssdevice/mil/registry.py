@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ssdevice.errors import SSDeviceError
-from ssdevice.export.mil.dtypes import BY_NAME, CAST_NAMES, Array, DType
-from ssdevice.export.mil.schema import TensorType
+from ssdevice.mil.dtypes import BY_NAME, CAST_NAMES, Array, DType
+from ssdevice.mil.schema import TensorType
 
 Tensor: TypeAlias = Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
 Function = Callable[..., Any]

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ssdevice.export.mil.dtypes import Array
-from ssdevice.export.mil.finish import Run
-from ssdevice.export.mil.schema import Function, Operation, TensorType
+from ssdevice.mil.dtypes import Array
+from ssdevice.mil.finish import Run
+from ssdevice.mil.schema import Function, Operation, TensorType
 
 Slot = tuple[int, TensorType]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.export.mil import (  # noqa: F401  (imported for the kernels they register)
+from ssdevice.mil import (  # noqa: F401  (imported for the kernels they register)
     ops_constexpr,
     ops_elementwise,
     ops_index,
@@ -22,11 +22,11 @@ from ssdevice.export.mil import (  # noqa: F401  (imported for the kernels they 
     ops_reduction,
     ops_shape,
 )
-from ssdevice.export.mil.constants import ConstantPool
-from ssdevice.export.mil.finish import TO_FLOAT, Finish, Run, check_type, finished, round_half, to
-from ssdevice.export.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
-from ssdevice.export.mil.schema import Argument, Function, Operation, TensorType, Value
-from ssdevice.export.mil.steps import Plan, Slot, Step, uses, with_frees
+from ssdevice.mil.constants import ConstantPool
+from ssdevice.mil.finish import TO_FLOAT, Finish, Run, check_type, finished, round_half, to
+from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
+from ssdevice.mil.schema import Argument, Function, Operation, TensorType, Value
+from ssdevice.mil.steps import Plan, Slot, Step, uses, with_frees
 
 FP16 = "fp16"
 FP32 = "fp32"

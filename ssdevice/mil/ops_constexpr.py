@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssdevice.export.mil.dtypes import DTYPES, unpack
-from ssdevice.export.mil.registry import ExecutionError, Function, Node, Tensor, kernel
+from ssdevice.mil.dtypes import DTYPES, unpack
+from ssdevice.mil.registry import ExecutionError, Function, Node, Tensor, kernel
 
 _UNSIGNED = {dtype.bits: dtype for dtype in DTYPES if dtype.storage.name == "uint8"}
 
