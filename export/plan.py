@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ssdevice.config import Schedule, Target
+from ssdevice.config import Mode, Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 from ssdevice.export.coreml_options import CoreMLOptions
-from ssdevice.manifest import Precision
+from ssdevice.integrity import check_rule, repeated_name
+from ssdevice.manifest import NAME, AdapterKind, Precision
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
+BASE_APP = "base"
+"""Name of the app that is the base without an adapter."""
 DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
@@ -37,6 +40,7 @@ class ExportOptions:
     ``coreml``: what that target alone lets choose.
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
+    ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
     """
 
     model: str
@@ -49,6 +53,7 @@ class ExportOptions:
     context: int = DEFAULT_CONTEXT
     chunk: int = DEFAULT_CHUNK
     coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
+    slots: bool = False
     overwrite: bool = False
     dry_run: bool = False
 
@@ -62,25 +67,78 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
+class AppPlan:
+    """One app of an export. ``folder``: its adapter, None for the bare base.
+
+    ``settings``: of its streams, None without: then it has prefill and plain decoding alone. ``has_lora``: whether its
+    main rows differ from the base's.
+    """
+
+    name: str
+    folder: Path | None
+    settings: AdapterSettings | None
+    has_lora: bool
+
+    @property
+    def mode(self) -> Mode | None:
+        """What its streams stand on; None without streams."""
+        return self.settings.streams.mode if self.settings is not None else None
+
+    @property
+    def msa_layers(self) -> int:
+        """N_s; 0 without streams."""
+        return self.settings.streams.msa_layers if self.settings is not None else 0
+
+    @property
+    def instruction(self) -> str:
+        """What stands before every user message."""
+        return self.settings.instruction if self.settings is not None else ""
+
+    def rank(self) -> int:
+        """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
+        from ssdevice.config import read_json
+        from ssdevice.model.adapter import PEFT_CONFIG
+
+        if self.folder is None or not self.has_lora:
+            return 0
+        config = read_json(self.folder / PEFT_CONFIG)
+        return max([int(config.get("r", 0)), *(int(rank) for rank in (config.get("rank_pattern") or {}).values())])
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """What an export will do: everything that is known before weights are loaded.
 
-    ``settings``: the adapter's, None without streams; then only prefill and plain decoding are exported.
+    ``apps``: at least one. ``merged``: the only app's LoRA is folded into the weights; otherwise the target keeps apps
+    apart, each in its way. ``geometry``: of the bundle, one tree for all apps with streams.
     ``parameters``: elements of the base's weights by stored tensor name.
     """
 
     options: ExportOptions
     folder: Path
     identity: BaseIdentity
-    settings: AdapterSettings | None
+    apps: tuple[AppPlan, ...]
+    merged: bool
     geometry: Geometry
     schedule: Schedule
     parameters: Mapping[str, int]
 
     @property
+    def settings(self) -> AdapterSettings | None:
+        """Those of the first app that has streams."""
+        return next((app.settings for app in self.apps if app.settings is not None), None)
+
+    @property
     def adapter(self) -> Path | None:
-        """The folder of the one adapter that is merged."""
-        return self.options.adapters[0][1] if self.options.adapters else None
+        """The folder of the first app's adapter; of a merged plan, that of the only one."""
+        return self.apps[0].folder
+
+    def of(self, app: AppPlan) -> ExportPlan:
+        """The plan for one of the apps alone; without streams it is one of plain decoding."""
+        geometry = self.geometry
+        if app.settings is None:
+            geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
+        return replace(self, apps=(app,), geometry=geometry)
 
     @property
     def tree(self) -> Tree:
@@ -110,7 +168,8 @@ class ExportPlan:
         return {
             "model": str(self.folder),
             "family": self.identity.model_type,
-            "apps": [name for name, _ in self.options.adapters],
+            "apps": [app.name for app in self.apps if app.folder is not None],
+            "merged": self.merged,
             "target": self.options.target.value,
             "quant": self.options.quant.value,
             "mode": self.settings.streams.mode.value if self.settings else None,
@@ -130,11 +189,27 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A plan with its model loaded; ``loaded.model`` has the adapter merged and ``geometry.gamma`` streams."""
+    """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
+
+    Its LoRA is merged, or where ``plan.merged`` is False stands beside the base's linears (``model.lora``).
+    """
 
     plan: ExportPlan
     loaded: LoadedModel
     report: Report
+
+    @classmethod
+    def of(cls, plan: ExportPlan, report: Report, merge: bool | None = None) -> ExportJob:
+        """Load the first app of a plan; ``merge``: fold its LoRA into the weights, by default as the plan says."""
+        from ssdevice.model.loading import load
+
+        gamma = plan.geometry.gamma or None
+        merge = plan.merged if merge is None else merge
+        return cls(plan, load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge), report)
+
+    def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
+        """The same job for one app of a plan of several, with a model of its own: drop it before the next."""
+        return ExportJob.of(self.plan.of(app), self.report, merge)
 
 
 @dataclass(frozen=True)
@@ -146,18 +221,36 @@ class TargetFile:
 
 
 @dataclass(frozen=True)
+class AppResult:
+    """How a target keeps an app apart: ``files`` (paths in ``folder``) that its engine loads, and the target's names
+    of the contract's functions for it, where they are not the contract's own."""
+
+    kind: AdapterKind
+    folder: str | None = None
+    files: tuple[str, ...] = ()
+    functions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TargetResult:
-    """What a target wrote. ``notes``: what differs from what was asked, one sentence each (kept in the manifest)."""
+    """What a target wrote. ``notes``: what differs from what was asked, one sentence each (kept in the manifest).
+
+    ``apps``: of a plan that is not merged, every app by name.
+    """
 
     files: tuple[TargetFile, ...]
     cache: CacheForm
     cache_dtype: str
     notes: tuple[str, ...] = ()
     tools: Mapping[str, str] | None = None
+    apps: Mapping[str, AppResult] = field(default_factory=dict)
 
 
 class Exporter(Protocol):
-    """A target. ``quants``: what it can do; ``schedule``: its default; ``tools``: packages whose versions count."""
+    """A target. ``quants``: what it can do; ``schedule``: its default; ``tools``: packages whose versions count.
+
+    A target with ``several_apps = True`` also takes plans that are not merged and then fills ``TargetResult.apps``.
+    """
 
     @property
     def quants(self) -> tuple[Quant, ...]: ...
@@ -179,28 +272,26 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError (or a subclass) naming the value that cannot be used.
     """
-    from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, BaseIdentity, read_settings
+    from ssdevice.model.adapter import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
 
     if options.quant not in target.quants:
         able = ", ".join(target.quants)
         raise ConfigError(f"target {options.target} has no {options.quant} form; it offers {able}")
-    if len(options.adapters) > 1:  # one adapter is merged; slots for several belong here
-        raise ConfigError(f"one adapter per {options.target} bundle for now, {len(options.adapters)} were given")
+    merged = len(options.adapters) <= 1 and not options.slots
+    if not merged and not getattr(target, "several_apps", False):
+        wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
+        raise ConfigError(f"{wanted}: one merged adapter per {options.target} bundle; export a bundle for each app")
     folder = resolve_folder(options.model)
     config = read_config(folder)
     identity = BaseIdentity.of(folder, config)
-    settings = None
-    for name, adapter in options.adapters:
-        if not adapter.is_dir():
-            raise InputError(f"--adapter {name}={adapter}: no such folder")
-        if (adapter / SETTINGS).is_file():
-            settings = read_settings(adapter)
-            settings.base.check(identity, f"adapter {adapter}")
-            settings.streams.check_layers(config.num_hidden_layers)
-        elif not (adapter / PEFT_CONFIG).is_file():
-            raise InputError(f"--adapter {name}={adapter}: neither {SETTINGS} nor {PEFT_CONFIG} is in it")
-    tree = _tree(options, settings)
+    apps = tuple(_app(name, adapter, identity, config) for name, adapter in options.adapters)
+    if not merged or not apps:  # the base costs nothing where adapters stand apart
+        apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(BASE_APP, None, None, False)]))
+    twice = repeated_name(app.name.lower() for app in apps)
+    if twice:
+        raise ConfigError(f"--adapter {twice}=: two apps have this name")
+    tree = _tree(options, apps)
     if options.chunk + tree.depth + 2 > POSITION_MARGIN:
         raise ConfigError(
             f"--chunk {options.chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions"
@@ -218,22 +309,36 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=options.chunk,
     )
     schedule = options.schedule or target.schedule
-    return ExportPlan(options, folder, identity, settings, geometry, schedule, stored_parameters(folder))
+    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, stored_parameters(folder))
 
 
-def _tree(options: ExportOptions, settings: AdapterSettings | None) -> Tree:
-    """The tree asked for, or the chain of all streams; without streams the root alone."""
-    if settings is None:
+def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:
+    """An app whose adapter fits the base; raises InputError."""
+    from ssdevice.model.loading import open_adapter
+
+    check_rule("an app's name", name, NAME)
+    if not adapter.is_dir():
+        raise InputError(f"--adapter {name}={adapter}: no such folder")
+    opened = open_adapter(adapter, identity)
+    if opened.settings is not None:
+        opened.settings.streams.check_layers(config.num_hidden_layers)
+    return AppPlan(name, adapter, opened.settings, opened.has_lora)
+
+
+def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
+    """The tree asked for, or the chain of the streams that all apps have; without streams the root alone."""
+    gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
+    if not gammas:
         if options.tree is not None and options.tree.size > 1:
             raise ConfigError("--tree needs an adapter with streams: without one there is nothing to draft with")
         return Tree.root_only()
-    gamma = settings.streams.gamma
     if options.tree is None:
-        return Tree.chain(gamma)
+        return Tree.chain(min(gammas.values()))
     if options.tree.size == 1:
         raise ConfigError("--tree has only its root; leave --adapter out to export plain decoding alone")
-    if options.tree.depth > gamma:
-        raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter has γ = {gamma} streams")
+    for name, gamma in gammas.items():
+        if options.tree.depth > gamma:
+            raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams")
     return options.tree
 
 

@@ -8,8 +8,17 @@ from pathlib import Path
 
 from ssdevice import __version__
 from ssdevice.bundle import Bundle, BundleWriter
-from ssdevice.config import Mode
-from ssdevice.export.plan import Exporter, ExportJob, ExportOptions, ExportPlan, Report, TargetResult, make_plan
+from ssdevice.export.plan import (
+    AppPlan,
+    AppResult,
+    Exporter,
+    ExportJob,
+    ExportOptions,
+    ExportPlan,
+    Report,
+    TargetResult,
+    make_plan,
+)
 from ssdevice.export.targets import exporter
 from ssdevice.manifest import (
     AdapterKind,
@@ -22,8 +31,6 @@ from ssdevice.manifest import (
 from ssdevice.text import TOKENIZER_FILE, ChatTokenizer
 
 TOKENIZER_ROLE = "tokenizer"
-BASE_APP = "base"
-"""Name of the only app of a bundle without adapters."""
 
 
 @dataclass
@@ -46,13 +53,8 @@ def read_text(export: Export) -> None:
 
 
 def load_model(export: Export) -> None:
-    """The base with the adapter merged and its streams on top."""
-    from ssdevice.model.loading import load
-
-    plan = export.plan
-    gamma = plan.geometry.gamma or None
-    loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma)
-    export.job = ExportJob(plan, loaded, export.report)
+    """The base with the first app's adapter and its streams on top."""
+    export.job = ExportJob.of(export.plan, export.report)
 
 
 def write_target(export: Export) -> None:
@@ -97,6 +99,9 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
         writer.add_file(TOKENIZER_FILE, export.tokenizer.tokenizer_json, TOKENIZER_ROLE)
         for file in export.result.files:
             writer.declare(file.path, file.role)
+        for app in export.result.apps.values():
+            for path in app.files:
+                writer.declare(path)
         return writer.commit(make_manifest(export))
 
 
@@ -107,15 +112,7 @@ def make_manifest(export: Export) -> Manifest:
     settings, identity, g = plan.settings, plan.identity, plan.geometry
     streams = settings.streams if settings is not None else None
     mode = streams.mode if streams is not None else None
-    merged = plan.options.adapters[0][0] if plan.options.adapters else None
-    app = App(
-        name=merged or BASE_APP,
-        kind=AdapterKind.MERGED if merged else AdapterKind.BASE,
-        base_sha256=identity.sha256,
-        mode=mode,
-        instruction=settings.instruction if settings is not None else "",
-        rank=streams.lora_rank if streams is not None and mode is Mode.SHARED else 0,
-    )
+    apps = tuple(make_app(export, app) for app in plan.apps)
     return Manifest(
         tools={"ssdevice": __version__, **(result.tools or {})},
         model=ModelIdentity(
@@ -136,8 +133,28 @@ def make_manifest(export: Export) -> Manifest:
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
         chat=export.tokenizer.chat,
-        apps=(app,),
-        default_app=app.name,
+        apps=apps,
+        default_app=apps[0].name,
         notes=result.notes,
         parity=dict(export.gate),
+    )
+
+
+def make_app(export: Export, app: AppPlan) -> App:
+    """What the manifest says of an app."""
+    plan, result = export.plan, export.result
+    assert result is not None
+    alone = AppResult(AdapterKind.MERGED if app.folder is not None else AdapterKind.BASE)
+    kept = alone if plan.merged else result.apps[app.name]
+    return App(
+        name=app.name,
+        kind=kept.kind,
+        base_sha256=plan.identity.sha256,
+        mode=app.mode,
+        msa_layers=app.msa_layers,
+        instruction=app.instruction,
+        rank=app.rank(),
+        folder=kept.folder,
+        files=kept.files,
+        functions=dict(kept.functions),
     )

@@ -132,13 +132,15 @@ class App(Ruled):
     """An app of the bundle. ``instruction`` stands before every user message. ``rank``: of its LoRA, 0 without.
 
     ``folder``: the app's folder in the bundle. ``files``: what an engine loads for it. ``functions``: its names of the
-    contract's functions, where the target has functions per app. ``mode``: None for the base without streams.
+    contract's functions, where the target has functions per app; those it has none of are not there for it.
+    ``mode``, ``msa_layers``: of its streams, None and 0 without.
     """
 
     name: str = field(metadata=NAME)
     kind: AdapterKind
     base_sha256: str = field(metadata=SHA256)
     mode: Mode | None = None
+    msa_layers: int = field(default=0, metadata=within(0, 1023))
     instruction: str = field(default="", metadata=TEXT)
     rank: int = field(default=0, metadata=within(0, 1 << 14))
     folder: str | None = field(default=None, metadata=PATH)
@@ -168,7 +170,8 @@ class FileEntry(Ruled):
 class Manifest(Ruled):
     """What a bundle is. ``tools``: package -> version. ``notes``: what differs from what was asked, one sentence each.
 
-    ``functions``: those of the contract that the bundle has. ``parity``: the largest differences from the reference
+    ``functions``: those of the contract that the bundle has. ``mode``, ``msa_layers``: of the first app with streams;
+    apps that are not merged may differ. ``parity``: the largest differences from the reference
     that the export saw. ``roles``: role -> the file or folder with it. ``files``: path -> size and hash, all files but
     the manifest and its signature. Paths are relative, with slashes. A manifest given to ``BundleWriter.commit`` leaves
     ``files`` and ``roles`` empty: the writer fills them. Raises ConfigError for values that contradict each other.
@@ -241,7 +244,7 @@ class Manifest(Ruled):
                     f"app {app.name!r} is for another base: its base_sha256 is {app.base_sha256[:12]}.., "
                     f"the model's is {self.model.sha256[:12]}.."
                 )
-            if app.mode not in (None, self.mode):
+            if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
                 raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
 
     def check_files(self) -> None:

@@ -47,6 +47,7 @@ class OnnxExporter:
 
     quants = (Quant.FP32, Quant.INT8, Quant.INT4)
     schedule = Schedule.DEFERRED
+    several_apps = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``plan.Exporter``."""

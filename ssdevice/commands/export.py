@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="an app's name and its trained adapter folder",
+        help="an app's name and its trained adapter folder; several share one base where the target can",
     )
+    add("--slots", action="store_true", help="keep a single adapter apart too, so that apps can be added later")
     add("--target", required=True, choices=[target.value for target in Target])
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
     add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         chunk=args.chunk,
         coreml=CoreMLOptions(KVWrite(args.kv_write), args.per_channel, ComputeUnits(args.compute_units)),
+        slots=args.slots,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )

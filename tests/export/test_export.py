@@ -120,7 +120,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
         (["--model", "/no/such/model"], "no such folder"),
         (["--adapter", "app"], "expected NAME=DIR"),
         (["--adapter", "app=/no/such/adapter"], "no such folder"),
-        (["--adapter", "a={adapter}", "--adapter", "b={adapter}"], "one adapter per onnx bundle"),
+        (["--adapter", "a={adapter}", "--adapter", "A={adapter}"], "two apps have this name"),
         (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
         (["--adapter", "a={adapter}", "--tree", "chain:0"], "chain"),
         (["--tree", "chain:2"], "needs an adapter"),
