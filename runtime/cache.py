@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ssdevice.contract import Geometry
+from ssdevice.errors import InputError
 
 BUCKET = 32  # a step of a 7 M model costs 3 µs more a masked row, a further binding 270 µs once
 
@@ -17,12 +18,17 @@ class RowCache:
 
     Keys of layer 0 first, then its values, then layer 1. A prefix of one layer's rows is contiguous, so a target can
     read it in place, and one assignment commits new rows of every layer. With 2 layers, 3 committed rows and a step
-    that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``.
+    that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``. Raises InputError
+    where there is no memory for it.
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         # Zeros, because a masked row must not hold a NaN.
-        self.array: NDArray[Any] = np.zeros((2 * geometry.layers, geometry.capacity, geometry.row_width), dtype)
+        shape = 2 * geometry.layers, geometry.capacity, geometry.row_width
+        try:
+            self.array: NDArray[Any] = np.zeros(shape, dtype)
+        except (MemoryError, ValueError) as error:  # ValueError: more than any machine can address
+            raise InputError(f"no memory for a KV cache of {shape} {np.dtype(dtype).name}: {error}") from error
         self.capacity = geometry.capacity
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "the whole line on the shipped checkpoint",
 }
 INTERRUPTED = 130
+MAX_MESSAGE = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SSDeviceError as error:
         if options.debug:
             raise
-        print(f"ssdevice: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"ssdevice: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if options.debug:
@@ -58,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def one_line(text: str) -> str:
+    """A message for a terminal: in one line, of a bounded length, and nothing in it that a terminal would obey.
+
+    File names and texts of a bundle stand in messages, and other libraries' reasons, which can be pages.
+    """
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from ssdevice.contract import (
     CacheForm,
     FunctionSpec,
     Geometry,
+    TensorSpec,
     functions,
 )
 from ssdevice.errors import BundleError
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 
 PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
-ERRORS_ONLY = 3
+SILENT = 4  # errors are raised; a log would print them a second time
+TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
 
 
@@ -84,7 +86,7 @@ class OnnxEngine(Engine):
     def _open(self, function: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.options.threads
-        options.log_severity_level = ERRORS_ONLY
+        options.log_severity_level = SILENT
         options.add_session_config_entry(SPINNING, "1" if self.options.spinning else "0")
         if self._profiles is not None:
             options.enable_profiling = True
@@ -99,9 +101,7 @@ class OnnxEngine(Engine):
             (session.get_inputs(), spec.inputs),
             (session.get_outputs(), spec.outputs),
         ):
-            missing = {tensor.name for tensor in expected} - {tensor.name for tensor in given}
-            if missing:
-                raise BundleError(f"{file}: {function} has no tensor {sorted(missing)[0]!r}; export the bundle again")
+            _check_tensors(f"{file}: {function}", given, expected)
         return session
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
@@ -134,7 +134,7 @@ class OnnxConversation(Conversation):
         self._run(call)
         self.cache.commit(self.length, call.tensors[ROWS], count)
         self.drafts[:] = call.tensors[NEXT_DRAFTS]
-        return int(call.tensors[NEXT_ROOT][0])
+        return self._token(call, int(call.tensors[NEXT_ROOT][0]))
 
     def step(self, root: int) -> list[int]:
         call = self.calls[STEP]
@@ -142,23 +142,33 @@ class OnnxConversation(Conversation):
         call.tensors[DRAFTS][:] = self.drafts
         self._run(call)
         count = int(call.tensors[COUNT][0])
+        if not 1 <= count <= self.geometry.tree.emitted:
+            raise BundleError(f"{call.file}: it gives {count} tokens, expected 1 to {self.geometry.tree.emitted}")
         self.cache.commit(self.length, call.tensors[ROWS], count)
         self.drafts[:] = call.tensors[NEXT_DRAFTS]
-        tokens: list[int] = call.tensors[TOKENS][:count].tolist()
-        return tokens
+        return [self._token(call, token) for token in call.tensors[TOKENS][:count].tolist()]
 
     def step_plain(self, root: int) -> int:
         call = self.calls[PLAIN]
         call.tensors[ROOT][0] = root
         self._run(call)
         self.cache.commit(self.length, call.tensors[ROWS], 1)
-        return int(call.tensors[TOKENS][0])
+        return self._token(call, int(call.tensors[TOKENS][0]))
+
+    def _token(self, call: Call, token: int) -> int:
+        """A token that a graph gave: a damaged one may give anything, and texts are made of it."""
+        if not 0 <= token < self.geometry.vocab:
+            raise BundleError(f"{call.file}: it gives token {token}, the model has {self.geometry.vocab}")
+        return token
 
     def _run(self, call: Call) -> None:
         call.tensors[LENGTH][0] = self.length
         binding, session = call.binding(self.cache.visible(self.length)), call.session
         clock = perf_counter()
-        session.run_with_iobinding(binding)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as error:  # the bindings derive their errors from Exception itself
+            raise BundleError(f"{call.file}: ONNX Runtime cannot run it ({_first_line(error)})") from error
         self.native_seconds += perf_counter() - clock
 
 
@@ -176,6 +186,11 @@ class Call:
                 self.tensors[tensor.name] = np.zeros(tensor.shape, tensor.dtype)  # type: ignore[arg-type]
         self._session: ort.InferenceSession | None = None
         self._bindings: dict[int, ort.IOBinding] = {}
+
+    @property
+    def file(self) -> Path:
+        """The graph, for messages."""
+        return self.engine.files[self.spec.name]
 
     @property
     def session(self) -> ort.InferenceSession:
@@ -212,6 +227,23 @@ def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], 
     """What ONNX Runtime is told of an array it uses in place; the array must outlive the binding."""
     assert array.flags.c_contiguous
     return "cpu", 0, array.dtype, array.shape, array.ctypes.data
+
+
+def _check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
+    """Raise BundleError unless a graph has the expected tensors in the types and sizes they will be bound in."""
+    found = {tensor.name: tensor for tensor in given}
+    for spec in expected:
+        if spec.name not in found:
+            raise BundleError(f"{where} has no tensor {spec.name!r}; export the bundle again")
+        tensor = found[spec.name]
+        sizes = [size if isinstance(size, int) else None for size in tensor.shape]
+        same = len(sizes) == len(spec.shape) and all(
+            size is None or size == wanted for size, wanted in zip(sizes, spec.shape, strict=True)
+        )
+        if not same or tensor.type != TYPES.get(spec.dtype, spec.dtype):
+            raise BundleError(
+                f"{where} has {spec.name!r} as {tensor.type} {sizes}, the manifest says {spec.dtype} {list(spec.shape)}"
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -173,3 +175,31 @@ def test_a_graph_with_other_tensors_is_refused(bundle: Bundle) -> None:
     engine = OnnxEngine(files, bundle.geometry, "float32", ONE_THREAD)
     with pytest.raises(BundleError, match="prefill has no tensor"):
         prefill(engine.new_conversation(), [5])
+
+
+def test_a_graph_of_other_shapes_than_the_manifest_is_refused() -> None:
+    bundle = tiny.tiny_bundle("fp32")
+    geometry = dataclasses.replace(bundle.geometry, chunk=bundle.geometry.chunk * 2)
+    files = {name: bundle.file(name) for name in bundle.functions}
+    engine = OnnxEngine(files, geometry, "float32", ONE_THREAD)
+    with pytest.raises(
+        BundleError, match=r"prefill has 'chunk' as tensor\(int32\) \[8\], the manifest says int32 \[16\]"
+    ):
+        engine.session("prefill")
+    with pytest.raises(InputError, match="no memory for a KV cache"):
+        RowCache(dataclasses.replace(geometry, layers=1024, kv_heads=4096, head_dim=8192, context=1 << 20), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("count", "token", "message"), [(0, 1, "gives 0 tokens"), (5, 1, "gives 5"), (2, -1, "token -1")]
+)
+def test_what_a_damaged_graph_gives_is_not_believed(
+    count: int, token: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session.open(tiny.tiny_bundle("fp32"), options=ONE_THREAD) as session:
+        conversation = conversation_of(session)
+        conversation.calls["step"].tensors["count"][0] = count
+        conversation.calls["step"].tensors["tokens"][:] = token
+        monkeypatch.setattr(conversation, "_run", lambda call: None)
+        with pytest.raises(BundleError, match=message):
+            conversation.step(0)
