@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ssdevice.errors import InputError, UnsupportedModelError
+from ssdevice.model.peft_files import check_peft
 from ssdevice.model.streams import LowRank
+
+# PEFT does not check its configuration: what is wrong with it shows where it is used.
+REFUSALS = (
+    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, re.error,
+)  # fmt: skip
 
 
 class LoraLinear(nn.Module):
@@ -28,7 +35,11 @@ class LoraLinear(nn.Module):
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter folded into its weights; raises InputError."""
-    return open_lora(hf, adapter).merge_and_unload().eval()
+    wrapped = open_lora(hf, adapter)
+    try:
+        return wrapped.merge_and_unload().eval()
+    except REFUSALS as error:
+        raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({_reason(error)})") from error
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
@@ -68,7 +79,13 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False) -> Any:
     """PEFT's model of a base and an adapter folder; raises InputError."""
     from peft import PeftModel
 
+    check_peft(adapter)
     try:
         return PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({str(error).splitlines()[0]})") from error
+    except (*REFUSALS, SafetensorError) as error:
+        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines and lines[0] else type(error).__name__

@@ -212,7 +212,7 @@ def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) ->
     with pytest.raises(InputError, match="neither streams.json nor adapter_config.json; expected an adapter folder"):
         load(base, tmp_path, CONTEXT)
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
-    with pytest.raises(InputError, match="the PEFT adapter cannot be loaded"):
+    with pytest.raises(InputError, match="peft_type is 'None', expected 'LORA'"):
         load(base, tmp_path, CONTEXT)
 
 
