@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -27,8 +28,17 @@ ADVANCES: dict[str, Advance] = {"speculative": speculative, "plain": plain, "pla
 """The three ways to decode: with drafts, through the T = 1 graph, and through the step without its drafts."""
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """An app that a session has used."""
+
+    engine: Engine
+    conversation: Conversation
+    instruction: str
+
+
 class Session:
-    """Decodes with one bundle and app::
+    """Decodes with one bundle, as one of its apps at a time::
 
         with Session.open("bundle", threads=2) as session:
             for piece in session.generate("List the names of all customers."):
@@ -45,8 +55,10 @@ class Session:
         self.instruction = instruction
         self.bundle: Bundle | None = None
         self._last: Generation | None = None
+        self._running: Generation | None = None  # the answer that the cache belongs to
         self._options = EngineOptions()
         self._conversation: Conversation = engine.new_conversation()
+        self._apps: dict[str, _Opened] = {}
         self._committed: list[int] = []  # what stands in the cache
         self._messages: list[dict[str, str]] = []
 
@@ -71,6 +83,8 @@ class Session:
         tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
         session = cls(engine, tokenizer, opened.app(app).instruction)
         session.bundle, session._options = opened, options
+        found = opened.app(app)
+        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
         return session
 
     @property
@@ -81,18 +95,35 @@ class Session:
         return self._last
 
     def use(self, app: str) -> None:
-        """Switch to another app of the bundle; the conversation starts anew. Raises InputError if it has none such."""
+        """Switch to another app of the bundle. Raises InputError if it has none such.
+
+        The conversation starts anew: a cache holds what one adapter made of the text, and another would not have made
+        it so. What a session has used it keeps, so coming back takes microseconds; see ``preload``.
+        """
+        opened = self._opened(app)
+        self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
+        self.reset()
+
+    def preload(self, *apps: str) -> None:
+        """Open apps now that ``use`` would open late, by default all; raises InputError for one there is not."""
+        if self.bundle is None:
+            raise InputError("this session was not opened from a bundle")
+        for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
+            self._opened(app).engine.warm()
+
+    def _opened(self, app: str) -> _Opened:
         if self.bundle is None:
             raise InputError(f"app {app!r}: this session was not opened from a bundle")
-        self.instruction = self.bundle.app(app).instruction
-        self.engine.close()
-        self.engine = open_engine(self.bundle, app, self._options)
-        self._conversation = self.engine.new_conversation()
-        self.reset()
+        if app not in self._apps:
+            instruction = self.bundle.app(app).instruction
+            engine = open_engine(self.bundle, app, self._options)
+            self._apps[app] = _Opened(engine, engine.conversation_beside(self._conversation), instruction)
+        return self._apps[app]
 
     def reset(self) -> None:
         """Forget the conversation."""
         self._conversation.length = 0
+        self._running = None
         self._committed, self._messages = [], []
 
     def generate(
@@ -128,7 +159,8 @@ class Session:
             raise InputError("the prompt is empty")
         messages = [*self._messages, {"role": "user", "content": user_content(self.instruction, prompt)}]
         template = ChatTemplate(self.tokenizer.chat)
-        ids = self.tokenizer.encode(template.render(messages, add_generation_prompt=True))
+        text = template.render(messages, add_generation_prompt=True)
+        ids = self.tokenizer.encode(text, self.engine.geometry.context)
         runs = self.runs(ids, max_tokens=max_tokens, stop=stop, arm=self.arm(speculate), keep=True)
         return self._remember(runs, messages)
 
@@ -137,12 +169,13 @@ class Session:
         try:
             yield from _pieces(runs)
         finally:
-            if self._last is answer:
+            if self._running is answer:
                 self._messages = [*messages, {"role": "assistant", "content": answer.text}]
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
         """Tokens of a prompt as this app's model was taught to read it."""
-        return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system)
+        context = self.engine.geometry.context
+        return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
     def arm(self, speculate: bool) -> str:
         """How to decode with what the bundle has."""
@@ -172,7 +205,7 @@ class Session:
         if not keep:
             self._messages = []
         self._committed = list(prompt[:shared])
-        self._last = Generation(len(prompt))
+        self._last = self._running = Generation(len(prompt))
         return self._runs(conversation, self._last, prompt[shared:], max_tokens, stop, arm)
 
     def _runs(
@@ -205,8 +238,8 @@ class Session:
                 answer.tokens.extend(tokens)
                 answer.text += text
                 yield Run(tokens, text, drafted)
-                if self._last is not answer:
-                    raise InputError("this answer was ended by a newer one: a session holds one conversation")
+                if self._running is not answer:
+                    raise InputError("this answer was ended by a newer one, reset or use: a session has one at a time")
                 drafted = conversation.drafts.copy() if arm == "speculative" else None
                 clock, native = perf_counter(), conversation.native_seconds
                 try:
@@ -221,13 +254,16 @@ class Session:
                 answer.text += rest
                 yield Run((), rest)
         finally:
-            if self._last is answer:
+            if self._running is answer:
                 self._committed.extend(answer.tokens[:-1])  # the last is not in the cache
             answer.reason = answer.reason or Reason.CANCELLED
 
     def close(self) -> None:
         """Release the target's memory."""
         self.engine.close()
+        for opened in self._apps.values():
+            if opened.engine is not self.engine:
+                opened.engine.close()
 
     def __enter__(self) -> Session:
         return self

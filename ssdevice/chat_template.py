@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice import chat_bounds
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError
 
@@ -77,12 +78,22 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(names)
+            with chat_bounds.budget():
+                return self._render(names)
         except (
-            jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+            jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+            ValueError,
         ) as error:  # fmt: skip  # what a template's own expressions can raise
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}") from error
+
+    def _render(self, names: Mapping[str, Any]) -> str:
+        pieces, size = [], 0
+        for piece in self._template.generate(names):
+            size += len(piece)
+            chat_bounds.check_size(size)
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 def read_template(folder: Path) -> str:
@@ -167,6 +178,26 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
+    class BoundedEnvironment(ImmutableSandboxedEnvironment):
+        """The sandbox, with bounds on what it makes."""
+
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            chat_bounds.check_operator(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if function is not range:  # the sandbox has a bound of its own for it
+                method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+                name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+                chat_bounds.check_call(name, subject, (*args, *kwargs.values()))
+            return super().call(context, function, *args, **kwargs)
+
+        def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+            chat_bounds.count_turns(source)
+            return super()._generate(source, *args, **kwargs)
+
     class Generation(Extension):
         """``{% generation %}`` marks assistant text for training masks; here it only delimits a scope."""
 
@@ -200,9 +231,9 @@ def _environment() -> jinja2.Environment:
     def strftime_now(form: str) -> str:
         return datetime.datetime.now().strftime(form)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
+    environment.filters = {name: chat_bounds.bounded(name, made) for name, made in environment.filters.items()}
+    del environment.globals["lipsum"]  # no part of what templates may use
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace)
     return environment

@@ -18,7 +18,7 @@ from ssdevice.chat_template import (
     read_special_tokens,
     read_template,
 )
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text_stream import Emission, StopStrings, TextOutput, TextStream
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ __all__ = ["ChatFormat", "ChatTokenizer", "Emission", "StopStrings", "TextOutput
 
 TOKENIZER_FILE = "tokenizer.json"
 PROBE = "probe"
+MAX_TOKEN_CHARS = 64
+"""More than the tokens of any text have on average."""
 PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
 
 
@@ -103,17 +105,20 @@ class ChatTokenizer:
         """Tokens that end an answer."""
         return self.chat.stop_ids
 
-    def prompt_ids(self, prompt: str, *, instruction: str | None = None, system: str | None = None) -> list[int]:
+    def prompt_ids(
+        self, prompt: str, *, instruction: str | None = None, system: str | None = None, most: int | None = None
+    ) -> list[int]:
         """Ids up to where the model's answer begins.
 
-        ``instruction`` is the app's line before the prompt, ``system`` a system message. Raises InputError for an
-        empty prompt or text that is not Unicode, ConfigError if the template refuses (some take no system message).
+        ``instruction`` is the app's line before the prompt, ``system`` a system message, ``most`` as in ``encode``.
+        Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
+        take no system message).
         """
         if not prompt.strip():
             raise InputError("the prompt is empty")
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
-        return self.encode(self._template.render(messages, add_generation_prompt=True))
+        return self.encode(self._template.render(messages, add_generation_prompt=True), most)
 
     def completion_ids(self, text: str) -> list[int]:
         """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
@@ -147,8 +152,16 @@ class ChatTokenizer:
     def _closing_stops(self) -> bool:
         return any(i in self.stop_ids for i in self.encode(self._closing))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text as it stands, no special tokens added; raises InputError for half characters."""
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a text as it stands, no special tokens added; raises InputError for half characters.
+
+        ``most``: tokens there is room for. A text that cannot have so few raises ContextOverflowError unread: tokens
+        take many times the memory of a text.
+        """
+        if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
+            raise ContextOverflowError(
+                f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
+            )
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         except (UnicodeEncodeError, TypeError) as error:
