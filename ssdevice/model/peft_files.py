@@ -15,7 +15,7 @@ from ssdevice.model.adapter import PEFT_CONFIG
 PEFT_WEIGHTS = "adapter_model.safetensors"
 LORA = "LORA"
 SLACK = 4
-"""A configuration may name a rank that none of its tensors has, where patterns replace it; not one that fills memory."""
+"""A configuration may name a rank that no tensor has, where patterns replace it; not one that fills memory."""
 
 
 def check_peft(folder: Path) -> None:

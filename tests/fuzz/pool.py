@@ -54,8 +54,8 @@ class Process:
             self.process.stdin.flush()
             return Result(**self._answer(TIMEOUT_S))
         except (Lost, BrokenPipeError) as error:
-            scratch = Path(self.scratch.name)
-            said, done = ((scratch / name).read_text("utf-8", "replace")[-400:] for name in ("err", "done"))
+            files = [Path(self.scratch.name) / name for name in ("err", "done")]
+            said, done = (file.read_text("utf-8", "replace")[-400:] if file.exists() else "" for file in files)
             self.close()
             self._start()
             return Result(seed, index, subject.value, "BUG", f"{error}: {said}", done, 0.0, TIMEOUT_S)

@@ -114,13 +114,14 @@ class Worker:
         """Load an adapter as ``export`` does, and print what the reference decodes with it."""
 
         def decode() -> int:
+            from ssdevice.cli import one_line
             from ssdevice.errors import SSDeviceError
             from tests.fuzz.reference_tokens import tokens
 
             try:
                 print(json.dumps({"tokens": tokens(self.pristine / "base", folder)}))
             except SSDeviceError as error:  # as ssdevice.cli prints it
-                print(f"ssdevice: error: {' '.join(str(error).split())}", file=sys.stderr)
+                print(f"ssdevice: error: {one_line(str(error))}", file=sys.stderr)
                 return error.exit_code
             return 0
 
