@@ -166,6 +166,8 @@ class ChatTokenizer:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
+        except Exception as error:  # the library raises plain Exception where a tokenizer.json lacks what it needs
+            raise InputError(f"the tokenizer cannot encode the prompt: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
