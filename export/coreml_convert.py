@@ -50,7 +50,7 @@ def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedul
         name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))
         # Without streams prefill gives no drafts: Core ML has no empty tensors.
-        outputs = spec.outputs if geometry.gamma or name != PREFILL else spec.outputs[:1]
+        outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
         return ct.convert(
             program,
             outputs=[ct.TensorType(name=tensor.name) for tensor in outputs],

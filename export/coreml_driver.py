@@ -30,12 +30,20 @@ from ssdevice.mil.reader import Package
 
 
 class CoreMLDriver:
-    """One conversation on a package, whose state the package itself writes."""
+    """One conversation on a package, whose state the package itself writes.
 
-    def __init__(self, package: Path, geometry: Geometry, precision: str = "fp16") -> None:
-        self.geometry = geometry
-        self.program = Program(Package.open(package), precision)
-        self.state = self.program.make_state()
+    ``names``: the package's names of the contract's functions, where they are others.
+    """
+
+    def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str] | None = None) -> None:
+        self.geometry, self.program = geometry, program
+        self.names = names or {}
+        self.state = program.make_state()
+
+    @classmethod
+    def open(cls, package: Path, geometry: Geometry, precision: str = "fp16") -> CoreMLDriver:
+        """A driver of a package whose functions have the contract's names."""
+        return cls(Program(Package.open(package), precision), geometry)
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         """See parity.Driver."""
@@ -63,7 +71,7 @@ class CoreMLDriver:
         return rows.astype(np.float32)
 
     def _run(self, function: str, integers: Mapping[str, Array], length: int) -> dict[str, Array]:
-        return self.program.run(function, {**integers, LENGTH: _int(length)}, self.state)
+        return self.program.run(self.names.get(function, function), {**integers, LENGTH: _int(length)}, self.state)
 
 
 def _int(value: int) -> Array:

@@ -1,15 +1,17 @@
 """golden.json: integers that a correct host gets step by step, whatever language it is written in.
 
-Each case is a conversation: prefill calls, then steps with the drafts to give. Drafts are planted so that steps end at
-different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by the
-interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
-least distance between the two largest logits of any row that decided a token of the step, in the float32 reference.
-``texts`` are for the host's tokenizer: a text and the ids of it, special tokens read as such.
+Each case is a conversation of one app: prefill calls, then steps with the drafts to give. Drafts are planted so that
+steps end at different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by
+the interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
+least distance between the two largest logits of any row that decided a token of the step, in the float32 reference
+with the package's weights. ``texts`` are for the host's tokenizer: a text and the ids of it, special tokens read as
+such.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +36,27 @@ TEXTS = (
 MAX_STEPS = 6
 
 
-def write_golden(job: ExportJob, package: Path, file: Path) -> None:
-    """Write the cases of one export."""
-    driver = CoreMLDriver(package, job.plan.geometry)
+def cases(job: ExportJob, driver: CoreMLDriver) -> list[dict[str, Any]]:
+    """The cases of a job's only app; its model has the package's weights."""
+    (app,) = job.plan.apps
     reference = TorchDriver(job)
-    tokenizer = ChatTokenizer.open(job.plan.folder)
-    before, after = prompt_frame(tokenizer, instruction_of(job.plan))
-    texts = [*TEXTS, f"{before}{TEXTS[0]}{after}"]
+    return [{"app": app.name, **_case(driver, reference, job.plan.geometry, seed)} for seed in range(CASES)]
+
+
+def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write the cases of all apps, and texts with their tokens."""
+    tokenizer = ChatTokenizer.open(plan.folder)
+    frames = [prompt_frame(tokenizer, app.instruction) for app in plan.apps]
+    texts = [*TEXTS, *(f"{before}{TEXTS[0]}{after}" for before, after in dict.fromkeys(frames))]
     golden = {
         "schema_version": SCHEMA_VERSION,
         "texts": [{"text": text, "ids": tokenizer.encode(text)} for text in texts],
-        "cases": [_case(driver, reference, job.plan.geometry, seed) for seed in range(CASES)],
+        "cases": every,
     }
     file.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
-def prompt_frame(tokenizer: ChatTokenizer, instruction: str | None) -> tuple[str, str]:
+def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
     """What stands before and after the user's text in a prompt of one message, for hosts that render no templates.
 
     Raises ConfigError if the template does not write the user's text as it is.
@@ -61,11 +68,6 @@ def prompt_frame(tokenizer: ChatTokenizer, instruction: str | None) -> tuple[str
     if not found:
         raise ConfigError("the chat template does not write the user's message as it is")
     return before, after
-
-
-def instruction_of(plan: ExportPlan) -> str | None:
-    """The line that the app puts before every message."""
-    return plan.settings.instruction if plan.settings is not None else None
 
 
 def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:

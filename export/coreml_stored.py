@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ssdevice.errors import ParityError
+from ssdevice.export.coreml_compact import short_name, weight_key
 from ssdevice.export.parity import Array
 from ssdevice.mil.program import Program
-from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
 
-PREFIX = "p_module_model_"
-"""What torch.export and coremltools put before a parameter's name."""
-HALF = "_to_fp16"
-"""What its half-precision pass puts behind it; compression adds more."""
+Saved = list[tuple[nn.Parameter, Tensor]]
 
 
 @contextmanager
-def stored_weights(model: StreamModel, package: Path) -> Iterator[None]:
+def stored_weights(model: StreamModel, program: Program, functions: Collection[str]) -> Iterator[None]:
     """Within this context every matrix of the model has the package's values; raises ParityError for one it lacks."""
-    stored = decompressed(package)
-    saved: list[tuple[nn.Parameter, Tensor]] = []
+    saved: Saved = []
     try:
-        for names, weight in _matrices(model).items():
-            array = next((stored[key] for key in map(key_of, names) if key in stored), None)
-            if array is None:
-                raise ParityError(f"{package}: weight {names[0]} is not in the package")
-            if array.shape != tuple(weight.shape):
-                raise ParityError(
-                    f"{package}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}"
-                )
-            saved.append((weight, weight.data))
-            weight.data = torch.from_numpy(array.copy()).to(weight.dtype)
+        adopt_weights(model, program, functions, saved)
         yield
     finally:
         for weight, data in saved:
             weight.data = data
 
 
+def adopt_weights(model: StreamModel, program: Program, functions: Collection[str], saved: Saved | None = None) -> None:
+    """Give every matrix of the model the values it has in these functions of a package, in the package's memory.
+
+    ``saved`` receives what the model had. Raises ParityError for a matrix that the package lacks.
+    """
+    where = program.package.path
+    stored = decompressed(program, functions)
+    for names, weight in _matrices(model).items():
+        keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
+        array = next((stored[key] for key in keys if key in stored), None)
+        if array is None:
+            raise ParityError(f"{where}: weight {names[0]} is not in the package")
+        if array.shape != tuple(weight.shape):
+            raise ParityError(f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
+        if saved is not None:
+            saved.append((weight, weight.data))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the array cannot be written; neither does the reference
+            weight.data = torch.from_numpy(array).to(weight.dtype)
+
+
 def key_of(name: str) -> str:
     """A parameter's name as conversion spells it."""
-    return name.replace(".", "_").lower()
+    return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()
 
 
 def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
     """Every matrix that is multiplied with or looked up in, once, under all its names."""
     names: dict[int, list[str]] = {}
     weights: dict[int, nn.Parameter] = {}
-    for path, part in model.named_modules():
+    for path, part in model.named_modules(remove_duplicate=False):  # stream adapters hang in two places
         if isinstance(part, (nn.Linear, nn.Embedding)):
             names.setdefault(id(part.weight), []).append(f"{path}.weight")
             weight: nn.Parameter = part.weight  # type: ignore[assignment]
@@ -60,16 +69,14 @@ def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
     return {tuple(names[key]): weight for key, weight in weights.items()}
 
 
-def decompressed(package: Path) -> dict[str, Array]:
-    """Matrices of a package by the name conversion gave them, without what conversion added."""
-    program = Program(Package.open(package))
+def decompressed(program: Program, functions: Collection[str]) -> dict[str, Array]:
+    """Matrices of these functions by the name conversion gave them, without what conversion added."""
     found: dict[str, Array] = {}
-    for name, function in program.package.functions.items():
+    for name in functions:
         constants = program.plan(name).constants
-        for operation in function.operations:
-            key, _, rest = operation.output.lower().removeprefix(PREFIX).partition(HALF)
-            if operation.kind.startswith("constexpr_") or (operation.kind == "const" and not rest):
-                array = constants.get(operation.output)
-                if array is not None and array.ndim == 2:
-                    found.setdefault(key, array)
+        for operation in program.package.function(name).operations:
+            key = weight_key(operation.kind, operation.output)
+            array = constants.get(operation.output) if key is not None else None
+            if key is not None and array is not None and array.ndim == 2:
+                found.setdefault(key, array)
     return found

@@ -18,6 +18,8 @@ BLOCK = 32
 """Inputs that share a scale in int4 per block."""
 PALETTE_GROUPS = (16, 8, 4, 2, 1)
 """Output channels that share a palette: the first that divides them."""
+APP_PARTS = ("_adapter_", "streams_adapters_", "streams_transform_", "streams_identifiers")
+"""In the names of weights that an app brings: they are small, and what they cost is what an app costs."""
 SMALLEST = 512
 """Elements from which compressing a weight is worth its scales."""
 
@@ -100,7 +102,7 @@ def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> tupl
     linear, lookup = ("linear", "weight") in weight.readers, ("gather", "x") in weight.readers
     if quant is Quant.FP16 or (lookup and weight.shape[0] != vocab):  # tables of positions are exact or wrong
         return Scheme.FLOAT16, ""
-    if "streams_adapters" in weight.name or "streams_transform" in weight.name or "streams_identifiers" in weight.name:
+    if any(part in weight.name for part in APP_PARTS):
         return Scheme.FLOAT16, ""
     if weight.elements < SMALLEST:
         return Scheme.FLOAT16, ""

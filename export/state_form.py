@@ -107,7 +107,7 @@ class StateForm(nn.Module):
 
     def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
         """Without streams there are no drafts, and no target has use for a tensor without elements."""
-        return (drafts,) if self.geometry.gamma else ()
+        return (drafts,) if drafts.shape[0] else ()
 
 
 def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:

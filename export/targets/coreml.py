@@ -11,16 +11,21 @@ from pathlib import Path
 
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.coreml_apps import Names, adapter_bytes, function_names, growth, jobs
+from ssdevice.export.coreml_compact import compact
 from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
 from ssdevice.export.coreml_driver import CoreMLDriver
-from ssdevice.export.coreml_golden import instruction_of, prompt_frame, write_golden
+from ssdevice.export.coreml_golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml_options import ComputeUnits
-from ssdevice.export.coreml_stored import stored_weights
+from ssdevice.export.coreml_stored import adopt_weights
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.manifest import AdapterKind
 from ssdevice.mil.audit import audit
+from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
+from ssdevice.model.step import StreamModel
 from ssdevice.text import ChatTokenizer
 
 PACKAGE = "model.mlpackage"
@@ -34,56 +39,106 @@ TOLERANCE = Tolerance(rows=0.02, tie=0.15)
 
 @dataclass(frozen=True)
 class CoreMLExporter:
-    """Writes the package, its settings for hosts, and golden integers to check a host with."""
+    """Writes the package, its settings for hosts, and golden integers to check a host with.
+
+    Several apps become functions of one package, which holds the base's weights once.
+    """
 
     quants: tuple[Quant, ...] = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
     schedule: Schedule = Schedule.FUSED
+    several_apps: bool = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
-        plan, options = job.plan, job.plan.options
-        g, names = plan.geometry, plan.function_names
+        plan, package = job.plan, folder / PACKAGE
+        table = function_names(plan)
         notes: list[str] = []
         with tempfile.TemporaryDirectory(prefix="ssdevice-") as scratch:
-            parts: dict[str, Path] = {}
-            for number, name in enumerate(names):
-                job.report("write the graphs", number, len(names) + 1, name)
-                model = convert(name, job.loaded.model, g, plan.schedule, options.coreml.kv_write)
-                weights = matrices(model.get_spec())
-                schemes = plan_weights(weights, options.quant, options.coreml.per_channel, g.vocab)
-                notes.extend(note for note in schemes.notes if note not in notes)
-                with quiet():
-                    model = compress(model, schemes, {weight.name: weight.shape for weight in weights})
-                    parts[name] = Path(scratch) / f"{name}.mlpackage"
-                    model.save(str(parts[name]))
-            job.report("write the graphs", len(names), len(names) + 1, "merge")
-            merge(parts, folder / PACKAGE, STEP if STEP in names else PREFILL)
-        self._write_settings(job, folder / SETTINGS)
-        if options.quant is not Quant.FP16:
+            parts = _Parts(job, table, Path(scratch))
+            parts.write()
+            notes += parts.notes
+            job.report("write the graphs", parts.total, parts.total + 1, "merge")
+            names = table[plan.apps[0].name]
+            merge(parts.paths, package, names.get(STEP, names[PREFILL]))
+        if not plan.merged:
+            program = compact(package)
+            added = growth(Package.open(package), table, program, parts.adapter_bytes)
+            notes += [added[app.name].describe(app.name, len(table[app.name])) for app in plan.apps if app.folder]
+        _write_settings(plan, folder / SETTINGS)
+        if plan.options.quant is not Quant.FP16:
             notes.append("weights alone are compressed: activations are float16")
-        notes.extend(_device_notes(folder / PACKAGE, options.coreml.compute_units))
-        files = [TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS)]
-        write_golden(job, folder / PACKAGE, folder / GOLDEN)
-        files.append(TargetFile("golden", GOLDEN))
+        notes += _device_notes(package, plan.options.coreml.compute_units)
+        files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
-        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools)
+        apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
+        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """See Exporter: the saved package in the interpreter, which rounds as float16 does."""
-        driver = CoreMLDriver(folder / PACKAGE, job.plan.geometry)
-        with stored_weights(job.loaded.model, folder / PACKAGE):
-            return check(job, driver, TOLERANCE)
+        """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.
 
-    def _write_settings(self, job: ExportJob, file: Path) -> None:
-        chosen = job.plan.options.coreml
-        before, after = prompt_frame(ChatTokenizer.open(job.plan.folder), instruction_of(job.plan))
-        settings = {
-            "deployment_target": DEPLOYMENT,
-            "compute_units": chosen.compute_units.value,
-            "kv_write": chosen.kv_write.value,
-            "prompt": {"before": before, "after": after},
-        }
-        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        The models of the job have the package's weights afterwards: nothing holds their weights twice.
+        """
+        table = function_names(job.plan)
+        program = Program(Package.open(folder / PACKAGE))
+        facts: dict[str, float] = {}
+        golden = []
+        for app, one in jobs(job):
+            names = table[app.name]
+            adopt_weights(one.loaded.model, program, tuple(names.values()))
+            found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
+            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
+            golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))
+        write_golden(job.plan, golden, folder / GOLDEN)
+        return facts
+
+
+class _Parts:
+    """Every function as a package of its own: ``paths`` by function, what apps bring, and what differs from wishes."""
+
+    def __init__(self, job: ExportJob, table: Mapping[str, Names], scratch: Path) -> None:
+        self.job, self.table, self.scratch = job, table, scratch
+        self.total = len({name for names in table.values() for name in names.values()})
+        self.paths: dict[str, Path] = {}
+        self.adapter_bytes: dict[str, int] = {}
+        self.notes: list[str] = []
+
+    def write(self) -> None:
+        """Convert and compress the functions of one app after another."""
+        for app, one in jobs(self.job):
+            model = one.loaded.model
+            self.adapter_bytes[app.name] = adapter_bytes(model)
+            for function, name in self.table[app.name].items():
+                if name not in self.paths:
+                    self.job.report("write the graphs", len(self.paths), self.total + 1, name)
+                    self.paths[name] = self._function(function, name, model)
+
+    def _function(self, function: str, name: str, model: StreamModel) -> Path:
+        plan, options = self.job.plan, self.job.plan.options
+        made = convert(function, model, plan.geometry, plan.schedule, options.coreml.kv_write)
+        weights = matrices(made.get_spec())
+        schemes = plan_weights(weights, options.quant, options.coreml.per_channel, plan.geometry.vocab)
+        self.notes += [note for note in schemes.notes if note not in self.notes]
+        path = self.scratch / f"{name}.mlpackage"
+        with quiet():
+            compress(made, schemes, {weight.name: weight.shape for weight in weights}).save(str(path))
+        return path
+
+
+def _result(app: AppPlan, names: Names) -> AppResult:
+    return AppResult(AdapterKind.FUNCTION if app.folder else AdapterKind.BASE, functions=dict(names))
+
+
+def _write_settings(plan: ExportPlan, file: Path) -> None:
+    chosen = plan.options.coreml
+    tokenizer = ChatTokenizer.open(plan.folder)
+    frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
+    settings = {
+        "deployment_target": DEPLOYMENT,
+        "compute_units": chosen.compute_units.value,
+        "kv_write": chosen.kv_write.value,
+        "prompts": {name: {"before": before, "after": after} for name, (before, after) in frames.items()},
+    }
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _device_notes(package: Path, units: ComputeUnits) -> list[str]:

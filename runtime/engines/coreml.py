@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 SETTINGS = "settings"
+SPECIFICATION = 9
+"""Version of a package's model file from which it can have states: iOS 18 and macOS 15."""
 INTERPRETER = "ssdevice.mil"
 SLOW = "ssdevice: Core ML runs on Apple's systems alone; here its operations run in NumPy one by one, slowly"
 Integers = Mapping[str, NDArray[np.int32]]
@@ -53,8 +55,8 @@ class Program(ABC):
     """A package ready to run."""
 
     @abstractmethod
-    def make_state(self) -> Any:
-        """A new cache, zero."""
+    def make_state(self, function: str) -> Any:
+        """A new cache, zero; all functions declare the same, but a target may want to know one."""
 
     @abstractmethod
     def run(self, function: str, inputs: Integers, state: Any) -> Mapping[str, NDArray[Any]]:
@@ -73,8 +75,8 @@ class AppleProgram(Program):
         self._units = self._coremltools.ComputeUnit[compute_units.upper()]
         self._models: dict[str, Any] = {}
 
-    def make_state(self) -> Any:
-        return self._model(PREFILL).make_state()
+    def make_state(self, function: str) -> Any:
+        return self._model(function).make_state()
 
     def run(self, function: str, inputs: Integers, state: Any) -> Mapping[str, NDArray[Any]]:
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
@@ -91,10 +93,10 @@ class AppleProgram(Program):
 class NumPyProgram(Program):
     """The interpreter of saved programs."""
 
-    def __init__(self, package: Path) -> None:
-        self._program = Interpreter(Package.open(package))
+    def __init__(self, package: Package) -> None:
+        self._program = Interpreter(package)
 
-    def make_state(self) -> State:
+    def make_state(self, function: str) -> State:
         return self._program.make_state()
 
     def run(self, function: str, inputs: Integers, state: State) -> Mapping[str, NDArray[Any]]:
@@ -102,10 +104,11 @@ class NumPyProgram(Program):
 
 
 class CoreMLEngine(Engine):
-    """A package and the functions the bundle has."""
+    """A package opened for one app. ``names``: what the package calls the app's functions of the contract."""
 
-    def __init__(self, program: Program, geometry: Geometry, functions: frozenset[str]) -> None:
-        super().__init__(geometry, functions)
+    def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str]) -> None:
+        super().__init__(geometry, frozenset(names))
+        self.names = dict(names)
         self.program: Program | None = program
 
     def new_conversation(self) -> CoreMLConversation:
@@ -144,11 +147,11 @@ class CoreMLConversation(Conversation):
     def _run(self, function: str, integers: dict[str, NDArray[np.int32]]) -> Mapping[str, NDArray[Any]]:
         program = self.engine.program
         if program is None or function not in self.engine.functions:
-            raise BundleError(f"the bundle has no {function}" if program else "the engine is closed")
+            raise BundleError(f"the app has no {function}" if program else "the engine is closed")
         clock = perf_counter()
         if self._state is None:
-            self._state = program.make_state()
-        out = program.run(function, {**integers, LENGTH: _int(self.length)}, self._state)
+            self._state = program.make_state(self.engine.names[PREFILL])
+        out = program.run(self.engine.names[function], {**integers, LENGTH: _int(self.length)}, self._state)
         self.native_seconds += perf_counter() - clock
         return out
 
@@ -159,15 +162,45 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         raise BundleError(
             f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.STATE}"
         )
+    names = app_functions(bundle, app)
     package = bundle.file(MODEL)
+    opened = Package.open(package)
+    check_package(opened, bundle, names)
     program: Program
     if sys.platform == "darwin":
         settings = json.loads(bundle.file(SETTINGS).read_text("utf-8"))
         program = AppleProgram(package, str(settings.get("compute_units", "all")))
     else:
         _say_once(SLOW)
-        program = NumPyProgram(package)
-    return CoreMLEngine(program, bundle.geometry, frozenset(bundle.functions))
+        program = NumPyProgram(opened)
+    return CoreMLEngine(program, bundle.geometry, names)
+
+
+def app_functions(bundle: Bundle, app: str | None) -> Mapping[str, str]:
+    """The contract's functions that an app has (None: the default one), and what the package calls them."""
+    return bundle.app(app).functions or {name: name for name in bundle.functions}
+
+
+def check_package(package: Package, bundle: Bundle, names: Mapping[str, str]) -> None:
+    """Raise BundleError unless a package has an app's functions with the contract's tensors, and states at all."""
+    if package.specification_version < SPECIFICATION:
+        raise BundleError(
+            f"{package.path}: its deployment target is too old: model files of version "
+            f"{package.specification_version} have no states, {SPECIFICATION} (iOS 18) is needed; export again"
+        )
+    for name, function in names.items():
+        expected, found = bundle.functions[name], package.spec(function)
+        for kind in ("inputs", "outputs", "states"):
+            wanted, given = set(getattr(expected, kind)), set(getattr(found, kind))
+            if kind == "outputs" and name == PREFILL:  # apps without streams draft nothing
+                wanted -= {tensor for tensor in wanted - given if tensor.name == NEXT_DRAFTS}
+            if wanted != given:
+                odd = min(wanted ^ given, key=lambda tensor: (tensor.name, tensor in wanted))
+                where = "lacks" if odd in wanted else "has another"
+                raise BundleError(
+                    f"{package.path}: function {function!r} {where} {kind[:-1]} {odd.name!r} "
+                    f"({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
+                )
 
 
 def _say_once(text: str) -> None:

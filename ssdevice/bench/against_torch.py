@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from ssdevice.bundle import Bundle
 from ssdevice.config import Target
 from ssdevice.errors import InputError
-from ssdevice.manifest import Precision
+from ssdevice.manifest import AdapterKind, Precision
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, within
@@ -56,6 +56,7 @@ class Agreement:
 
 def agreement(
     bundle: Bundle,
+    app: str | None,
     model: str,
     adapter: Path | None,
     prompts: Sequence[Sequence[int]],
@@ -64,25 +65,21 @@ def agreement(
 ) -> Agreement:
     """How far the torch model would have chosen the same tokens, each after the bundle's own answer so far.
 
-    ``adapter``: the app's folder, None for the base. Raises InputError for another model than the bundle's.
+    ``app``: of the bundle; ``adapter``: its folder, None for the base. Raises InputError for a model that is not the
+    bundle's base.
     """
     folder = resolve_folder(model)
-    loaded = load(folder, adapter, bundle.geometry.context)
-    manifest = bundle.manifest
+    manifest, merged = bundle.manifest, bundle.app(app).kind is AdapterKind.MERGED
+    loaded = load(folder, adapter, bundle.geometry.context, merge=merged)
     if loaded.identity.sha256 != manifest.model.sha256:
         raise InputError(
             f"--model {model} is not the base of {bundle.folder}: its weights have sha256 "
             f"{loaded.identity.sha256[:12]}.., the bundle's base {manifest.model.sha256[:12]}.."
         )
-    simulate = manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4)
-    context = nullcontext()
-    if simulate:
-        from ssdevice.export.onnx_reference import simulated
-
-        context = simulated(loaded.model, manifest.precision)  # type: ignore[assignment]
+    rounded, precision = as_stored(bundle, app, loaded.model)
     tokens = agreeing = 0
     worst = 0.0
-    with context, torch.no_grad():
+    with rounded or nullcontext(), torch.no_grad():
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             report("torch reference", number, len(prompts), "")
             logits = main_logits(loaded.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
@@ -93,8 +90,29 @@ def agreement(
             agreeing += int((first == chosen).sum())
             worst = max(worst, float(margins.max()))
     report("torch reference", len(prompts), len(prompts), "")
-    exact = simulate or manifest.precision is Precision.FP32
-    return Agreement(tokens, agreeing, worst, exact, manifest.precision)
+    exact = rounded is not None or precision is Precision.FP32
+    return Agreement(tokens, agreeing, worst, exact, precision)
+
+
+def as_stored(
+    bundle: Bundle, app: str | None, model: StreamModel
+) -> tuple[AbstractContextManager[None] | None, Precision]:
+    """A context in which the model rounds as the bundle does, if that is known; the precision of what then differs."""
+    manifest = bundle.manifest
+    if manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4):
+        from ssdevice.export.onnx_reference import simulated
+
+        return simulated(model, manifest.precision), manifest.precision
+    if manifest.target is Target.COREML:
+        from ssdevice.export.coreml_stored import stored_weights
+        from ssdevice.mil.program import Program
+        from ssdevice.mil.reader import Package
+        from ssdevice.runtime.engines.coreml import MODEL, app_functions
+
+        # With the package's own weights, what is left is the rounding of activations to float16.
+        program = Program(Package.open(bundle.file(MODEL)))
+        return stored_weights(model, program, tuple(app_functions(bundle, app).values())), Precision.FP16
+    return None, manifest.precision
 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:

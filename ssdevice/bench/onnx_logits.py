@@ -14,11 +14,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from ssdevice.bench.equality import emitted_nodes
+from ssdevice.bundle import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.runtime.engines import EngineOptions
-from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine
-from ssdevice.runtime.generation import accepted_path
+from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine, SharedBase, app_adapter, app_graphs
+from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
 
 LOGITS = "shown_logits"
 CHOICES = ("ArgMax", "TopK")
@@ -29,13 +31,27 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 class LogitsEngine(OnnxEngine):
     """An OnnxEngine whose conversations keep the logits of what the last step emitted."""
 
-    def __init__(self, files: Mapping[str, Path], geometry: Geometry, cache_dtype: str, options: EngineOptions) -> None:
-        super().__init__(files, geometry, cache_dtype, options)
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        geometry: Geometry,
+        cache_dtype: str,
+        options: EngineOptions,
+        adapter: AdapterTensors | None = None,
+    ) -> None:
+        super().__init__(files, geometry, cache_dtype, options, adapter=adapter)
         for name in (STEP, PLAIN):
             spec = self.specs[name]
             rows = geometry.tree.size if name == STEP else 1
             shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
             self.specs[name] = type(spec)(spec.name, spec.inputs, (*spec.outputs, shown), spec.states)
+
+    @classmethod
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
+        """The engine of an app; its graphs are its own."""
+        files, geometry = app_graphs(bundle, app)
+        adapter = app_adapter(bundle, app, SharedBase.of(bundle, options))
+        return cls(files, geometry, bundle.manifest.cache_dtype, options, adapter)
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
         if function not in (STEP, PLAIN):
@@ -57,9 +73,7 @@ class LogitsConversation(OnnxConversation):
     def step(self, root: int) -> list[int]:
         drafts = self.drafts.tolist()
         tokens = super().step(root)
-        tree = self.geometry.tree
-        path = accepted_path(tree, drafts, tokens[:-1])
-        nodes = [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
+        nodes = emitted_nodes(self.geometry.tree, drafts, tokens)
         self.logits = self.calls[STEP].tensors[LOGITS][nodes].copy()
         return tokens
 

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.package_audit import describe_package, print_package
+from ssdevice.config import Target
+
 if TYPE_CHECKING:
     from ssdevice.bundle import Bundle
     from ssdevice.manifest import Manifest
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(bundle: Bundle) -> dict[str, Any]:
     """The bundle as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
-    return {
+    found: dict[str, Any] = {
         "bundle": str(bundle.folder),
         "target": manifest.target.value,
         "precision": manifest.precision.value,
@@ -78,6 +81,9 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "notes": list(manifest.notes),
         "tools": manifest.tools,
     }
+    if manifest.target is Target.COREML:
+        found["package"] = describe_package(bundle.file("model"))
+    return found
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
@@ -132,6 +138,8 @@ def _print(found: dict[str, Any]) -> None:
     for name, size in found["files"].items():
         files.add_row(escape(name), _size(size))
     console.print(files)
+    if "package" in found:
+        print_package(console, found["package"], _size)
 
 
 def _size(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ def _numbers(
             advance = plain if "step_plain" in session.engine.functions else plain_step
             conversation = session.engine.new_conversation()
             answers = [answer(conversation, ids, advance, stops, args.max_tokens) for ids in prompts]
-            torch_found = agreement(bundle, args.model, args.adapter, prompts, answers, progress.report)
+            torch_found = agreement(bundle, args.app, args.model, args.adapter, prompts, answers, progress.report)
             found["reference"] = {
                 "tokens": torch_found.tokens,
                 "agreeing": torch_found.agreeing,
@@ -115,6 +116,12 @@ def _prompts(args: argparse.Namespace, session: Session) -> list[list[int]]:
 
 def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | None:
     """The same bundle with its logits shown, where the target can."""
+    if (
+        bundle.manifest.target is Target.COREML and sys.platform != "darwin"
+    ):  # there Core ML itself runs, and hides them
+        from ssdevice.bench import coreml_logits
+
+        return coreml_logits.LogitsEngine(bundle, args.app)
     if bundle.manifest.target is not Target.ONNX:
         return None
     try:
@@ -123,8 +130,7 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
         return None  # said in the output: margins are then not measured, and a difference is a fault
     from ssdevice.bench.onnx_logits import LogitsEngine
 
-    files = {function: bundle.file(function) for function in bundle.functions}
-    return LogitsEngine(files, bundle.geometry, bundle.manifest.cache_dtype, engine_options(args))
+    return LogitsEngine.of(bundle, args.app, engine_options(args))
 
 
 def _describe(result: Equality, measured: bool) -> list[str]:

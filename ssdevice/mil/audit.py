@@ -23,6 +23,9 @@ PALETTE = "constexpr_lut_to_dense"
 CONSTEXPR = "constexpr_"
 
 REPORTS = "reports by users of the Neural Engine (coremltools 9, macOS 15 and 26); CPU and GPU were fine"
+STATES = "github.com/apple/coremltools/issues/2631 (macOS 15, M4); CPU and GPU were fine"
+OFFSETS = "github.com/apple/coreai-torch/issues/6; coremltools' slice_update is compiled by the same compiler"
+SHARED = "github.com/apple/coremltools/issues/2351"
 MIL = "the operation's definition in coremltools 9"
 GUIDE = "coremltools guide, typed execution: the Neural Engine computes in float16"
 
@@ -49,25 +52,58 @@ class Weights:
 
 @dataclass(frozen=True)
 class Audit:
-    """A package's contents: operations of each function by kind, weights by form, bytes of states, warnings."""
+    """A package's contents: operations of each function by kind, weights by form, bytes of states, warnings.
+
+    ``rows``: query rows of a function's largest attention, which for a step are its tree and streams. ``loaded``: bytes
+    of weights that each function reads, so what it takes where functions are loaded without sharing.
+    """
 
     operations: dict[str, dict[str, int]]
     weights: tuple[Weights, ...]
     state_bytes: int
+    rows: dict[str, int]
+    loaded: dict[str, int]
     warnings: tuple[Warning, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, each once."""
+        return sum(group.bytes for group in self.weights)
 
 
 def audit(package: Package) -> Audit:
     """Describe a package. Raises BundleError if a weight cannot be found."""
-    operations = {}
+    operations, rows, loaded = {}, {}, {}
     warnings = []
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
         counted = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
         operations[name] = dict(counted.most_common())
         states.update((state, kind) for state, kind in function.inputs if kind.state)
+        types = dict(function.inputs) | {key: kind for one in function.operations for key, kind in one.outputs}
+        rows[name] = max((_query_rows(operation, types) for operation in function.operations), default=0)
+        loaded[name] = _loaded_bytes(package, function)
         warnings += list(_warnings(package, function))
-    return Audit(operations, _weights(package), sum(_bytes(kind) for kind in states.values()), tuple(warnings))
+    weights = _weights(package)
+    if len(loaded) > 1:
+        text = (
+            f"{len(loaded)} functions share {sum(group.bytes for group in weights)} bytes of weights on disk; loaded "
+            f"together they may take up to {sum(loaded.values())}: memory was seen to grow with every function"
+        )
+        warnings.append(Warning("functions-memory", "all functions", "weights", text, SHARED))
+    state_bytes = sum(_bytes(kind) for kind in states.values())
+    return Audit(operations, weights, state_bytes, rows, loaded, tuple(warnings))
+
+
+def _loaded_bytes(package: Package, function: Function) -> int:
+    """Bytes of weights that one function reads."""
+    places = {
+        value.data: package.stored_bytes(value)
+        for operation in function.operations
+        for value in constants(operation)
+        if isinstance(value.data, BlobRef)
+    }
+    return sum(places.values())
 
 
 def _bytes(kind: TensorType) -> int:
@@ -164,7 +200,7 @@ def _warnings(package: Package, function: Function) -> Iterator[Warning]:
         odd = [size for size in dims if size is None or size % STATE_MULTIPLE]
         if odd:
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
-            yield Warning("state-size", name, kind, text, REPORTS)
+            yield Warning("state-size", name, kind, text, STATES)
     for operation in function.operations:
         types.update(operation.outputs)
         if operation.kind == CONST:
@@ -206,7 +242,7 @@ def _operation_warnings(
         moving = [n for n in names for a in operation.inputs.get(n, ()) if isinstance(a, str) and a not in fixed]
         if moving:
             text = f"{operation.kind} at an offset known only at run time; loading can crash (write by mask or scatter)"
-            yield Warning("runtime-offset", function, operation.output, text, REPORTS)
+            yield Warning("runtime-offset", function, operation.output, text, OFFSETS)
     rows = _query_rows(operation, types)
     if rows > MAX_QUERY_ROWS:
         text = f"attention over {rows} query rows; results differed from run to run above {MAX_QUERY_ROWS}"

@@ -22,7 +22,7 @@ class PackageDriver:
     windows: Sequence[int] = ()
 
     def __init__(self, package: Path, precision: str) -> None:
-        self.inner = CoreMLDriver(package, GEOMETRY, precision)
+        self.inner = CoreMLDriver.open(package, GEOMETRY, precision)
         draw = np.random.default_rng(9)
         for name in (KEYS, VALUES):
             garbage = 3 * draw.standard_normal(self.inner.state.read(name).shape)

@@ -60,7 +60,7 @@ def test_settings_frame_a_prompt_as_the_template_does(bundle: Bundle):
     settings = json.loads(bundle.file("settings").read_text("utf-8"))
     assert settings["compute_units"] == "all"
     tokenizer = ChatTokenizer.from_bytes(bundle.file("tokenizer").read_bytes(), bundle.manifest.chat)
-    frame = settings["prompt"]
+    frame = settings["prompts"][tiny_bundle.APP]
     expected = tokenizer.prompt_ids("abc", instruction=bundle.app().instruction)
     assert tokenizer.encode(frame["before"] + "abc" + frame["after"]) == expected
 

@@ -59,7 +59,7 @@ def test_the_state_is_cut_in_multiples_of_32():
     "write", [KVWrite.SLICE, pytest.param(KVWrite.MASK, marks=pytest.mark.slow)], ids=lambda write: write.value
 )
 def test_rows_go_where_the_length_says(write: KVWrite):
-    driver = CoreMLDriver(package(write=write), GEOMETRY)
+    driver = CoreMLDriver.open(package(write=write), GEOMETRY)
     before = {name: driver.state.read(name) for name in (KEYS, VALUES)}
     for length in (3, 11, GEOMETRY.context - 1):
         driver.plain(7, length)
@@ -71,7 +71,7 @@ def test_rows_go_where_the_length_says(write: KVWrite):
 
 
 def test_a_step_writes_its_rows_and_no_others():
-    driver = CoreMLDriver(package(), GEOMETRY)
+    driver = CoreMLDriver.open(package(), GEOMETRY)
     driver.prefill(PROMPT[:5], 0)
     before = driver.state.read(KEYS)
     driver.step(3, [[1, 2], [3, 4]], 5)
@@ -81,8 +81,8 @@ def test_a_step_writes_its_rows_and_no_others():
 
 def test_state_persists_and_is_shared_by_the_functions():
     torch_driver = TorchDriver(model(), TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk)
-    driver = CoreMLDriver(package(), GEOMETRY, precision="fp32")
-    with stored_weights(model(), package()):
+    driver = CoreMLDriver.open(package(), GEOMETRY, precision="fp32")
+    with stored_weights(model(), driver.program, FUNCTIONS):
         for at in (0, 5):
             mine, theirs = driver.prefill(PROMPT[at : at + 5], at), torch_driver.prefill(PROMPT[at : at + 5], at)
             assert mine == theirs

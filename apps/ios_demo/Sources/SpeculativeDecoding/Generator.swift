@@ -24,11 +24,14 @@ public struct Generator: Sendable {
     public let bundle: ModelBundle
     public let tokenizer: Tokenizer
     public let target: Target
+    private let frame: ModelBundle.Settings.Prompt
 
-    public init(folder: URL) async throws {
+    /// `app`: nil for the bundle's default one.
+    public init(folder: URL, app: String? = nil) async throws {
         bundle = try ModelBundle(folder: folder)
         tokenizer = try Tokenizer(file: bundle.url(role: "tokenizer"))
-        target = try await Target(bundle: bundle)
+        target = try await Target(bundle: bundle, app: app)
+        frame = try bundle.prompt(app: app)
     }
 
     /// Decodes one answer. The text is the same with and without `speculate`.
@@ -36,7 +39,6 @@ public struct Generator: Sendable {
         _ prompt: String, speculate: Bool, maxTokens: Int = 256,
         each: @Sendable (Run, Speed) async -> Void
     ) async throws -> Speed {
-        let frame = bundle.settings.prompt
         let ids = tokenizer.encode(frame.before + prompt + frame.after)
         guard ids.count <= target.geometry.context else {
             throw BundleError.unsupported("a prompt of \(ids.count) tokens")

@@ -35,6 +35,12 @@ public struct ModelBundle: Sendable {
             public let name: String
         }
 
+        public struct App: Decodable, Sendable {
+            public let name: String
+            /// The package's names of the contract's functions; empty where they are the contract's own.
+            public let functions: [String: String]
+        }
+
         public struct Chat: Decodable, Sendable {
             public let stopIds: [Int32]
         }
@@ -50,6 +56,7 @@ public struct ModelBundle: Sendable {
         public let geometry: Geometry
         public let functions: [Function]
         public let chat: Chat
+        public let apps: [App]
         public let defaultApp: String
         public let roles: [String: String]
         public let files: [String: File]
@@ -63,7 +70,8 @@ public struct ModelBundle: Sendable {
         }
 
         public let computeUnits: String
-        public let prompt: Prompt
+        /// By app.
+        public let prompts: [String: Prompt]
     }
 
     /// Reads the manifest and compares every file's size and hash with it.
@@ -90,8 +98,26 @@ public struct ModelBundle: Sendable {
         return folder.appending(path: path)
     }
 
-    public func has(function: String) -> Bool {
-        manifest.functions.contains { $0.name == function }
+    /// The package's name of one of the contract's functions for an app (nil: the default one), if it has it.
+    public func function(_ name: String, app wanted: String? = nil) throws -> String? {
+        let app = try self.app(wanted)
+        if !app.functions.isEmpty { return app.functions[name] }
+        return manifest.functions.contains { $0.name == name } ? name : nil
+    }
+
+    /// What stands before and after the user's text in a prompt of an app.
+    public func prompt(app wanted: String? = nil) throws -> Settings.Prompt {
+        let name = try app(wanted).name
+        guard let prompt = settings.prompts[name] else { throw BundleError.damaged("no prompt for app \(name)") }
+        return prompt
+    }
+
+    private func app(_ wanted: String?) throws -> Manifest.App {
+        let name = wanted ?? manifest.defaultApp
+        guard let app = manifest.apps.first(where: { $0.name == name }) else {
+            throw BundleError.unsupported("app \(name): the bundle has \(manifest.apps.map(\.name))")
+        }
+        return app
     }
 
     static func read<Value: Decodable>(_ type: Value.Type, at url: URL) throws -> Value {

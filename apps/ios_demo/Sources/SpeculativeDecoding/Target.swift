@@ -1,7 +1,7 @@
 import CoreML
 import Foundation
 
-/// The three functions of a bundle on one cache. It moves integers; everything else is in the package.
+/// The functions of one app of a bundle on one cache. It moves integers; everything else is in the package.
 ///
 /// Not for several tasks at once: an actor keeps calls in order.
 public actor Target {
@@ -17,7 +17,9 @@ public actor Target {
     private let state: MLState
 
     /// Compiles and loads the package; the first time on a device this can take minutes.
-    public init(bundle: ModelBundle) async throws {
+    ///
+    /// `app`: nil for the default one. Apps of one package share its weights on disk.
+    public init(bundle: ModelBundle, app: String? = nil) async throws {
         geometry = bundle.manifest.geometry
         drafts = Array(repeating: 0, count: geometry.gamma * geometry.k)
         // Compiled into a temporary folder, which must outlive the models: Core ML may read from it later.
@@ -30,9 +32,15 @@ public actor Target {
             return try await MLModel.load(contentsOf: compiled, configuration: configuration)
         }
 
-        prefillModel = try await load("prefill")
-        stepModel = bundle.has(function: "step") ? try await load("step") : nil
-        plainModel = bundle.has(function: "step_plain") ? try await load("step_plain") : nil
+        func loadIfThere(_ function: String) async throws -> MLModel? {
+            guard let name = try bundle.function(function, app: app) else { return nil }
+            return try await load(name)
+        }
+
+        guard let prefill = try await loadIfThere("prefill") else { throw BundleError.damaged("no prefill") }
+        prefillModel = prefill
+        stepModel = try await loadIfThere("step")
+        plainModel = try await loadIfThere("step_plain")
         // One state for all functions: they declare the same tensors.
         state = prefillModel.makeState()
     }
@@ -57,7 +65,7 @@ public actor Target {
                 ["chunk": Self.array(padded), "valid": Self.array([Int32(chunk.count)])]
             )
             root = try Self.integers(out, "next_root")[0]
-            if geometry.gamma > 0 { drafts = try Self.integers(out, "next_drafts") }
+            if stepModel != nil { drafts = try Self.integers(out, "next_drafts") }
             length += chunk.count
         }
         return root

@@ -26,6 +26,7 @@ final class GoldenTests: XCTestCase {
         }
 
         struct Case: Decodable {
+            let app: String
             let prompt: [Int32]
             let prefill: [Prefill]
             let plain: [Int32]
@@ -57,8 +58,8 @@ final class GoldenTests: XCTestCase {
 
     func testSteps() async throws {
         let (bundle, golden) = try open()
-        let target = try await Target(bundle: bundle)
         for (number, sample) in golden.cases.enumerated() {
+            let target = try await Target(bundle: bundle, app: sample.app)
             await target.reset()
             let root = try await target.prefill(sample.prompt)
             XCTAssertEqual(root, sample.prefill.last?.nextRoot, "case \(number): prefill")

@@ -1,0 +1,96 @@
+"""Apps as functions of one package: what each app's functions are called, and what an app adds to the package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ssdevice.contract import PLAIN
+from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.mil.reader import Package, constants
+from ssdevice.mil.schema import BlobRef
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import LowRank
+
+Names = Mapping[str, str]
+"""A package's names of the contract's functions."""
+HALF_BYTES = 2
+
+
+def function_names(plan: ExportPlan) -> dict[str, Names]:
+    """By app: the contract's functions it has, and what they are called in the package.
+
+    A merged app's have the contract's own names. Apps that leave main rows alone share the base's plain step.
+    """
+    if plan.merged:
+        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+    table: dict[str, Names] = {}
+    taken = set(plan.function_names)
+    for app in plan.apps:
+        suffix = "" if app.folder is None else f"_{re.sub(r'[^A-Za-z0-9_]', '_', app.name)}"
+        own = plan.of(app).function_names
+        while suffix and any(f"{name}{suffix}" in taken for name in own):
+            suffix += "_"
+        names = {name: PLAIN if name == PLAIN and not app.has_lora else f"{name}{suffix}" for name in own}
+        taken.update(names.values())
+        table[app.name] = names
+    return table
+
+
+def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
+    """A job for each app in turn; use one up before asking for the next."""
+    first, *others = job.plan.apps
+    yield first, replace(job, plan=job.plan.of(first))
+    for app in others:
+        yield app, job.for_app(app, job.plan.merged)
+
+
+def adapter_bytes(model: StreamModel) -> int:
+    """What an app brings to its base, in bytes of float16: LoRA and stream adapters, and the streams' own vectors."""
+    own = {id(p): p for part in model.modules() if isinstance(part, LowRank) for p in part.parameters()}
+    if model.streams is not None:
+        own |= {id(p): p for p in model.streams.parameters()}
+    return HALF_BYTES * sum(parameter.numel() for parameter in own.values())
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What an app adds to a package, in bytes: ``weights`` and ``program``, against the ``adapter`` it brings."""
+
+    weights: int
+    program: int
+    adapter: int
+
+    @property
+    def bytes(self) -> int:
+        """Both."""
+        return self.weights + self.program
+
+    def describe(self, app: str, functions: int) -> str:
+        """One sentence."""
+        return (
+            f"app {app} adds {self.bytes} bytes to the package: {self.weights} of weights and {self.program} of "
+            f"{functions} graphs; its adapter has {self.adapter} bytes in float16"
+        )
+
+
+def growth(
+    package: Package, table: Mapping[str, Names], program: Mapping[str, int], adapters: Mapping[str, int]
+) -> dict[str, Growth]:
+    """By app: what only its functions need. ``program``: bytes of each function's graph."""
+    users: dict[BlobRef, set[str]] = {}
+    sizes: dict[BlobRef, int] = {}
+    for name, function in package.functions.items():
+        for operation in function.operations:
+            for value in constants(operation):
+                if isinstance(value.data, BlobRef):
+                    users.setdefault(value.data, set()).add(name)
+                    sizes[value.data] = package.stored_bytes(value)
+    found = {}
+    for app, names in table.items():
+        others = {name for other, theirs in table.items() if other != app for name in theirs.values()}
+        own = set(names.values()) - others
+        weights = sum(sizes[place] for place, functions in users.items() if functions <= own)
+        found[app] = Growth(weights, sum(program[name] for name in own), adapters[app])
+    return found

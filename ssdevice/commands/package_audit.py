@@ -1,0 +1,90 @@
+"""What ``ssdevice inspect`` adds for a Core ML bundle: operations, weights, memory, and what devices may refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ssdevice.mil.audit import Audit, Warning
+
+KINDS_SHOWN = 8
+
+
+def describe_package(package: Path) -> dict[str, Any]:
+    """A package as plain values; sizes in bytes. Raises BundleError for a damaged one."""
+    from ssdevice.mil.audit import audit
+    from ssdevice.mil.reader import Package
+
+    opened = Package.open(package)
+    found = audit(opened)
+    return {
+        "specification_version": opened.specification_version,
+        "functions": {
+            name: {
+                "operations": sum(kinds.values()),
+                "kinds": kinds,
+                "rows": found.rows[name],
+                "weights": found.loaded[name],
+            }
+            for name, kinds in found.operations.items()
+        },
+        "weights": [{"form": group.form, "tensors": group.tensors, "bytes": group.bytes} for group in found.weights],
+        "memory": {
+            "weights": found.weight_bytes,
+            "state": found.state_bytes,
+            "estimate": found.weight_bytes + found.state_bytes,
+        },
+        "warnings": _grouped(found),
+    }
+
+
+def _grouped(found: Audit) -> list[dict[str, Any]]:
+    """Warnings of a kind together: the first in words, how many there are, and in which functions."""
+    groups: dict[str, list[Warning]] = {}
+    for warning in found.warnings:
+        groups.setdefault(warning.code, []).append(warning)
+    return [
+        {
+            "code": code,
+            "count": len(members),
+            "functions": list(dict.fromkeys(warning.function for warning in members)),
+            "first": f"{members[0].subject}: {members[0].message}",
+            "source": members[0].source,
+        }
+        for code, members in groups.items()
+    ]
+
+
+def print_package(console: Console, found: dict[str, Any], size: Any) -> None:
+    """The same as tables. ``size``: bytes to text."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    functions = Table("function", "rows", "operations", "weights", "most frequent", box=box.SIMPLE, pad_edge=False)
+    for name, function in found["functions"].items():
+        kinds = ", ".join(f"{kind} {count}" for kind, count in list(function["kinds"].items())[:KINDS_SHOWN])
+        functions.add_row(
+            escape(name), str(function["rows"]), str(function["operations"]), size(function["weights"]), escape(kinds)
+        )
+    console.print(functions)
+    weights = Table("weights", "tensors", "bytes", box=box.SIMPLE, pad_edge=False)
+    for group in found["weights"]:
+        weights.add_row(escape(group["form"]), str(group["tensors"]), size(group["bytes"]))
+    console.print(weights)
+    memory = found["memory"]
+    console.print(
+        f"memory, estimated: weights {size(memory['weights'])} + state {size(memory['state'])} "
+        f"= {size(memory['estimate'])}\n"
+    )
+    if found["warnings"]:
+        console.print("known to go wrong on some devices; measure on yours:")
+    for warning in found["warnings"]:
+        console.print(
+            f"  {warning['code']} ({warning['count']}x, {', '.join(warning['functions'])}): "
+            f"{warning['first']}\n    source: {warning['source']}",
+            markup=False,
+        )
