@@ -38,10 +38,18 @@ class OnnxDriver:
     """One conversation; ``files``: function -> graph. Each session opens at its first call, with one thread.
 
     ``with_logits``: the graphs also give the main rows' logits, kept in ``logits [rows, V]`` after each call.
+    ``adapter``: what the slots of the graphs take, by graph input.
     """
 
-    def __init__(self, files: Mapping[str, Path], geometry: Geometry, with_logits: bool = False) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        geometry: Geometry,
+        with_logits: bool = False,
+        adapter: Mapping[str, ort.OrtValue] | None = None,
+    ) -> None:
         self.files, self.geometry, self.with_logits = files, geometry, with_logits
+        self.adapter = {name: value.numpy() for name, value in (adapter or {}).items()}
         self.cache = np.zeros((2 * geometry.layers, geometry.capacity, geometry.row_width), np.float32)
         self.logits: Array | None = None
         self._sessions: dict[str, ort.InferenceSession] = {}
@@ -80,6 +88,9 @@ class OnnxDriver:
             visible = slice(0, max(length, 1))
             feeds[past_key(layer)] = self.cache[2 * layer, visible]
             feeds[past_value(layer)] = self.cache[2 * layer + 1, visible]
+        for value in session.get_inputs():
+            if value.name not in feeds:
+                feeds[value.name] = self.adapter[value.name]
         names = [value.name for value in session.get_outputs()]
         out = dict(zip(names, session.run(names, feeds), strict=True))
         self.logits = out.get(LOGITS)

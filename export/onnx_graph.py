@@ -54,6 +54,10 @@ class Editor:
         """An int64 vector."""
         return self.constant(np.array(values, np.int64))
 
+    def scalar(self, value: float) -> ir.Value:
+        """A float32 number."""
+        return self.constant(np.array(value, np.float32))
+
     def insert(
         self,
         before: ir.Node,

@@ -6,7 +6,7 @@ names, so that three graphs agree on what is the same weight and quantization se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +100,11 @@ Product = Callable[[Editor, Linear, ir.Node], ir.Value]
 """Makes ``source @ weight`` before a node, ``[1, rows, N]``."""
 
 
-def lower(edit: Editor, linear: Linear, product: Product) -> None:
-    """Replace a linear's placeholders by one product, a split of its columns and the biases."""
+def lower(edit: Editor, linear: Linear, product: Product, terms: Mapping[int, ir.Node] | None = None) -> None:
+    """Replace a linear's placeholders by one product, a split of its columns and the biases.
+
+    ``terms``: by the id of a placeholder, the addition of a low-rank term that the product already has.
+    """
     first = linear.parts[0].node
     whole = product(edit, linear, first)
     values = [whole] if len(linear.parts) == 1 else _split(edit, linear, whole, first)
@@ -111,6 +114,8 @@ def lower(edit: Editor, linear: Linear, product: Product) -> None:
             shape = shape_of(part.output)
             value = edit.insert(first, "Add", [value, bias], shape, ir.DataType.FLOAT)
         edit.replace(part.node, value)
+        if terms and id(part.node) in terms:
+            edit.replace(terms[id(part.node)], value)
 
 
 def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Sequence[ir.Value]:

@@ -15,13 +15,24 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx_graph import CONTRIB, Editor, constant_of, shape_of
-from ssdevice.export.onnx_linears import SMALL, Linear, linears, lower, out_shape, plain_product, transposed_name
+from ssdevice.export.onnx_graph import CONTRIB, Editor, clean, constant_of, shape_of
+from ssdevice.export.onnx_linears import (
+    SMALL,
+    Linear,
+    Product,
+    linears,
+    lower,
+    out_shape,
+    plain_product,
+    transposed_name,
+)
+from ssdevice.export.onnx_slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
+from ssdevice.slot_weights import LEVELS, int8_columns
+from ssdevice.slots import Slot
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT = 128
-LEVELS = 127.0
 BLOCK = 32
 
 
@@ -35,9 +46,7 @@ class Int8Weight:
     @classmethod
     def of(cls, weight: Array) -> Int8Weight:
         """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
-        peak = np.abs(weight).max(axis=0).astype(np.float32)
-        scale = np.where(peak > 0, peak / np.float32(LEVELS), np.float32(1)).astype(np.float32)
-        return cls(np.clip(np.rint(weight / scale), -LEVELS, LEVELS).astype(np.int8), scale)
+        return cls(*int8_columns(weight))
 
     def dequantized(self) -> Array:
         """``[K, N]`` float32."""
@@ -98,23 +107,53 @@ class WeightStore:
         return self.int4[name]
 
 
-def quantize(edit: Editor, quant: Quant, store: WeightStore) -> None:
-    """Lower every linear and embedding of a graph to the form ``quant`` asks for."""
+def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | None = None) -> None:
+    """Lower every linear and embedding of a graph to the form ``quant`` asks for.
+
+    ``book``: low-rank terms become slots, which are entered in it; without one they are weights like all others.
+    """
     if quant is Quant.FP32:
         _share_tied_table(edit)
     tied = _quantize_embeddings(edit, store) if quant in (Quant.INT8, Quant.INT4) else set()
     inputs = _RowQuantizer(edit)
+    pairs = book.pairs(edit) if book is not None else {}
+    terms = {node: pair.add for node, pair in pairs.items() if pair.add is not None}
     for linear in linears(edit):
-        size = linear.inputs * linear.outputs
-        if quant is Quant.FP32:
-            lower(edit, linear, plain_product)
-        elif linear.small:
-            store.kept[linear.name] = size
-            lower(edit, linear, plain_product)
+        if book is not None and book.side(linear.parts[0].name) is not None:
+            continue
+        quantized = quant is not Quant.FP32 and not linear.small
+        slot = book.slot(linear, pairs, quantized) if book is not None else None
+        if quant is not Quant.FP32 and linear.small:
+            store.kept[linear.name] = linear.inputs * linear.outputs
+        if not quantized:
+            product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)
         elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):
-            lower(edit, linear, lambda e, item, at: _int8_product(e, item, at, inputs, store))
+            product = _Int8Product(inputs, store, slot)
         else:
-            lower(edit, linear, lambda e, item, at: _int4_product(e, item, at, store))
+            product = _with_slot(_Int4Product(store), slot, inputs, True)
+        lower(edit, linear, product, terms)
+    clean(edit.model)  # the terms that slots stand for
+    if book is not None:
+        lower_alone(edit, book)
+
+
+def _with_slot(product: Product, slot: Slot | None, rows: _RowQuantizer, exact: bool) -> Product:
+    """A product with its slot's low-rank term added."""
+    if slot is None:
+        return product
+
+    def both(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        shape = out_shape(linear)
+        base = product(edit, linear, before)
+        if slot.int8:
+            codes, row_scale = rows(linear.source, before)
+            h = int8_down(edit, slot, codes, edit.constant(np.array(ZERO_POINT, np.uint8)), before)
+            term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
+        else:
+            term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
+        return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
+
+    return both
 
 
 def _is_head(linear: Linear) -> bool:
@@ -159,37 +198,52 @@ class _RowQuantizer:
         return codes, scale
 
 
-def _int8_product(edit: Editor, linear: Linear, before: ir.Node, rows: _RowQuantizer, store: WeightStore) -> ir.Value:
-    weight = store.as_int8(linear.name, linear.weight())
-    values = _named(edit, f"{linear.name}.int8", weight.values)
-    scale = _named(edit, f"{linear.name}.scale", weight.scale)
-    codes, row_scale = rows(linear.source, before)
-    zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-    # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same, though
-    # it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding would
-    # then differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
-    left = edit.constant(np.array(1, np.float32))
-    shape = out_shape(linear)
-    product = edit.insert(
-        before, "MatMulIntegerToFloat", [codes, values, left, scale, zero], shape, ir.DataType.FLOAT, None, CONTRIB
-    )
-    return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+@dataclass(frozen=True)
+class _Int8Product:
+    """An integer product; a slot's term is added before the rows' scale is multiplied in."""
+
+    rows: _RowQuantizer
+    store: WeightStore
+    slot: Slot | None
+
+    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        weight = self.store.as_int8(linear.name, linear.weight())
+        values = _named(edit, f"{linear.name}.int8", weight.values)
+        scale = _named(edit, f"{linear.name}.scale", weight.scale)
+        codes, row_scale = self.rows(linear.source, before)
+        zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+        # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same,
+        # though it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding
+        # would then differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
+        inputs = [codes, values, edit.scalar(1.0), scale, zero]
+        shape = out_shape(linear)
+        product = edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
+        if self.slot is not None:
+            h = int8_down(edit, self.slot, codes, zero, before)
+            term = up(edit, self.slot, h, before, exact=True)
+            product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
+        return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
 
 
-def _int4_product(edit: Editor, linear: Linear, before: ir.Node, store: WeightStore) -> ir.Value:
-    weight = store.as_int4(linear.name, linear.weight())
-    packed = _named(edit, f"{linear.name}.int4", weight.packed)
-    scale = _named(edit, f"{linear.name}.scale", weight.scale)
-    attributes = {
-        "K": linear.inputs,
-        "N": linear.outputs,
-        "bits": 4,
-        "block_size": BLOCK,
-        "accuracy_level": 4,
-    }
-    return edit.insert(
-        before, "MatMulNBits", [linear.source, packed, scale], out_shape(linear), ir.DataType.FLOAT, attributes, CONTRIB
-    )
+@dataclass(frozen=True)
+class _Int4Product:
+    """A product with blocks of four bits."""
+
+    store: WeightStore
+
+    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        weight = self.store.as_int4(linear.name, linear.weight())
+        packed = _named(edit, f"{linear.name}.int4", weight.packed)
+        scale = _named(edit, f"{linear.name}.scale", weight.scale)
+        attributes = {
+            "K": linear.inputs,
+            "N": linear.outputs,
+            "bits": 4,
+            "block_size": BLOCK,
+            "accuracy_level": 4,
+        }
+        inputs = [linear.source, packed, scale]
+        return edit.insert(before, "MatMulNBits", inputs, out_shape(linear), ir.DataType.FLOAT, attributes, CONTRIB)
 
 
 def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:

@@ -11,14 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdevice.export.onnx_linears import SMALL
-from ssdevice.export.onnx_quantization import BLOCK, LEVELS, Int4Weight, Int8Weight
+from ssdevice.export.onnx_quantization import BLOCK, Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
+from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import StreamRowAdapter
+from ssdevice.slot_weights import LEVELS
 
 
 @contextmanager
-def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
-    """Within this context linears and the embedding compute what their exported forms compute, up to float rounding."""
+def simulated(model: StreamModel, quant: Quant, slotted: bool = False) -> Iterator[None]:
+    """Within this context linears and the embedding compute what their exported forms compute, up to float rounding.
+
+    ``slotted``: low-rank terms beside linears are in slots.
+    """
     if quant is Quant.FP32:
         yield
         return
@@ -32,10 +38,16 @@ def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
 
     try:
         done: set[int] = set()
+        downs: set[int] = set()
+        floats: set[int] = set()
+        if slotted:
+            downs, floats = _slots(model)
         for part in model.modules():
-            if not isinstance(part, (nn.Linear, nn.Embedding)) or part.weight.numel() < SMALL:
+            if not isinstance(part, (nn.Linear, nn.Embedding)) or id(part) in floats:
                 continue
-            whole = quant is Quant.INT8 or part is embedding or part is head
+            if part.weight.numel() < SMALL and id(part) not in downs:
+                continue
+            whole = quant is Quant.INT8 or part is embedding or part is head or id(part) in downs
             if isinstance(part, nn.Linear):
                 hooks.append(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
             if id(part.weight) not in done:
@@ -49,6 +61,22 @@ def simulated(model: StreamModel, quant: Quant) -> Iterator[None]:
             hook.remove()
         for weight, data in saved:
             weight.data = data
+
+
+def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
+    """Factors that a slot holds in eight bits and those it holds in float32, by id."""
+    downs: set[int] = set()
+    floats: set[int] = set()
+    for part in model.modules():
+        if isinstance(part, (LoraLinear, StreamRowAdapter)):
+            base = part.base
+            quantized = isinstance(base, nn.Linear) and base.weight.numel() >= SMALL
+            (downs if quantized else floats).add(id(part.adapter.down))
+            floats.add(id(part.adapter.up))
+    transform = model.streams.transform if model.streams is not None else None
+    if transform is not None:
+        floats |= {id(transform.down), id(transform.up)}
+    return downs, floats
 
 
 def _rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:

@@ -41,6 +41,7 @@ class ExportOptions:
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
+    ``adapter_precision``: how the floats of adapters that stand apart are stored, fp32 or fp16.
     """
 
     model: str
@@ -54,12 +55,15 @@ class ExportOptions:
     chunk: int = DEFAULT_CHUNK
     coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
     slots: bool = False
+    adapter_precision: Quant = Quant.FP32
     overwrite: bool = False
     dry_run: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= MAX_CHUNK:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
+        if self.adapter_precision not in (Quant.FP32, Quant.FP16):
+            raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected fp32 or fp16")
         if self.target is not Target.COREML and self.coreml != CoreMLOptions():
             raise ConfigError(f"--kv-write, --per-channel and --compute-units are Core ML's, not {self.target}'s")
         if self.coreml.per_channel and self.quant is not Quant.INT4:
@@ -111,7 +115,7 @@ class ExportPlan:
 
     ``apps``: at least one. ``merged``: the only app's LoRA is folded into the weights; otherwise the target keeps apps
     apart, each in its way. ``geometry``: of the bundle, one tree for all apps with streams.
-    ``parameters``: elements of the base's weights by stored tensor name.
+    ``query_heads``: of attention. ``parameters``: elements of the base's weights by stored tensor name.
     """
 
     options: ExportOptions
@@ -121,6 +125,7 @@ class ExportPlan:
     merged: bool
     geometry: Geometry
     schedule: Schedule
+    query_heads: int
     parameters: Mapping[str, int]
 
     @property
@@ -309,7 +314,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=options.chunk,
     )
     schedule = options.schedule or target.schedule
-    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, stored_parameters(folder))
+    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, stored_parameters(folder))
 
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:

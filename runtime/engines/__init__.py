@@ -80,6 +80,17 @@ class Engine(ABC):
     def new_conversation(self) -> Conversation:
         """An empty conversation. Where a target holds one state per program, it ends the previous one."""
 
+    def conversation_beside(self, other: Conversation) -> Conversation:
+        """An empty conversation that may use the memory of ``other``, of another app's engine of the same bundle.
+
+        They take turns: whichever goes on begins anew. Targets that cannot share give it memory of its own.
+        """
+        return self.new_conversation()
+
+    def warm(self) -> None:
+        """Open now what the first calls would open, where a target opens things late."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Release the target's memory; the engine and its conversations are then unusable."""

@@ -1,7 +1,7 @@
 """ONNX bundles on ONNX Runtime: the cache stays in one array of the host and is bound in place.
 
 A call fills a few integers, runs a binding whose memory never moves, and copies the accepted rows. There is one binding
-per function and visible size of the cache, made when it is first needed.
+per function and visible size of the cache, made when it is first needed; an app's adapter is bound there, once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -23,6 +26,7 @@ from ssdevice.contract import (
     CHUNK,
     COUNT,
     DRAFTS,
+    FUNCTIONS,
     LENGTH,
     NEXT_DRAFTS,
     NEXT_ROOT,
@@ -43,6 +47,8 @@ from ssdevice.contract import (
 from ssdevice.errors import BundleError
 from ssdevice.runtime.cache import RowCache
 from ssdevice.runtime.engines import Conversation, Engine, EngineOptions
+from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
+from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.bundle import Bundle
@@ -57,13 +63,24 @@ KERNEL = "_kernel_time"
 class OnnxEngine(Engine):
     """Sessions of ONNX Runtime by function, each opened when it is first called.
 
-    ``files``: the graph of every function the bundle has. Raises BundleError for a graph that is not what the contract
-    says.
+    ``files``: the graph of every function the app has. ``shared``: opens graphs that other engines of this process use
+    too; None: this engine's own. ``adapter``: what the slots of the graphs take. Raises BundleError for a graph that
+    is not what the contract says.
     """
 
-    def __init__(self, files: Mapping[str, Path], geometry: Geometry, cache_dtype: str, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        geometry: Geometry,
+        cache_dtype: str,
+        options: EngineOptions,
+        shared: SharedBase | None = None,
+        adapter: AdapterTensors | None = None,
+    ) -> None:
         super().__init__(geometry, frozenset(files))
         self.files = dict(files)
+        self.shared = shared
+        self.adapter = adapter
         self.options = options
         self.cache_dtype = cache_dtype
         self.specs = functions(geometry, CacheForm.ROWS, cache_dtype)
@@ -80,8 +97,17 @@ class OnnxEngine(Engine):
         if function not in self._sessions:
             if function not in self.files:
                 raise BundleError(f"the bundle has no {function}; it has {', '.join(sorted(self.files))}")
-            self._sessions[function] = self._open(function)
+            file = self.files[function]
+            opened = (
+                self._open(function) if self.shared is None else self.shared.open(file, lambda: self._open(function))
+            )
+            self._check(function, opened)
+            self._sessions[function] = opened
         return self._sessions[function]
+
+    def warm(self) -> None:
+        for function in self.files:
+            self.session(function)
 
     def _open(self, function: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -93,16 +119,24 @@ class OnnxEngine(Engine):
             options.profile_file_prefix = str(self._profiles / function)
         file = self.files[function]
         try:
-            session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
+            return ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself
             raise BundleError(f"{file}: ONNX Runtime cannot load it ({_first_line(error)})") from error
+
+    def _check(self, function: str, session: ort.InferenceSession) -> None:
+        """Raise BundleError unless a graph has the contract's tensors, and the adapter what its slots take."""
+        file = self.files[function]
         spec = self.specs[function]
         for given, expected in (
             (session.get_inputs(), spec.inputs),
             (session.get_outputs(), spec.outputs),
         ):
             _check_tensors(f"{file}: {function}", given, expected)
-        return session
+        slots = {tensor.name for tensor in session.get_inputs()} - {tensor.name for tensor in spec.inputs}
+        if slots and self.adapter is None:
+            raise BundleError(f"{file}: {function} asks for {sorted(slots)[0]!r}, and the app has no adapter")
+        if self.adapter is not None:
+            self.adapter.check(session, frozenset(slots), function)
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
         """What ONNX Runtime loads for a function."""
@@ -111,8 +145,15 @@ class OnnxEngine(Engine):
     def new_conversation(self) -> OnnxConversation:
         return OnnxConversation(self)
 
+    def conversation_beside(self, other: Conversation) -> OnnxConversation:
+        conversation = self.new_conversation()
+        if isinstance(other, OnnxConversation):
+            conversation.take_cache(other.cache)
+        return conversation
+
     def close(self) -> None:
         self._sessions.clear()
+        self.shared = self.adapter = None
 
     def profile(self) -> dict[str, dict[str, float]]:
         """Microseconds of one call inside kernels, by function and operator; ends profiling."""
@@ -126,6 +167,13 @@ class OnnxConversation(Conversation):
         super().__init__(engine.geometry)
         self.cache = RowCache(engine.geometry, engine.cache_dtype)
         self.calls = {name: Call(engine, engine.specs[name], self.cache) for name in engine.functions}
+
+    def take_cache(self, cache: RowCache) -> None:
+        """Use the memory of another cache of the same size; to be called before anything else."""
+        if cache.array.shape == self.cache.array.shape and cache.array.dtype == self.cache.array.dtype:
+            self.cache = cache
+            for call in self.calls.values():
+                call.cache = cache
 
     def prefill(self, chunk: Sequence[int]) -> int:
         call, count = self.calls[PREFILL], len(chunk)
@@ -206,6 +254,9 @@ class Call:
             for tensor in self.spec.inputs:
                 if tensor.name in self.tensors and tensor.name in present:
                     binding.bind_input(tensor.name, *_memory(self.tensors[tensor.name]))
+            adapter = self.engine.adapter.values if self.engine.adapter is not None else {}
+            for name in present & adapter.keys():
+                binding.bind_ortvalue_input(name, adapter[name])
             for index, name in enumerate(self.past):
                 binding.bind_input(name, *_memory(self.cache.prefix(index, rows)))
             for tensor in self.spec.outputs:
@@ -214,13 +265,81 @@ class Call:
         return self._bindings[rows]
 
 
+class SharedBase:
+    """What engines of one bundle have in common in a process: its graphs with their weights, and adapters.
+
+    Engines hold it strongly and the process-wide table weakly, so that whoever opens the same bundle with the same
+    options finds it, and it goes with the last engine that is closed. Graphs are told apart by the hashes of the graph
+    and of all other files they read, not by their place: an ``add-app`` renames a new folder into that place.
+    """
+
+    _all: ClassVar[WeakValueDictionary[Hashable, SharedBase]] = WeakValueDictionary()
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(self) -> None:
+        self._sessions: dict[Path, ort.InferenceSession] = {}
+        self._adapters: WeakValueDictionary[str, AdapterTensors] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: EngineOptions) -> SharedBase:
+        """The one for this bundle and these options."""
+        files = bundle.manifest.files
+        apart = {path for app in bundle.manifest.apps for path in app.files}
+        content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in apart)
+        with cls._lock:
+            key = (bundle.folder.resolve(), content, options)
+            found = cls._all.get(key)
+            if found is None:
+                found = cls._all[key] = cls()
+            return found
+
+    def open(self, file: Path, opening: Callable[[], ort.InferenceSession]) -> ort.InferenceSession:
+        """The session of a graph; opened now if no engine did."""
+        with self._lock:
+            if file not in self._sessions:
+                self._sessions[file] = opening()
+            return self._sessions[file]
+
+    def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
+        """The tensors in an adapter file with this sha256; loaded now if no engine did."""
+        with self._lock:
+            found = self._adapters.get(content)
+            if found is None:
+                found = self._adapters[content] = AdapterTensors(file, base_sha256)
+            return found
+
+
+def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:
+    """The graphs of an app by function, and its geometry: without streams that of plain decoding."""
+    own = bundle.app(app).functions or {function: function for function in bundle.functions}
+    files = {function: bundle.file(own[function]) for function in FUNCTIONS if function in own}
+    geometry = bundle.geometry
+    if STEP not in files and geometry.gamma:
+        geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
+    return files, geometry
+
+
+def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterTensors | None:
+    """What the slots of an app's graphs take; None for an app without files of its own. Raises BundleError."""
+    found = bundle.app(app)
+    if not found.files:
+        return None
+    if len(found.files) != 1:
+        raise BundleError(f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one adapter")
+    entry = bundle.manifest.files[found.files[0]]
+    return shared.adapter(bundle.folder / found.files[0], entry.sha256, bundle.manifest.model.sha256)
+
+
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
     """The engine of an ONNX bundle; raises BundleError for one of another cache form or a graph that does not load."""
     manifest = bundle.manifest
     if manifest.cache is not CacheForm.ROWS:
         raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.ROWS}")
-    files = {function: bundle.file(function) for function in bundle.functions}
-    return OnnxEngine(files, bundle.geometry, manifest.cache_dtype, options)
+    files, geometry = app_graphs(bundle, app)
+    shared = SharedBase.of(bundle, options)
+    adapter = app_adapter(bundle, app, shared)
+    # A profile is of one engine's calls, so its graphs are its own.
+    return OnnxEngine(files, geometry, manifest.cache_dtype, options, None if options.profile else shared, adapter)
 
 
 def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:

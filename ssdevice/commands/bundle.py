@@ -52,9 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_folder(checking)
     add_signature(checking)
 
-    adding = action("add-app", "not yet: an app is given to export")
+    adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
     _add_folder(adding)
     adding.add_argument("app", metavar="NAME=ADAPTER", help="app and its adapter folder")
+    adding.add_argument(
+        "--adapter-precision", choices=("fp32", "fp16"), default="fp32", help="how its floats are stored (default fp32)"
+    )
 
     removing = action("remove-app", "remove an app whose weights are files of their own")
     _add_folder(removing)
@@ -153,15 +156,12 @@ def _checked(bundle: Bundle, key: Path | None) -> str:
 
 def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.bundle import Bundle
+    from ssdevice.commands.adding import add_app
 
     name, equals, folder = args.app.partition("=")
     if not (name and equals and folder):
         raise InputError(f"{args.app!r}: expected NAME=ADAPTER")
-    Bundle.open(args.bundle, verify=False)
-    raise InputError(
-        f"{args.bundle} has no slot for app {name!r}: an adapter is part of the graph for now, and slots come in a "
-        f"later version; make a bundle for it with: ssdevice export --adapter {name}={folder}"
-    )
+    return add_app(Bundle.open(args.bundle), name, Path(folder), half=args.adapter_precision == "fp16")
 
 
 def _remove_app(args: argparse.Namespace) -> str:

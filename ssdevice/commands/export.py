@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an app's name and its trained adapter folder; several share one base where the target can",
     )
     add("--slots", action="store_true", help="keep a single adapter apart too, so that apps can be added later")
+    add(
+        "--adapter-precision",
+        choices=("fp32", "fp16"),
+        default="fp32",
+        help="how floats of adapters that stand apart are stored (default fp32)",
+    )
     add("--target", required=True, choices=[target.value for target in Target])
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
     add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
@@ -90,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         chunk=args.chunk,
         coreml=CoreMLOptions(KVWrite(args.kv_write), args.per_channel, ComputeUnits(args.compute_units)),
         slots=args.slots,
+        adapter_precision=Quant(args.adapter_precision),
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )

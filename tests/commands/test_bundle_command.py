@@ -130,9 +130,11 @@ def test_an_app_in_the_graph_does_not_leave(tmp_path: Path, capsys: pytest.Captu
     assert Bundle.open(bundle.folder).manifest == bundle.manifest
 
 
-def test_adding_an_app_says_what_to_do_instead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_app_needs_a_slot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("add-app", folder, "tables=adapters/tables") == 2
     error = capsys.readouterr().err
-    assert "later version" in error and "ssdevice export --adapter tables=adapters/tables" in error
+    assert "no slot" in error and "ssdevice export --slots --adapter tables=adapters/tables" in error
     assert call("add-app", folder, "tables") == 2
     assert "NAME=ADAPTER" in capsys.readouterr().err
+    assert call("add-app", folder, "sql=adapters/tables") == 2
+    assert "has an app 'sql'" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""safetensors files as NumPy arrays, for hosts without torch; every bound is checked before anything is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.errors import InputError
+
+MAX_HEADER = 100_000_000
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor as float32; raises InputError for a file that is none, and for tensors that are not floats."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        if size > min(len(data) - 8, MAX_HEADER):
+            raise InputError(f"{file}: its header claims {size} bytes, more than the file has")
+        header = json.loads(data[8 : 8 + size])
+        body = memoryview(data)[8 + size :]
+        return {
+            name: _tensor(f"{file}: tensor {name!r}", entry, body)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file}: not a safetensors file ({error})") from error
+
+
+def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[np.float32]:
+    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if kind not in DTYPES:
+        raise InputError(f"{what} is {str(kind)[:20]}, expected {', '.join(DTYPES)}")
+    if any(type(size) is not int or size < 0 for size in (*shape, begin, end)):
+        raise InputError(f"{what} has a shape or place that is not of whole numbers")
+    width = np.dtype(DTYPES[kind]).itemsize
+    if not begin <= end <= len(body) or end - begin != prod(shape) * width:
+        raise InputError(f"{what} claims bytes {begin} to {end}, which do not hold its shape {shape}")
+    flat = np.frombuffer(body[begin:end], DTYPES[kind])
+    if kind == "BF16":  # the upper half of a float32
+        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+    return flat.astype(np.float32).reshape(shape)

@@ -1,0 +1,159 @@
+"""What a bundle's graphs have slots for: the layout that an export writes and that adapters are made for.
+
+A **slot** is a pair of graph inputs beside one product of the base: ``y = base(x) + (x @ down) @ up``, with a rank that
+every app chooses. Linears that read one input share a slot: their ``down`` stand side by side and ``up`` is
+block-diagonal, so that several linears cost two products. A **variant** is a set of graphs for one kind of app; all
+variants read the same weights of the base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, read_json
+from ssdevice.contract import TensorSpec
+from ssdevice.errors import ConfigError
+
+LAYOUT_FILE = "slots.json"
+LAYOUT_ROLE = "slots"
+IDENTIFIERS = "streams.identifiers"
+"""Name of the graph input that holds the stream identifiers ``[γ, hidden]``."""
+SCHEMA_VERSION = 1
+
+
+class SlotKind(StrEnum):
+    """Whose factors a slot takes: the app's LoRA, or what its streams bring."""
+
+    LORA = "lora"
+    STREAM = "stream"
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """One linear of a slot. ``source``: its name in the adapter folder, empty for a linear that takes no factors.
+
+    ``heads``: (key heads, group, head width) where the graph holds the outputs' heads by group first; else empty.
+    """
+
+    source: str
+    outputs: int
+    heads: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.outputs < 1 or (self.heads and (len(self.heads) != 3 or min(self.heads) < 1)):
+            raise ConfigError(f"slot part {self.source!r}: outputs {self.outputs}, heads {list(self.heads)}")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The factors of linears that read one input of ``inputs`` values; ``int8``: ``down`` has a scale per column."""
+
+    kind: SlotKind
+    inputs: int
+    int8: bool
+    parts: tuple[SlotPart, ...]
+
+    @property
+    def name(self) -> str:
+        """Begins the names of its tensors."""
+        first, *others = [part.source for part in self.parts if part.source]
+        return "|".join([f"{self.kind}.{first}", *(other.replace("-", ".").rpartition(".")[2] for other in others)])
+
+    @property
+    def outputs(self) -> int:
+        """Columns of ``up``."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def down(self) -> TensorSpec:
+        """``[inputs, rank]``; the ranks of all parts together."""
+        return TensorSpec(f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32")
+
+    @property
+    def down_scale(self) -> TensorSpec:
+        """``[rank]``, of an int8 ``down``."""
+        return TensorSpec(f"{self.name}.down_scale", (self._rank,), "float32")
+
+    @property
+    def up(self) -> TensorSpec:
+        """``[rank, outputs]``, block-diagonal."""
+        return TensorSpec(f"{self.name}.up", (self._rank, self.outputs), "float32")
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The graph inputs of this slot."""
+        return (self.down, self.down_scale, self.up) if self.int8 else (self.down, self.up)
+
+    @property
+    def _rank(self) -> str:
+        return f"{self.name}.rank"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Graphs for one kind of app: with streams (``mode`` and what follows), with a LoRA on main rows, or neither.
+
+    ``functions``: the contract's name -> the file of its graph.
+    """
+
+    lora: bool
+    mode: Mode | None = None
+    msa_layers: int = 0
+    stream_mlp: StreamMLP | None = None
+    transform: bool = False
+    functions: dict[str, str] = field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+
+    @classmethod
+    def of(cls, streams: StreamConfig | None, has_lora: bool) -> Variant:
+        """The variant that an app needs, without graphs."""
+        if streams is None:
+            return cls(has_lora)
+        lossless = streams.mode is Mode.LOSSLESS
+        return cls(
+            lora=not lossless,
+            mode=streams.mode,
+            msa_layers=streams.msa_layers,
+            stream_mlp=streams.stream_mlp if lossless else None,
+            transform=streams.init_rank > 0,
+        )
+
+    @property
+    def name(self) -> str:
+        """Stands in the names of its files."""
+        if self.mode is None:
+            return "lora" if self.lora else "base"
+        alone = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{self.mode}{self.msa_layers}{alone}{'-f' if self.transform else ''}"
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        if self.mode is None:
+            return "plain decoding with a LoRA" if self.lora else "plain decoding"
+        alone = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{self.mode} streams with N_s = {self.msa_layers}{alone}{', f of eq. 3' if self.transform else ''}"
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """``slots.json``: all variants of a bundle. ``hidden``: width of a stream identifier."""
+
+    hidden: int
+    variants: tuple[Variant, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
+
+    def variant(self, name: str) -> Variant | None:
+        """The variant of this name, None if the bundle has none such."""
+        return next((variant for variant in self.variants if variant.name == name), None)
+
+
+def read_layout(file: Path) -> SlotLayout:
+    """The layout in a file; raises ConfigError."""
+    return load_strict(SlotLayout, read_json(file), str(file))
