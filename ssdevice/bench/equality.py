@@ -62,7 +62,10 @@ class Difference:
 
 @dataclass
 class Equality:
-    """``largest_change``: of any logit between the arms on agreeing rows; None if logits were not shown."""
+    """``largest_change``: of any logit between the arms on agreeing rows; None if logits were not shown.
+
+    ``answers``: tokens of plain decoding, by prompt.
+    """
 
     precision: Precision
     prompts: int
@@ -72,6 +75,7 @@ class Equality:
     nodes: int = 1
     differences: list[Difference] = field(default_factory=list)
     largest_change: float | None = None
+    answers: list[list[int]] = field(default_factory=list)
 
     @property
     def ceiling(self) -> float:
@@ -129,6 +133,7 @@ def compare(
         base = plain if has_plain else plain_step
         expected = answer(conversation, ids, base, stop_ids, max_tokens)
         result.tokens += len(expected)
+        result.answers.append(expected)
         differing = []
         for name, advance in arms.items():
             chosen = planter(len(ids), expected, result.nodes_ended) if name == PLANTED else advance

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
 from ssdevice.config import Target
-from ssdevice.data import read_examples
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import MissingExtraError, ParityError
 
 if TYPE_CHECKING:
@@ -71,17 +71,19 @@ def run(args: argparse.Namespace) -> int:
 def _numbers(
     args: argparse.Namespace, bundle: Bundle, progress: Progress, found: dict[str, Any], lines: list[str]
 ) -> list[str]:
-    from ssdevice.bench.equality import answer, compare
-    from ssdevice.runtime.loop import plain, plain_step
+    from ssdevice.bench.equality import compare
     from ssdevice.runtime.session import Session
 
     with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
-        prompts = _prompts(args, session)
+        examples = _examples(args)
+        prompts = _prompts(args, session, examples)
         shown = _engine_with_logits(args, bundle)
         stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
         result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, progress.report)
         found["equality"] = _as_json(result)
         lines += _describe(result, shown is not None)
+        if examples and all(example.targets for example in examples):
+            lines.append(_quality(session, result, examples, found))
         faults = result.faults()
         if args.model is not None:
             try:
@@ -89,10 +91,9 @@ def _numbers(
             except ModuleNotFoundError as error:
                 raise MissingExtraError("export", error.name or "torch") from error
 
-            advance = plain if "step_plain" in session.engine.functions else plain_step
-            conversation = session.engine.new_conversation()
-            answers = [answer(conversation, ids, advance, stops, args.max_tokens) for ids in prompts]
-            torch_found = agreement(bundle, args.app, args.model, args.adapter, prompts, answers, progress.report)
+            torch_found = agreement(
+                bundle, args.app, args.model, args.adapter, prompts, result.answers, progress.report
+            )
             found["reference"] = {
                 "tokens": torch_found.tokens,
                 "agreeing": torch_found.agreeing,
@@ -106,9 +107,30 @@ def _numbers(
     return faults
 
 
-def _prompts(args: argparse.Namespace, session: Session) -> list[list[int]]:
+def _examples(args: argparse.Namespace) -> Sequence[Example]:
+    """The rows of ``--data``; none without."""
+    return read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
+
+
+def _quality(session: Session, result: Equality, examples: Sequence[Example], found: dict[str, Any]) -> str:
+    """How good the plain answers are, held against what the data say; one line, and numbers in ``found``."""
+    from ssdevice.bench.quality import choose_metric, score
+
+    texts = []
+    for tokens in result.answers:
+        output = session.tokenizer.output()
+        emission = output.push(tokens)
+        texts.append(emission.text + ("" if emission.stopped else output.finish()))
+    try:
+        scores = score(choose_metric(examples), texts, examples)
+    except MissingExtraError as error:
+        return f"quality: not measured ({error})"
+    found["quality"] = {name: sum(values) / len(values) for name, values in scores.items()}
+    return "quality: " + ", ".join(f"{name} {value:.3f}" for name, value in found["quality"].items())
+
+
+def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Example]) -> list[list[int]]:
     if args.data is not None:
-        examples = read_examples(args.data, args.limit, require_completion=False)
         return [session.prompt_ids(example.prompt, system=example.system) for example in examples]
     room = session.engine.geometry.context - 1
     return [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[: args.limit]]
