@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ COMMANDS = {
 }
 INTERRUPTED = 130
 MAX_MESSAGE = 1000
+CHATTER = ("torchao", "torch.utils._pytree")
+"""Loggers of other packages that warn, when imported, of parts this product does not use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     options = parser.parse_args(args)
+    for name in () if options.debug else CHATTER:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return int(options.run(options))
     except SSDeviceError as error:

@@ -1,22 +1,22 @@
-"""Which draft tree is fastest on this device: acceptance of every tree from one decoding, cost from measured steps."""
+"""Which draft tree and schedule are fastest on this device: acceptance of every tree from one decoding, cost from
+measured steps."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+from ssdevice.acceptance import MISS, count_paths, tokens_per_step
 from ssdevice.bench.equality import answer, planter
+from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
 from ssdevice.runtime.engines import Conversation, Engine
 from ssdevice.runtime.loop import plain, plain_step, prefill
-from ssdevice.tree import Ranks, Tree
+from ssdevice.tree import Tree
 
-MISS = 1 << 20
-"""Rank of a token that was no candidate."""
 TIMED_STEPS = 40
 TIMED_PROMPT = 32
 Report = Callable[[str, int, int, str], None]
@@ -24,10 +24,11 @@ Report = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds of a step of ``size`` tree nodes; size 1 is plain decoding."""
+    """Milliseconds of a step of ``size`` tree nodes; size 1 is plain decoding, whose ``schedule`` is None."""
 
     size: int
     milliseconds: float
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Choice:
     """A tree with what to expect of it. ``milliseconds`` of a step are interpolated between measured sizes."""
 
     tree: Tree
+    schedule: Schedule
     tokens_per_step: float
     milliseconds: float
 
@@ -80,36 +82,28 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
     return rows
 
 
-def simulate(ranks: Sequence[Sequence[Sequence[int]]], tree: Tree) -> float:
-    """β of decoding the observed answers with a tree: tokens emitted by steps over steps."""
-    nodes = set(tree.paths)
-    emitted = steps = 0
-    for rows in ranks:
-        at, last = 0, len(rows) - 1
-        while at < last:
-            depth = 0
-            while depth < tree.depth and tuple(rows[at][: depth + 1]) in nodes:
-                depth += 1
-            taken = min(depth + 1, last - at)
-            at, emitted, steps = at + taken, emitted + taken, steps + 1
-    return emitted / max(steps, 1)
-
-
-def measure_costs(engines: Sequence[Engine], report: Report) -> list[Cost]:
-    """Median milliseconds of plain steps and of each engine's own step; of equal sizes the cheapest stays."""
-    costs: dict[int, float] = {}
-    for number, engine in enumerate(engines):
+def measure_costs(engines: Sequence[tuple[Engine, Schedule]], report: Report) -> list[Cost]:
+    """Median milliseconds of plain steps and of each engine's own step; of equal ones the cheapest stays."""
+    costs: dict[tuple[int, Schedule | None], float] = {}
+    for number, (engine, schedule) in enumerate(engines):
         report("time steps", number, len(engines), "")
         conversation = engine.new_conversation()
-        calls: list[tuple[int, Callable[[int], object]]] = [(engine.geometry.tree.size, conversation.step)]
+        calls: list[tuple[int, Schedule | None, Callable[[int], object]]] = [
+            (engine.geometry.tree.size, schedule, conversation.step)
+        ]
         if PLAIN in engine.functions:
-            calls.append((1, conversation.step_plain))
-        for size, call in calls:
-            costs[size] = min(costs.get(size, float("inf")), _time(conversation, call))
+            calls.append((1, None, conversation.step_plain))
+        for size, kind, call in calls:
+            costs[size, kind] = min(costs.get((size, kind), float("inf")), _time(conversation, call))
     report("time steps", len(engines), len(engines), "")
     if len(costs) < 2:
         raise InputError("only one size of step can be timed; give a bundle that has step_plain")
-    return [Cost(size, costs[size]) for size in sorted(costs)]
+    return [Cost(size, milliseconds, kind) for (size, kind), milliseconds in sorted(costs.items(), key=_order)]
+
+
+def _order(item: tuple[tuple[int, Schedule | None], float]) -> tuple[str, int]:
+    (size, schedule), _ = item
+    return schedule or "", size
 
 
 def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
@@ -134,14 +128,22 @@ def interpolate(costs: Sequence[Cost], size: int) -> float:
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], costs: Sequence[Cost]) -> list[Choice]:
-    """The best tree of each size, fastest first; sizes that no observed draft can fill are left out."""
-    paths: Counter[Ranks] = Counter()
-    for rows in ranks:
-        for row in rows:
-            end = next((i for i, rank in enumerate(row) if rank == MISS), len(row))
-            paths[tuple(row[:end])] += 1
+    """The best tree of each size in the cheaper schedule, fastest first; sizes no observed draft can fill are left out.
+
+    A schedule counts if steps of it were measured at two sizes, of which plain decoding may be one.
+    """
+    paths = count_paths(ranks)
     trees = {tree.size: tree for tree in (Tree.from_counts(paths, size) for size in sizes) if tree.size > 1}
-    found = [Choice(tree, simulate(ranks, tree), interpolate(costs, size)) for size, tree in trees.items()]
-    if not found:
+    if not trees:
         raise InputError("no draft was ever right: the app has not learned to draft these prompts")
+    plain_costs = [cost for cost in costs if cost.schedule is None]
+    lines: dict[Schedule, list[Cost]] = {}
+    for schedule in Schedule:
+        own = [cost for cost in costs if cost.schedule is schedule]
+        if own and len(plain_costs) + len(own) > 1:
+            lines[schedule] = [*plain_costs, *own]
+    found = []
+    for size, tree in trees.items():
+        schedule = min(lines, key=lambda s: interpolate(lines[s], size))
+        found.append(Choice(tree, schedule, tokens_per_step(ranks, tree), interpolate(lines[schedule], size)))
     return sorted(found, key=lambda choice: -choice.tokens_per_second)

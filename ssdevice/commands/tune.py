@@ -1,25 +1,41 @@
-"""``ssdevice tune``: the draft tree for this device."""
+"""``ssdevice tune``: the draft tree and schedule for this device."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_bundle, positive
+from ssdevice.commands.opening import add_engine, add_signature, check_new_file, engine_options, positive
+from ssdevice.config import Schedule, Target
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.bench.tuning import Choice, Cost
+    from ssdevice.bundle import Bundle
+    from ssdevice.commands.progress import Progress
 
 SIZES = range(2, 17)
+WIDTH = 4
+"""Candidates of a stream that trial bundles show: a tree of up to 16 nodes seldom uses more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice tune BUNDLE --data FILE``."""
-    add_bundle(parser)
+    """``ssdevice tune BUNDLE --data FILE``, or ``--model DIR --adapter NAME=DIR`` in place of the bundle."""
+    parser.add_argument("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
+    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
+    add_signature(parser)
+    trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
+    trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
+    trial.add_argument("--adapter", metavar="NAME=DIR", help="the app's name and its adapter folder")
+    trial.add_argument("--target", choices=[t.value for t in Target], default=Target.ONNX.value)
+    trial.add_argument("--quant", default="int8", help="how weights are stored (default int8)")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
     parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
@@ -35,54 +51,113 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the best tree of each size, the fastest first."""
+    """Print the best tree of each size with its schedule, the fastest first."""
     from ssdevice.bench.tuning import choices, measure_costs, observe
-    from ssdevice.bundle import Bundle
     from ssdevice.commands.progress import Progress
     from ssdevice.contract import STEP
-    from ssdevice.runtime.engines import open_engine
     from ssdevice.runtime.session import Session
 
     check_new_file(args.out, "--out")
+    if (args.bundle is None) == (args.model is None):
+        raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
     options = engine_options(args)
-    others = [Bundle.open(folder) for folder in args.cost_of]
-    with Session.open(open_bundle(args), app=args.app, options=options) as session, Progress(args.quiet) as progress:
-        geometry = session.engine.geometry
-        for bundle in (session.bundle, *others):
-            assert bundle is not None
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(args.quiet))
+        bundles = stack.enter_context(_bundles(args, progress))
+        for bundle in bundles:
             if STEP not in bundle.functions:
                 raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
+        # Of other bundles the app is their own first: only the cost of their steps is asked for.
+        sessions = [
+            stack.enter_context(Session.open(bundle, app=None if number else args.app, options=options))
+            for number, bundle in enumerate(bundles)
+        ]
+        first = sessions[0]
         examples = read_examples(args.data, args.limit, require_completion=False)
-        prompts = [session.prompt_ids(example.prompt, system=example.system) for example in examples]
-        ranks = observe(session.engine, prompts, session.tokenizer.stop_ids, args.max_tokens, progress.report)
-        engines = [session.engine, *[open_engine(bundle, None, options) for bundle in others]]
+        prompts = [first.prompt_ids(example.prompt, system=example.system) for example in examples]
+        ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
+        engines = [(s.engine, b.manifest.schedule) for s, b in zip(sessions, bundles, strict=True)]
         costs = measure_costs(engines, progress.report)
+        narrow = first.engine.geometry.k == 1
     found = choices(ranks, SIZES, costs)
     if args.out is not None:
         args.out.write_text(json.dumps(found[0].tree.to_json()) + "\n", "utf-8")
-    if args.json:
-        print(json.dumps(_as_json(found, costs)))
-        return 0
-    sizes = ((f"{cost.size} nodes" if cost.size > 1 else "plain", cost.milliseconds) for cost in costs)
-    print("measured steps: " + ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in sizes))
-    print(f"{'nodes':>5} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9}  tree")
-    for choice in found:
-        print(
-            f"{choice.tree.size:>5} {choice.tokens_per_step:>12.2f} {choice.milliseconds:>8.2f} "
-            f"{choice.tokens_per_second:>9.1f}  {json.dumps(choice.tree.to_json(), separators=(',', ':'))}"
-        )
-    if geometry.k == 1:
+    print(json.dumps(_as_json(found, costs)) if args.json else "\n".join(_table(found, costs)))
+    if narrow and not args.json:
         print("this bundle drafts one candidate a stream; export one with --tree full:k=3,depth=2 to see wider trees")
     return 0
 
 
+@contextmanager
+def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bundle]]:
+    """The bundles to time; the first is the one whose drafts are observed."""
+    from ssdevice.bundle import Bundle
+
+    others = [Bundle.open(folder) for folder in args.cost_of]
+    if args.bundle is not None:
+        yield [Bundle.open(args.bundle, require_signature=args.require_signature), *others]
+        return
+    with tempfile.TemporaryDirectory(prefix="ssdevice-tune-") as folder:
+        yield [*_trials(args, Path(folder), progress), *others]
+
+
+def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:
+    """A wide and a narrow tree in each schedule, exported; between their sizes costs are interpolated."""
+    try:
+        from ssdevice.export.plan import ExportOptions, Quant
+        from ssdevice.export.stages import export_bundle
+        from ssdevice.model.adapter import read_settings
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", error.name or "torch") from error
+    name, _, adapter = (args.adapter or "").partition("=")
+    if not (name and adapter):
+        raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
+    if args.quant not in [quant.value for quant in Quant]:
+        raise InputError(f"--quant {args.quant}: choose one of {', '.join(Quant)}")
+    gamma = read_settings(Path(adapter)).streams.gamma
+    trees = [_wide(gamma), Tree.chain(gamma)]
+    bundles = []
+    for schedule in (Schedule.DEFERRED, Schedule.FUSED):
+        for tree in trees:
+            out = folder / f"{schedule}-{tree.size}"
+            options = ExportOptions(
+                model=args.model, target=Target(args.target), quant=Quant(args.quant), out=out,
+                adapters=((name, Path(adapter)),), tree=tree, schedule=schedule,
+            )  # fmt: skip
+            bundles.append(export_bundle(options, progress.report))
+    return bundles
+
+
+def _wide(gamma: int) -> Tree:
+    """A tree of the largest size asked about, with all candidates of the first stream and the first of the others."""
+    first = [[rank] for rank in range(WIDTH)]
+    second = [[a, b] for a in range(WIDTH) for b in range(WIDTH)] if gamma > 1 else []
+    deep = [[0] * depth for depth in range(3, gamma + 1)]
+    room = SIZES.stop - 2 - len(first) - len(deep)
+    return Tree.of([*first, *second[: max(room, 0)], *deep])
+
+
+def _table(found: list[Choice], costs: list[Cost]) -> Iterator[str]:
+    names = (f"{cost.size} nodes {cost.schedule}" if cost.schedule else "plain" for cost in costs)
+    yield "measured steps: " + ", ".join(
+        f"{name} {cost.milliseconds:.2f} ms" for name, cost in zip(names, costs, strict=True)
+    )
+    yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9}  tree"
+    for choice in found:
+        yield (
+            f"{choice.tree.size:>5} {choice.schedule:>9} {choice.tokens_per_step:>12.2f} {choice.milliseconds:>8.2f} "
+            f"{choice.tokens_per_second:>9.1f}  {json.dumps(choice.tree.to_json(), separators=(',', ':'))}"
+        )
+
+
 def _as_json(found: list[Choice], costs: list[Cost]) -> dict[str, object]:
     return {
-        "costs": [{"nodes": cost.size, "ms": cost.milliseconds} for cost in costs],
+        "costs": [{"nodes": cost.size, "schedule": cost.schedule, "ms": cost.milliseconds} for cost in costs],
         "choices": [
             {
                 "tree": choice.tree.to_json(),
                 "nodes": choice.tree.size,
+                "schedule": choice.schedule.value,
                 "tokens_per_step": choice.tokens_per_step,
                 "ms_per_step": choice.milliseconds,
                 "tokens_per_second": choice.tokens_per_second,

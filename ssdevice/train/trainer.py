@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdevice.acceptance import count_paths, tokens_per_step
 from ssdevice.config import Mode, Schedule
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -21,7 +22,7 @@ from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel
 from ssdevice.text import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.acceptance import count_paths, stream_ranks, tokens_per_step
+from ssdevice.train.acceptance import stream_ranks
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 from ssdevice.train.distill import own_completions
 from ssdevice.train.loss import LossWeights, StreamingLoss

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdevice.acceptance import tokens_per_step
 from ssdevice.bench.equality import answer
-from ssdevice.bench.tuning import Cost, choices, interpolate, observe, simulate
+from ssdevice.bench.tuning import Cost, choices, interpolate, observe
+from ssdevice.config import Schedule
 from ssdevice.errors import InputError
 from ssdevice.runtime.loop import speculative
 from ssdevice.tree import Tree
@@ -45,10 +47,10 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
         emitted += len(answer(conversation, prompt, speculative, (), 30)) - 1
         steps += conversation.calls
     # A candidate that stands twice counts at its first rank, though the tree may hold only the second.
-    assert simulate(ranks, tree) <= emitted / steps + 1e-9
+    assert tokens_per_step(ranks, tree) <= emitted / steps + 1e-9
     if tree.width == 1:
         single = [[[rank if rank == 0 else 9 for rank in row] for row in rows] for rows in ranks]
-        assert simulate(single, tree) == pytest.approx(emitted / steps)
+        assert tokens_per_step(single, tree) == pytest.approx(emitted / steps)
 
 
 def test_costs_lie_on_lines_between_measured_sizes() -> None:
@@ -58,15 +60,21 @@ def test_costs_lie_on_lines_between_measured_sizes() -> None:
 
 def test_the_fastest_tree_weighs_acceptance_against_cost() -> None:
     ranks = [[[0, 0, 0]] * 30]
-    cheap = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(4, 1.1)])
+    cheap = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(4, 1.1, Schedule.FUSED)])
     assert cheap[0].tree == Tree.chain(3)
-    dear = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(2, 1.1), Cost(4, 9.0)])
+    dear = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(2, 1.1, Schedule.FUSED), Cost(4, 9.0, Schedule.FUSED)])
     assert dear[0].tree == Tree.chain(1)
+
+
+def test_each_size_runs_in_its_cheaper_schedule() -> None:
+    costs = [Cost(1, 1.0), Cost(2, 1.5, Schedule.FUSED), Cost(4, 4.0, Schedule.FUSED), Cost(4, 2.8, Schedule.DEFERRED)]
+    found = {choice.tree.size: choice.schedule for choice in choices([[[0, 0, 0]] * 30], range(2, 5), costs)}
+    assert found == {2: Schedule.FUSED, 3: Schedule.DEFERRED, 4: Schedule.DEFERRED}
 
 
 def test_drafts_that_are_never_right_are_an_error() -> None:
     with pytest.raises(InputError, match="no draft was ever right"):
-        choices([[[1 << 20]] * 5], range(2, 5), [Cost(1, 1.0), Cost(4, 1.1)])
+        choices([[[1 << 20]] * 5], range(2, 5), [Cost(1, 1.0), Cost(4, 1.1, Schedule.FUSED)])
 
 
 def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +85,15 @@ def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert [cost["nodes"] for cost in found["costs"]] == [1, tiny.TREE.size]
     assert Tree.parse(str(out)).to_json() == found["choices"][0]["tree"]
+
+
+def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now")) + "\n")
+    model = ["--model", str(tiny.base_folder()), "--adapter", f"app={tiny.adapter_folder()}", "--quant", "fp32"]
+    assert call("tune", *model, "--data", str(data), "--max-tokens", "60", "--threads", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    timed = {(cost["nodes"], cost["schedule"]) for cost in found["costs"]}
+    assert {schedule for _, schedule in timed} == {None, "fused", "deferred"} and len(timed) == 5
+    assert call("tune", *model[:2], "--data", str(data)) == 2
+    assert call("tune", "--data", str(data)) == 2
