@@ -1,7 +1,7 @@
 """Low-rank pairs of a traced graph become slots: graph inputs that an app's adapter is bound to.
 
-A pair beside a linear of the base, ``base(x) + up(down(x))``, joins the product its linear belongs to: one ``down`` and
-one block-diagonal ``up`` for q/k/v or gate/up together. A pair that stands alone is two products.
+A pair beside a linear of the base, ``base(x) + up(down(x))``, joins the product its linear belongs to: one ``down`` for
+q/k/v or gate/up together, then an ``up`` for each. A pair that stands alone is two products.
 
 **Equal bits for one row and for several.** Plain decoding runs one row, a step runs T, and both must give the same
 numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
@@ -26,6 +26,7 @@ from ssdevice.export.onnx_linears import LINEAR, Linear, Part
 from ssdevice.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
 
 LORA_WEIGHT = re.compile(r"\.backbone\.layers\.(?P<source>.+)\.adapter\.(?P<side>down|up)\.weight(~heads)?$")
+KINDS = {"int8": ir.DataType.INT8, "int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
 STREAM_WEIGHT = re.compile(r"\.streams\.(?P<source>.+)\.(?P<side>down|up)\.weight(~heads)?$")
 
 
@@ -163,46 +164,82 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     for value in edit.graph.inputs:
         if value.name == tensor.name:
             return value
-    kind = ir.DataType.INT8 if tensor.dtype == "int8" else ir.DataType.FLOAT
-    value = ir.Value(name=tensor.name, shape=ir.Shape(list(tensor.shape)), type=ir.TensorType(kind))
+    value = ir.Value(name=tensor.name, shape=ir.Shape(list(tensor.shape)), type=ir.TensorType(KINDS[tensor.dtype]))
     edit.graph.inputs.append(value)
     return value
 
 
 def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
     """``x @ down`` in float32."""
-    return product(edit, x, graph_input(edit, slot.down), before, None, exact)
+    weight = graph_input(edit, slot.down)
+    if not _single(x, exact):
+        return _product(edit, x, weight, None, before)
+    return _from_column(edit, _column(edit, x, before), weight, None, before)
 
 
 def int8_down(edit: Editor, slot: Slot, codes: ir.Value, zero: ir.Value, before: ir.Node) -> ir.Value:
     """``codes @ down`` without the rows' scale, from rows in eight bits."""
-    lead = shape_of(codes)
     one = edit.scalar(1.0)
     inputs = [codes, graph_input(edit, slot.down), one, graph_input(edit, slot.down_scale), zero]
-    shape = (*(lead or ())[:-1], None)
+    shape = (*_lead(codes), None)
     return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
-    """``h @ up``."""
-    return product(edit, h, graph_input(edit, slot.up), before, slot.outputs, exact)
+    """``h @ up`` of every part, side by side."""
+    single = _single(h, exact)
+    lead = _lead(h)
+    whole = _column(edit, h, before) if single else h
+    pieces = [whole]
+    if len(slot.parts) > 1:
+        ranks = graph_input(edit, slot.ranks)
+        axis = {"axis": len(lead) - 1 if single else len(lead)}
+        split = edit.insert(before, "Split", [whole, ranks], None, None, axis, outputs=len(slot.parts)).producer()
+        assert split is not None
+        pieces = list(split.outputs)
+        for piece in pieces:
+            piece.shape = ir.Shape([*lead[:-1], None, 1] if single else [*lead, None])
+            piece.type = ir.TensorType(ir.DataType.FLOAT)
+    made = []
+    for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True):
+        weight = graph_input(edit, spec)
+        make = _from_column if single else _product
+        made.append(make(edit, piece, weight, part.outputs, before))
+    if len(made) == 1:
+        return made[0]
+    return edit.insert(before, "Concat", made, (*lead, slot.outputs), ir.DataType.FLOAT, {"axis": -1})
 
 
-def product(edit: Editor, x: ir.Value, weight: ir.Value, before: ir.Node, outputs: int | None, exact: bool) -> ir.Value:
-    """``x [.., R, K] @ weight [K, N]``; with ``exact`` one row gives the bits it has among several."""
-    lead = shape_of(x)
-    if lead is None or None in lead[:-1]:
-        raise ValueError(f"the rows of {x.name} are not static: {lead}")
-    shape = (*lead[:-1], outputs)
-    single = all(size == 1 for size in lead[:-1])
-    if not (single and exact):
-        return edit.insert(before, "MatMul", [x, weight], shape, ir.DataType.FLOAT)
-    column = edit.insert(
-        before, "Reshape", [x, edit.ints(*[1] * (len(lead) - 2), -1, 1)], (*lead[:-2], lead[-1], 1), ir.DataType.FLOAT
-    )
-    return edit.insert(
-        before, "FusedMatMul", [column, weight], shape, ir.DataType.FLOAT, {"transA": 1, "transB": 0}, CONTRIB
-    )
+def _lead(value: ir.Value) -> tuple[int, ...]:
+    shape = shape_of(value)
+    if shape is None or None in shape[:-1]:
+        raise ValueError(f"the rows of {value.name} are not static: {shape}")
+    return tuple(size or 0 for size in shape[:-1])
+
+
+def _single(x: ir.Value, exact: bool) -> bool:
+    """Whether ``x`` is one row that must have the bits it has among several."""
+    return exact and all(size == 1 for size in _lead(x))
+
+
+def _column(edit: Editor, x: ir.Value, before: ir.Node) -> ir.Value:
+    """One row ``[.., 1, K]`` as ``[.., K, 1]``."""
+    lead, shape = _lead(x), shape_of(x)
+    assert shape is not None
+    target = edit.ints(*lead[:-1], -1, 1)
+    return edit.insert(before, "Reshape", [x, target], (*lead[:-1], shape[-1], 1), ir.DataType.FLOAT)
+
+
+def _from_column(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
+    """``[.., K, 1]`` transposed, times ``weight [K, N]``: ``[.., 1, N]``."""
+    shape = (*(shape_of(x) or ())[:-2], 1, outputs)
+    transposed = {"transA": 1, "transB": 0}
+    return edit.insert(before, "FusedMatMul", [x, weight], shape, ir.DataType.FLOAT, transposed, CONTRIB)
+
+
+def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
+    """``x [.., K] @ weight [K, N]``."""
+    return edit.insert(before, "MatMul", [x, weight], (*_lead(x), outputs), ir.DataType.FLOAT)
 
 
 def lower_alone(edit: Editor, book: SlotBook) -> None:

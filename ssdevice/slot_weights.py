@@ -112,18 +112,17 @@ def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
 
 
 def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:
-    downs, ups = [], []
-    column = 0
-    for part in slot.parts:
+    downs = []
+    tensors: dict[str, Array] = {}
+    for part, spec in zip(slot.parts, slot.ups, strict=True):
         factors = waiting.pop((slot.kind, part.source), None) if part.source else None
-        if factors is not None:
-            downs.append(_checked(folder, slot, part, factors).down.T)
-            up = np.zeros((len(factors.down), slot.outputs), np.float32)
-            up[:, column : column + part.outputs] = _by_heads(part, factors.up).T
-            ups.append(up)
-        column += part.outputs
-    down = np.concatenate([np.zeros((slot.inputs, 0), np.float32), *downs], axis=1)
-    tensors = {slot.up.name: np.concatenate([np.zeros((0, slot.outputs), np.float32), *ups])}
+        if factors is None:
+            factors = Factors(np.zeros((0, slot.inputs), np.float32), np.zeros((part.outputs, 0), np.float32))
+        downs.append(_checked(folder, slot, part, factors).down.T)
+        tensors[spec.name] = np.ascontiguousarray(_by_heads(part, factors.up).T)
+    if len(slot.parts) > 1:
+        tensors[slot.ranks.name] = np.array([down.shape[1] for down in downs], np.int64)
+    down = np.ascontiguousarray(np.concatenate(downs, axis=1))
     if not slot.int8:
         return {slot.down.name: down, **tensors}
     values, scale = int8_columns(down)
@@ -144,7 +143,7 @@ def _by_heads(part: SlotPart, up: Array) -> Array:
     """Rows of ``up`` in the order the graph holds the linear's outputs in."""
     if not part.heads:
         return up
-    return up.reshape(*part.heads, -1).swapaxes(0, 1).reshape(up.shape)
+    return up.reshape(*part.heads, up.shape[1]).swapaxes(0, 1).reshape(up.shape)
 
 
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:

@@ -1,9 +1,9 @@
 """What a bundle's graphs have slots for: the layout that an export writes and that adapters are made for.
 
 A **slot** is a pair of graph inputs beside one product of the base: ``y = base(x) + (x @ down) @ up``, with a rank that
-every app chooses. Linears that read one input share a slot: their ``down`` stand side by side and ``up`` is
-block-diagonal, so that several linears cost two products. A **variant** is a set of graphs for one kind of app; all
-variants read the same weights of the base.
+every app chooses. Linears that read one input share a slot: their ``down`` stand side by side and are one product, each
+has an ``up`` of its own (one block-diagonal ``up`` was measured slower from rank 32 on). A **variant** is a set of
+graphs for one kind of app; all variants read the same weights of the base.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Slot:
 
     @property
     def outputs(self) -> int:
-        """Columns of ``up``."""
+        """Columns of all parts together."""
         return sum(part.outputs for part in self.parts)
 
     @property
@@ -77,14 +77,26 @@ class Slot:
         return TensorSpec(f"{self.name}.down_scale", (self._rank,), "float32")
 
     @property
-    def up(self) -> TensorSpec:
-        """``[rank, outputs]``, block-diagonal."""
-        return TensorSpec(f"{self.name}.up", (self._rank, self.outputs), "float32")
+    def ranks(self) -> TensorSpec:
+        """``[parts]``: how many columns of ``down`` are each part's; where there are several."""
+        return TensorSpec(f"{self.name}.ranks", (len(self.parts),), "int64")
+
+    @property
+    def ups(self) -> tuple[TensorSpec, ...]:
+        """``[rank of the part, its outputs]`` by part."""
+        if len(self.parts) == 1:
+            return (TensorSpec(f"{self.name}.up", (self._rank, self.outputs), "float32"),)
+        return tuple(
+            TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", part.outputs), "float32")
+            for i, part in enumerate(self.parts)
+        )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The graph inputs of this slot."""
-        return (self.down, self.down_scale, self.up) if self.int8 else (self.down, self.up)
+        scale = (self.down_scale,) if self.int8 else ()
+        ranks = (self.ranks,) if len(self.parts) > 1 else ()
+        return (self.down, *scale, *ranks, *self.ups)
 
     @property
     def _rank(self) -> str:

@@ -102,7 +102,8 @@ def as_stored(
     if manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4):
         from ssdevice.export.onnx_reference import simulated
 
-        return simulated(model, manifest.precision), manifest.precision
+        slotted = bundle.app(app).kind is AdapterKind.SLOT
+        return simulated(model, manifest.precision, slotted), manifest.precision
     if manifest.target is Target.COREML:
         from ssdevice.export.coreml_stored import stored_weights
         from ssdevice.mil.program import Program
