@@ -1,4 +1,4 @@
-# make demo | test | check | conformance | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | test | check | conformance | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -13,7 +13,7 @@ OUT    ?= out/bench.json
 # The demo asks for less than the tests; an environment that has everything serves both.
 DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 
-.PHONY: demo test check format conformance bench clean
+.PHONY: demo test check format conformance fuzz soak bench clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -33,6 +33,15 @@ format: $(VENV)/dev.stamp
 
 conformance: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m slow
+
+# Ten thousand hostile bundles, and ten thousand generations; SEED=2 for others.
+SEED ?= 1
+
+fuzz: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --count 10000
+
+soak: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.soak --seed $(SEED) --count 10000
 
 bench: $(DEMO_ENV)
 	@test -n '$(BUNDLE)' -a -n '$(DATA)' || { echo "make bench BUNDLE=FOLDER DATA=FILE.jsonl [OUT=out/bench.json]" >&2; exit 2; }

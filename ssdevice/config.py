@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from ssdevice.errors import ConfigError
 
 T = TypeVar("T")
+MAX_RANK = 1 << 14
 
 
 class Mode(StrEnum):
@@ -71,8 +72,10 @@ class StreamConfig:
             raise ConfigError(f"gamma is {self.gamma}, expected 1 to 32")
         if self.msa_layers < 1:
             raise ConfigError(f"msa_layers is {self.msa_layers}, expected 1 or more")
-        if self.init_rank < 0 or self.lora_rank < 0:
-            raise ConfigError("init_rank and lora_rank are 0 or more")
+        for name in ("init_rank", "lora_rank", "adapter_rank"):
+            # Bounded, because memory is taken by it before any weights are read.
+            if not 0 <= getattr(self, name) <= MAX_RANK:
+                raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows learn")
 

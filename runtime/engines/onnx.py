@@ -58,6 +58,7 @@ SPINNING = "session.intra_op.allow_spinning"
 SILENT = 4  # errors are raised; a log would print them a second time
 TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
+ort.set_default_logger_severity(SILENT)  # allocations log apart from sessions
 
 
 class OnnxEngine(Engine):

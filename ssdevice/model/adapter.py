@@ -47,6 +47,8 @@ def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> 
 def load_streams(folder: Path, streams: Streams) -> None:
     """Load trained weights into ``streams``; raises InputError for missing, foreign or non-finite tensors."""
     file = folder / WEIGHTS
+    if not file.is_file():  # opening a pipe would wait for its writer
+        raise InputError(f"{file}: cannot be read as safetensors (no such file)")
     try:
         weights = load_file(str(file))
     except (OSError, SafetensorError) as error:

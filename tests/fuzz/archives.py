@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from random import Random
 
+from tests.fuzz.files import listed
+
 NAMES = (
     "../out.bin",
     "/tmp/out.bin",
@@ -27,7 +29,10 @@ NUMBERS = (0, 1, 0xFF, 0xFFFF, 0xFFFFFFFF, 0x7FFFFFFF, 2**63 - 1, 2**64 - 1)
 
 def pack_any(rng: Random, folder: Path, out: Path) -> str:
     """The files of a folder as a zip: in another order, compressed, with names, links or entries no bundle has."""
-    names = ["manifest.json", *sorted(f.name for f in folder.iterdir() if f.is_file() and f.name != "manifest.json")]
+    plain = [path.relative_to(folder).as_posix() for path in listed(folder)]
+    names = sorted(plain, key=lambda name: (name != "manifest.json", name))
+    if not names:
+        raise OSError("no plain file is left")
     kind = rng.choice(
         ["plain", "plain", "order", "deflate", "name", "link", "twice", "comment", "zip64", "folder", "bomb"]
     )

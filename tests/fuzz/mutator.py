@@ -1,8 +1,8 @@
 """Seeded changes to bundles and adapters, and what may come of each.
 
-``change`` puts a changed copy of one of four subjects at ``place`` and returns a Case. The same seed, index and subject
+``change`` puts a changed copy of one of five subjects at ``place`` and returns a Case. The same seed, index and subject
 give the same bytes. Subjects: a bundle ``folder``, the same ``packed`` into one file, the folder
-``signed`` (its signature is then required), and an ``adapter`` folder on an untouched base.
+``signed`` (its signature is then required), a bundle of two apps whose weights are ``slots``, and an ``adapter`` folder on an untouched base.
 
 What may come of a case, its *oracle*, in all of which a refusal (one line, exit code 2) is right:
 
@@ -31,6 +31,7 @@ from tests.fuzz.graphs import mutate_graph
 
 MANIFEST = "manifest.json"
 PACKED = "bundle.ssb"
+SLOTS = "slots.json"
 INERT = ("tools", "notes", "parity")
 
 
@@ -40,6 +41,7 @@ class Subject(StrEnum):
     FOLDER = "folder"
     PACKED = "packed"
     SIGNED = "signed"
+    SLOTS = "slots"
     ADAPTER = "adapter"
 
 
@@ -62,7 +64,7 @@ class Case:
 
 
 def change(seed: int, index: int, subject: Subject, pristine: Path, place: Path) -> Case:
-    """Put case ``index`` at ``place`` (a new folder). ``pristine``: folders ``bundle``, ``signed``, ``adapter``."""
+    """Put case ``index`` at ``place`` (a new folder). ``pristine``: as made by pristine.py."""
     rng = Random(f"{seed}/{index}/{subject}")
     place.mkdir()
     if subject is Subject.ADAPTER:
@@ -70,7 +72,8 @@ def change(seed: int, index: int, subject: Subject, pristine: Path, place: Path)
         done, finite = adapters.mutate_adapter(rng, place / "adapter")
         return Case(subject, Oracle.ANY if finite else Oracle.REFUSE, False, done)
     folder = place / "bundle"
-    shutil.copytree(pristine / ("signed" if subject is Subject.SIGNED else "bundle"), folder)
+    source = {Subject.SIGNED: "signed", Subject.SLOTS: "slots"}.get(subject, "bundle")
+    shutil.copytree(pristine / source, folder)
     if subject is Subject.PACKED and rng.random() < 0.5:
         oracle, done = _change_packed(rng, folder, place / PACKED)
         return Case(subject, oracle, rng.random() < 0.2, done)
@@ -121,12 +124,12 @@ def _change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:
         (folder / MANIFEST).write_text(json.dumps(document), "utf-8")
         return Oracle.ANY, done
     if kind == "tokenizer":
-        file = folder / "tokenizer.json"
+        file = folder / rng.choice([name for name in ("tokenizer.json", SLOTS) if (folder / name).is_file()])
         data, done = json_values.mutate(rng, json.loads(file.read_text("utf-8")))
         file.write_bytes(data)
-        done = f"tokenizer: {done}"
+        done = f"{file.name}: {done}"
     elif kind == "graph":
-        file = folder / rng.choice(["step.onnx", "prefill.onnx", "step_plain.onnx"])
+        file = rng.choice(sorted(folder.glob("*.onnx")))
         done = f"{file.name}: {mutate_graph(rng, file)}"
     elif kind == "contents":
         file = rng.choice(files.listed(folder))
@@ -142,6 +145,8 @@ def _change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:
 
 def rehash(folder: Path) -> bool:
     """Make sizes and hashes of the manifest true again, for whatever files there are; False if it is no manifest."""
+    if not (folder / MANIFEST).is_file():
+        return False
     try:
         document = json.loads((folder / MANIFEST).read_text("utf-8"))
         document["files"] = {

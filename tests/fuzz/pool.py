@@ -85,18 +85,9 @@ class Process:
 
 
 def subject_of(index: int) -> Subject:
-    """Half of the cases are folders, a fourth are packed, the rest signed and adapters."""
-    order = (
-        Subject.FOLDER,
-        Subject.PACKED,
-        Subject.FOLDER,
-        Subject.ADAPTER,
-        Subject.FOLDER,
-        Subject.PACKED,
-        Subject.FOLDER,
-        Subject.SIGNED,
-    )
-    return order[index % len(order)]
+    """Which subject a case is of."""
+    order = ("folder", "packed", "slots", "adapter", "folder", "packed", "slots", "signed")
+    return Subject(order[index % len(order)])
 
 
 def run_cases(

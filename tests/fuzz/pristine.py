@@ -7,19 +7,40 @@ import shutil
 from pathlib import Path
 
 SEED = 0
+SLOT_APP = "two"
 
 
 def make(out: Path) -> Path:
-    """Write ``bundle``, ``signed``, ``public.pem``, ``base`` and ``adapter`` below ``out``, a new folder."""
+    """Write ``bundle``, ``signed``, ``slots``, ``public.pem``, ``base`` and ``adapter`` below ``out``, a new folder."""
     from tests.runtime.tiny_bundle import adapter_folder, base_folder, tiny_bundle
 
     out.mkdir(parents=True)
-    shutil.copytree(tiny_bundle().folder, out / "bundle")
+    shutil.copytree(tiny_bundle("fp32").folder, out / "bundle")
     shutil.copytree(base_folder(), out / "base")
     shutil.copytree(adapter_folder(), out / "adapter")
     _add_lora(out / "base", out / "adapter")
     _sign(out)
+    _export_slots(out)
     return out
+
+
+def _export_slots(out: Path) -> None:
+    from ssdevice.config import Target
+    from ssdevice.export.plan import ExportOptions, Quant
+    from ssdevice.export.stages import export_bundle
+    from tests.runtime.tiny_bundle import CHUNK, CONTEXT, TREE
+
+    options = ExportOptions(
+        model=str(out / "base"),
+        target=Target.ONNX,
+        quant=Quant.FP32,
+        out=out / "slots",
+        adapters=(("one", out / "adapter"), (SLOT_APP, out / "adapter")),
+        tree=TREE,
+        context=CONTEXT,
+        chunk=CHUNK,
+    )
+    export_bundle(options, lambda *_: None)
 
 
 def _add_lora(base: Path, adapter: Path) -> None:

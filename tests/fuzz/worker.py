@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from tests.fuzz.mutator import PACKED, Case, Oracle, Subject, change
+from tests.fuzz.pristine import SLOT_APP
 
 MAX_GROWTH_MB = 256
 ADDRESS_SPACE_MB = 3072
@@ -67,10 +68,13 @@ class Worker:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         if adapter:
             _quiet_torch()
-            self.expected = {False: self._adapter(pristine / "adapter").tokens}
+            self.expected = {(Subject.ADAPTER, False): self._adapter(pristine / "adapter").tokens}
         else:
-            calls = {plain: self._bundle(pristine / "bundle", plain) for plain in (False, True)}
-            self.expected = {plain: tried.tokens for plain, tried in calls.items()}
+            self.expected = {}
+            for plain in (False, True):
+                whole = self._bundle(pristine / "bundle", plain).tokens
+                self.expected |= {(s, plain): whole for s in (Subject.FOLDER, Subject.PACKED, Subject.SIGNED)}
+                self.expected[Subject.SLOTS, plain] = self._bundle(pristine / "slots", plain, app=SLOT_APP).tokens
         assert all(self.expected.values()), "an unchanged subject does not decode"
         limit = _status("VmSize") * 1024 + (ADDRESS_SPACE_MB << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -87,7 +91,7 @@ class Worker:
         tried = self._try(case, place)
         seconds = perf_counter() - clock
         grown = (_status("VmHWM") - before) / 1024
-        outcome, detail = judge(case, tried, self.expected[case.plain], grown)
+        outcome, detail = judge(case, tried, self.expected[case.subject, case.plain], grown)
         detail = detail.replace(str(place), "")
         return Result(seed, index, subject.value, outcome, detail, case.done, round(grown, 1), round(seconds, 3))
 
@@ -98,10 +102,15 @@ class Worker:
             unpacked = self._call(["bundle", "unpack", str(place / PACKED), str(place / "unpacked"), "--quiet"])
             return self._bundle(place / "unpacked", case.plain) if unpacked.code == 0 else unpacked
         signed = case.subject is Subject.SIGNED
-        return self._bundle(place / "bundle", case.plain, self.pristine / "public.pem" if signed else None)
+        app = SLOT_APP if case.subject is Subject.SLOTS else None
+        return self._bundle(place / "bundle", case.plain, self.pristine / "public.pem" if signed else None, app)
 
-    def _bundle(self, folder: Path, plain: bool, key: Path | None = None) -> Tried:
-        options = [*(["--no-speculate"] if plain else []), *(["--require-signature", str(key)] if key else [])]
+    def _bundle(self, folder: Path, plain: bool, key: Path | None = None, app: str | None = None) -> Tried:
+        options = [
+            *(["--app", app] if app else []),
+            *(["--no-speculate"] if plain else []),
+            *(["--require-signature", str(key)] if key else []),
+        ]
         fixed = ["--prompt", PROMPT, "--max-tokens", str(MAX_TOKENS), "--threads", "1", "--json", "--quiet"]
         return self._call(["run", str(folder), *fixed, *options])
 
