@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
-from ssdevice.config import Target
+from ssdevice.config import Mode, Target
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import MissingExtraError, ParityError
+from ssdevice.manifest import AdapterKind, App, Precision
 
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Equality
@@ -104,7 +105,24 @@ def _numbers(
                 f"largest margin of another choice {torch_found.worst:.3g}"
             )
             faults += torch_found.faults()
+            if bundle.manifest.precision is Precision.FP32 and _base_decodes(bundle.app(args.app)):
+                from ssdevice.bench.against_generate import against_generate
+
+                generated = against_generate(
+                    args.model, prompts, result.answers, stops, args.max_tokens, progress.report
+                )
+                found["generate"] = {"prompts": generated.prompts, "differing": len(generated.differing)}
+                lines.append(
+                    f"transformers generate: {generated.prompts - len(generated.differing)} of {generated.prompts} "
+                    "answers equal to those of the untouched base"
+                )
+                faults += generated.faults()
     return faults
+
+
+def _base_decodes(app: App) -> bool:
+    """Whether main rows are the base's own, so that any decoder of the base must give the same answers."""
+    return app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS
 
 
 def _examples(args: argparse.Namespace) -> Sequence[Example]:

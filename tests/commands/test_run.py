@@ -143,6 +143,12 @@ def test_verify_compares_arms_and_torch(bundle: str, data: Path, capsys: pytest.
     assert "torch reference" in text
 
 
+def test_what_leaves_the_base_alone_answers_as_generate_does(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(tiny.tiny_bundle("fp32", streams=False).folder)
+    assert call("verify", base, "--data", str(data), "--max-tokens", "20", "--model", str(tiny.base_folder())) == 0
+    assert "transformers generate: 3 of 3 answers equal" in capsys.readouterr().out
+
+
 def test_verify_runs_without_data(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", bundle, "--max-tokens", "12", "--threads", "1", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,0 +1,66 @@
+"""A lossless bundle's answers held against ``generate`` of the untouched base: the promise, without our own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ssdevice.model.loading import load_hf, resolve_folder
+
+TIE = 1e-3
+"""In float32, two tokens whose logits are at most this far apart may change places."""
+Report = Callable[[str, int, int, str], None]
+
+
+@dataclass
+class Generated:
+    """``differing``: (prompt, token, distance of the two logits in the base) where an answer first parts."""
+
+    prompts: int
+    differing: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def faults(self) -> list[str]:
+        """Differences that are no near-ties, one sentence each."""
+        return [
+            f"transformers generate: prompt {prompt + 1} differs at token {token + 1}, {distance:.3g} apart"
+            for prompt, token, distance in self.differing
+            if distance > TIE
+        ]
+
+
+@torch.no_grad()
+def against_generate(
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    stops: Sequence[int],
+    max_tokens: int,
+    report: Report,
+) -> Generated:
+    """Compare answers with greedy ``generate`` of the model in ``model``, prompt by prompt."""
+    hf = load_hf(resolve_folder(model))
+    found = Generated(len(prompts))
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        report("transformers generate", number, len(prompts), "")
+        ids = torch.tensor([list(prompt)])
+        out = hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=list(stops),
+            pad_token_id=stops[0],
+        )
+        theirs = out[0, len(prompt) :].tolist()
+        if theirs == list(answer):
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(answer, theirs, strict=False)) if a != b), None)
+        if at is None:  # one of them ended early
+            found.differing.append((number, min(len(answer), len(theirs)), float("inf")))
+            continue
+        logits = hf(torch.tensor([[*prompt, *answer[:at]]])).logits[0, -1]
+        found.differing.append((number, at, float((logits[answer[at]] - logits[theirs[at]]).abs())))
+    report("transformers generate", len(prompts), len(prompts), "")
+    return found
