@@ -1,8 +1,9 @@
 """Seeded changes to bundles and adapters, and what may come of each.
 
 ``change`` puts a changed copy of one of five subjects at ``place`` and returns a Case. The same seed, index and subject
-give the same bytes. Subjects: a bundle ``folder``, the same ``packed`` into one file, the folder
-``signed`` (its signature is then required), a bundle of two apps whose weights are ``slots``, and an ``adapter`` folder on an untouched base.
+give the same bytes. Subjects: a bundle ``folder``, the same ``packed`` into one file, the folder ``signed`` (its
+signature is then required), a bundle of two apps whose weights are ``slots``, and an ``adapter`` folder on an untouched
+base.
 
 What may come of a case, its *oracle*, in all of which a refusal (one line, exit code 2) is right:
 
