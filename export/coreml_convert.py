@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +74,15 @@ def merge(packages: Mapping[str, Path], out: Path, default: str) -> None:
     descriptor.default_function_name = default
     with quiet():
         save_multifunction(descriptor, str(out))
+
+
+def release_memory() -> None:
+    """Give back what conversions left: pieces of freed weights stay with the process unless the allocator is asked."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
+        if trim is not None:
+            trim(0)
 
 
 @contextmanager

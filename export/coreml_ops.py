@@ -8,6 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST_HALF, INFINITE = 65504.0, 1e38
+"""The largest float16; from where on a value only stands for infinity, as coremltools has it."""
+PIECE = 1 << 22
+"""Elements looked at together."""
 STATE_PASS = "common::canonicalize_inplace_pattern"
 
 
@@ -53,6 +57,7 @@ def register() -> None:
     """Teach coremltools the operators that it lacks, and mend its pass over state writes; once a process is enough."""
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil.passes.defs.optimize_state import canonicalize_inplace_pattern
+    from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
     from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
     register_torch_op(_func=_alias, torch_alias=["alias"], override=True)
@@ -78,6 +83,24 @@ def register() -> None:
             apply(self, block)
 
     PASS_REGISTRY.passes[STATE_PASS] = BackToFront()
+    FP16ComputePrecision.fp16_overflow = staticmethod(_half_overflows)
+
+
+def _half_overflows(operation: Any) -> bool:
+    """Whether a constant that an operation reads has finite values that float16 does not hold.
+
+    What coremltools 9 asks of each operation, without its list of indices, which takes six times the weight's bytes.
+    """
+    for argument in operation.inputs.values():
+        for var in argument if isinstance(argument, (list, tuple)) else (argument,):
+            constant = var.op is not None and var.op.op_type == "const"
+            if constant and var.is_tensor_or_scalar_of(dtype="fp32"):
+                values = np.asarray(var.op.val.val).reshape(-1)
+                for at in range(0, values.size, PIECE):
+                    sizes = np.abs(values[at : at + PIECE])
+                    if np.any((sizes > LARGEST_HALF) & (sizes < INFINITE)):
+                        return True
+    return False
 
 
 def _alias(context: Any, node: Any) -> None:

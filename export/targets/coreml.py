@@ -13,7 +13,7 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml_apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml_compact import compact
-from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet
+from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet, release_memory
 from ssdevice.export.coreml_driver import CoreMLDriver
 from ssdevice.export.coreml_golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml_options import ComputeUnits
@@ -60,6 +60,7 @@ class CoreMLExporter:
             job.report("write the graphs", parts.total, parts.total + 1, "merge")
             names = table[plan.apps[0].name]
             merge(parts.paths, package, names.get(STEP, names[PREFILL]))
+            release_memory()
         if not plan.merged:
             program = compact(package)
             added = growth(Package.open(package), table, program, parts.adapter_bytes)
@@ -111,6 +112,7 @@ class _Parts:
                 if name not in self.paths:
                     self.job.report("write the graphs", len(self.paths), self.total + 1, name)
                     self.paths[name] = self._function(function, name, model)
+                    release_memory()
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options

@@ -31,6 +31,7 @@ from ssdevice.contract import (
     TOKENS,
     VALID,
     CacheForm,
+    FunctionSpec,
     Geometry,
 )
 from ssdevice.errors import BundleError, MissingExtraError
@@ -165,7 +166,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
     names = app_functions(bundle, app)
     package = bundle.file(MODEL)
     opened = Package.open(package)
-    check_package(opened, bundle, names)
+    check_package(opened, bundle.functions, names)
     program: Program
     if sys.platform == "darwin":
         settings = json.loads(bundle.file(SETTINGS).read_text("utf-8"))
@@ -181,15 +182,18 @@ def app_functions(bundle: Bundle, app: str | None) -> Mapping[str, str]:
     return bundle.app(app).functions or {name: name for name in bundle.functions}
 
 
-def check_package(package: Package, bundle: Bundle, names: Mapping[str, str]) -> None:
-    """Raise BundleError unless a package has an app's functions with the contract's tensors, and states at all."""
+def check_package(package: Package, functions: Mapping[str, FunctionSpec], names: Mapping[str, str]) -> None:
+    """Raise BundleError unless a package has an app's functions with the contract's tensors, and states at all.
+
+    ``functions``: what the manifest says of them; ``names``: what the package calls them.
+    """
     if package.specification_version < SPECIFICATION:
         raise BundleError(
             f"{package.path}: its deployment target is too old: model files of version "
             f"{package.specification_version} have no states, {SPECIFICATION} (iOS 18) is needed; export again"
         )
     for name, function in names.items():
-        expected, found = bundle.functions[name], package.spec(function)
+        expected, found = functions[name], package.spec(function)
         for kind in ("inputs", "outputs", "states"):
             wanted, given = set(getattr(expected, kind)), set(getattr(found, kind))
             if kind == "outputs" and name == PREFILL:  # apps without streams draft nothing

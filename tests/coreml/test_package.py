@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,15 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule  # noqa: E402
 from ssdevice.contract import KEYS, VALUES, CacheForm, functions  # noqa: E402
+from ssdevice.errors import BundleError  # noqa: E402
+from ssdevice.export.coreml_compact import PROGRAM, compact  # noqa: E402
 from ssdevice.export.coreml_convert import CACHE_DTYPE  # noqa: E402
 from ssdevice.export.coreml_driver import CoreMLDriver  # noqa: E402
 from ssdevice.export.coreml_options import KVWrite  # noqa: E402
 from ssdevice.export.coreml_stored import stored_weights  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
+from ssdevice.runtime.engines.coreml import check_package  # noqa: E402
 from tests.conformance.oracle import check, drive  # noqa: E402
 from tests.coreml.drivers import PackageDriver  # noqa: E402
 from tests.coreml.tiny import FUNCTIONS, GEOMETRY, STEP, TREE, model, package, part  # noqa: E402
@@ -46,6 +51,54 @@ def test_tensors_are_the_contract():
         assert set(found.inputs) == set(expected[name].inputs)
         assert found.outputs == expected[name].outputs
         assert set(found.states) == set(expected[name].states)
+
+
+SAME = {name: name for name in FUNCTIONS}
+CONTRACT = functions(GEOMETRY, CacheForm.STATE, CACHE_DTYPE)
+
+
+def test_the_engine_takes_what_the_manifest_describes():
+    check_package(Package.open(package()), CONTRACT, SAME)
+
+
+def test_another_function_under_a_name_is_refused():
+    with pytest.raises(BundleError, match="function 'prefill' .*do not belong together"):
+        check_package(Package.open(package()), CONTRACT, SAME | {STEP: "prefill"})
+    with pytest.raises(BundleError, match="has no function 'stride'; it has"):
+        check_package(Package.open(package()), CONTRACT, SAME | {STEP: "stride"})
+
+
+def test_a_state_of_another_size_is_refused():
+    wider = functions(replace(GEOMETRY, context=GEOMETRY.context + 32), CacheForm.STATE, CACHE_DTYPE)
+    with pytest.raises(BundleError, match="state 'keys'"):
+        check_package(Package.open(package()), wider, SAME)
+
+
+def test_a_deployment_target_without_states_is_refused(tmp_path: Path):
+    from coremltools.proto import Model_pb2
+
+    old = shutil.copytree(package(), tmp_path / "old.mlpackage")
+    file = old / PROGRAM
+    model = Model_pb2.Model.FromString(file.read_bytes())
+    model.specificationVersion = 8
+    file.write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match="deployment target is too old.*version 8"):
+        check_package(Package.open(old), CONTRACT, SAME)
+
+
+@pytest.mark.parametrize("quant", [Quant.FP16, Quant.INT4], ids=lambda quant: quant.value)
+def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path: Path):
+    small = shutil.copytree(package(quant), tmp_path / "small.mlpackage")
+    sizes = compact(small)
+    assert set(sizes) == set(FUNCTIONS)
+    assert (small / PROGRAM).stat().st_size < 0.6 * (package(quant) / PROGRAM).stat().st_size
+    whole, less = (CoreMLDriver.open(path, GEOMETRY) for path in (package(quant), small))
+    assert whole.prefill(PROMPT[:5], 0) == less.prefill(PROMPT[:5], 0)
+    for length in range(5, 12):
+        assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(length, [[1, 2], [3, 4]], length)
+    assert np.array_equal(whole.state.read(KEYS), less.state.read(KEYS))
+    with stored_weights(model(), less.program, FUNCTIONS):
+        pass  # every matrix is found under its short name
 
 
 def test_the_state_is_cut_in_multiples_of_32():
