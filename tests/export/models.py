@@ -57,3 +57,18 @@ def write_adapter(folder: Path, base: Path, mode: Mode = Mode.SHARED, gamma: int
             torch.nn.init.normal_(value, std=0.1)
     write_streams(folder, model.streams, AdapterSettings("app", config, BaseIdentity.of(base, hf.config), "Do it."))
     return folder
+
+
+def write_lora(folder: Path, base: Path, rank: int = 4, seed: int = 2, **options: object) -> Path:
+    """A LoRA of PEFT that changes the model's words; ``options``: of PEFT's LoraConfig."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(**{"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **options})  # type: ignore[arg-type]
+    model = get_peft_model(load_hf(base), config)
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    model.save_pretrained(str(folder))
+    return folder
