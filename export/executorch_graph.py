@@ -134,6 +134,12 @@ def _shape(node: fx.Node) -> list[int]:
     return [int(size) for size in node.meta["val"].shape]
 
 
+def _fixed(node: object) -> bool:
+    """Whether a node is a tensor whose sizes are known before the program runs."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+
+
 def _mean_as_product(graph: fx.Graph, node: fx.Node) -> None:
     """Mean over the last dimension as a product with a column of 1/D: the delegate has no mean of such tensors."""
     x = cast(fx.Node, node.args[0])
@@ -214,7 +220,7 @@ def _collapse_views(graph: fx.Graph) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
+    if node.op != "call_function" or not _fixed(node) or not _fixed(node.args[0]):
         return False
     if node.target in VIEWS:
         return True

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 from transformers import AttentionInterface
 
@@ -18,9 +19,9 @@ from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
 from ssdevice.export.executorch_graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch_speed import faster
+from ssdevice.export.executorch_state import VisibleForm
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
-from ssdevice.export.state_form import StateForm
 from ssdevice.model.step import StreamModel
 
 ATTENTION = "ssdevice_bmm"
@@ -47,27 +48,22 @@ def attend(
 ) -> tuple[Tensor, None]:
     """``ssdevice.model.attention.attend`` for a batch of one, as products of three dimensions: the delegate's own form.
 
-    A cache of ``[kv_heads, rows, hd]`` is then an operand as it stands.
+    The run without a batch dimension is the cache as ``VisibleForm.past`` has it; its keys are an operand as they
+    stand. Weights are not cut apart by runs, since the cache's rows are counted only when a call runs: its values are
+    joined with the new ones instead.
     """
     _one, heads, rows, dim = query.shape
-    kv_heads = keys[0].shape[1]
+    kv_heads = keys[-1].shape[1]
     groups = heads // kv_heads
     q = (query * (dim**-0.5 if scaling is None else scaling)).reshape(kv_heads, groups * rows, dim)
-    flat_keys = [key.reshape(kv_heads, key.shape[2], dim) for key in keys]
-    scores = torch.cat([torch.bmm(q, key.transpose(1, 2)) for key in flat_keys], dim=-1)
-    scores = scores.reshape(kv_heads, groups, rows, -1)
+    turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
+    scores = torch.cat([torch.bmm(q, k) for k in turned], dim=-1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores + attention_mask, dim=-1).reshape(kv_heads, groups * rows, -1)
-    out: Tensor | None = None
-    start = 0
-    for value in values:
-        end = start + value.shape[2]
-        part = torch.bmm(weights[..., start:end], value.reshape(kv_heads, value.shape[2], -1))
-        out = part if out is None else out + part
-        start = end
-    assert out is not None
-    return out.reshape(1, heads, rows, -1).transpose(1, 2), None
+    mask = attention_mask.reshape(1, rows, attention_mask.shape[3])
+    weights = torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
+    joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
+    return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -103,12 +99,12 @@ def quiet() -> Iterator[None]:
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function with one state tensor per layer; raises UnsupportedModelError."""
     module = function_module(name, model, plan.geometry, plan.schedule)
-    form = StateForm(name, module, plan.geometry, stacked=False).eval()
+    form = VisibleForm(name, module, plan.geometry).eval()
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     try:
         with torch.no_grad(), attending(model):
             return tidy(torch.export.export(form, arguments, strict=False))
-    except torch.export.UserError as error:  # type: ignore[attr-defined]
+    except UserError as error:
         reason = str(error).splitlines()[0]
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"

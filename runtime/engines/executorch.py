@@ -137,9 +137,16 @@ class ExecutorchEngine(Engine):
         return method
 
     def states(self, function: str) -> list[Any]:
-        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer."""
-        method = self.method(function)
-        return [method.get_attribute(f"{state}.{i}") for state in (KEYS, VALUES) for i in range(self.geometry.layers)]
+        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer.
+
+        Programs store keys as ``[kv_heads, head_dim, capacity]``; raises BundleError for a cache of another form.
+        """
+        method, layers, g = self.method(function), range(self.geometry.layers), self.geometry
+        keys = [method.get_attribute(f"{KEYS}.{i}") for i in layers]
+        values = [method.get_attribute(f"{VALUES}.{i}") for i in layers]
+        if tuple(keys[0].shape) != (g.kv_heads, g.head_dim, g.capacity):
+            raise BundleError(f"{self.file}: a cache of shape {tuple(keys[0].shape)}; export the bundle again")
+        return [*(key.transpose(1, 2) for key in keys), *values]
 
     def tensor(self, array: NDArray[Any]) -> Any:
         """A torch tensor in an array's memory."""

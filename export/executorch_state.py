@@ -1,0 +1,71 @@
+"""The cache as an ExecuTorch program stores it, and the part of it that a call reads.
+
+Keys stand as ``[kv_heads, head_dim, capacity]``, the form a product of queries with them takes; values as
+``[kv_heads, capacity, head_dim]``. A call reads the first rows of both, as many as are committed, rounded up to
+``BUCKET``: attention then costs what the conversation holds, not what it may hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdevice.contract import KEYS, VALUES, Geometry
+from ssdevice.export.state_form import LayerStates, StateForm
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.step import PrefillModule, StepModule
+
+BUCKET = 32
+"""Rows that are read are a multiple of this: a delegate that meets a new size lays its memory out anew."""
+
+
+class VisibleForm(StateForm):
+    """A function of the contract over layer states of which it reads the committed rows alone."""
+
+    keys: LayerStates
+    values: LayerStates
+
+    def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
+        super().__init__(name, module, geometry, stacked=False)
+        for layer in range(geometry.layers):
+            self.keys.register_buffer(str(layer), torch.zeros(key_shape(geometry)))
+        self._visible: Any = geometry.capacity
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See StateForm; ``length`` is the last input of every function."""
+        length, capacity = tensors[-1], self.geometry.capacity
+        rounded = torch.div(length + (BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET
+        visible: Any = rounded.clamp(BUCKET, capacity).item()
+        torch._check(visible >= BUCKET)
+        torch._check(visible <= capacity)
+        self._visible = visible
+        return super().forward(*tensors)
+
+    def past(self) -> list[KeyValue]:
+        """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
+
+        Without a batch dimension, by which ``executorch_lowering.attend`` tells them from new rows. As for those,
+        dimension 2 of the keys is the number of rows.
+        """
+        rows = self._visible
+        return [(self.keys[i][:, :, :rows], self.values[i][:, :rows]) for i in range(self.geometry.layers)]
+
+    def commit(self, rows: list[KeyValue], length: Tensor) -> None:  # type: ignore[override]
+        """See StateForm."""
+        every: list[Tensor | None] = [None]
+        for layer, (keys, values) in enumerate(rows):
+            at = length + torch.arange(keys.shape[2], dtype=torch.int32)
+            torch.ops.aten.index_put_(self.keys[layer], [*every, *every, at], keys[0].transpose(1, 2))
+            torch.ops.aten.index_put_(self.values[layer], [*every, at], values[0])
+
+
+def key_shape(geometry: Geometry) -> tuple[int, int, int]:
+    """Of the keys of one layer."""
+    return geometry.kv_heads, geometry.head_dim, geometry.capacity
+
+
+def state_names(geometry: Geometry) -> list[str]:
+    """Names of the state tensors: keys by layer, then values by layer."""
+    return [f"{state}.{layer}" for state in (KEYS, VALUES) for layer in range(geometry.layers)]
