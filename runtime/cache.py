@@ -11,6 +11,8 @@ from ssdevice.contract import Geometry
 from ssdevice.errors import InputError
 
 BUCKET = 32  # a step of a 7 M model costs 3 µs more a masked row, a further binding 270 µs once
+LANES = 16
+"""Sums over rows run in so many lanes (float32 in 512 bits; fewer divide it)."""
 
 
 class RowCache:
@@ -36,8 +38,16 @@ class RowCache:
         self.array[:, length : length + count] = rows[:, :count]
 
     def visible(self, length: int) -> int:
-        """Rows to show a target that has ``length`` committed ones: a multiple of BUCKET, so that few sizes occur."""
-        return min(-(-max(length, 1) // BUCKET) * BUCKET, self.capacity)
+        """Rows to show a target that has ``length`` committed ones: few sizes, each congruent to ``length`` by LANES.
+
+        A call's new rows stand after those shown. Congruence puts a row into the lane it will have once it is
+        committed, so that sums over rows add the same numbers in the same order whether a token was drafted or decoded
+        plainly: along a chain of drafts all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25
+        differ at near-ties (planted drafts: 5), with it none.
+        """
+        shown = -(-max(length, 1) // BUCKET) * BUCKET
+        shown += (length - shown) % LANES
+        return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % LANES
 
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
         """The first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``, not a copy."""

@@ -15,7 +15,7 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.manifest import Precision
 from ssdevice.model.loading import load
 from ssdevice.model.reference import Reference
-from ssdevice.runtime.cache import BUCKET, RowCache
+from ssdevice.runtime.cache import BUCKET, LANES, RowCache
 from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine
 from ssdevice.runtime.loop import Reason, prefill
@@ -52,13 +52,14 @@ def test_row_cache_commits_all_layers_at_once() -> None:
     assert np.shares_memory(cache.prefix(1, 10), cache.array)
 
 
-@pytest.mark.parametrize(
-    ("length", "rows"), [(0, BUCKET), (1, BUCKET), (BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET), (220, 224)]
-)
-def test_visible_rows_grow_in_buckets_up_to_the_capacity(length: int, rows: int) -> None:
+@pytest.mark.parametrize(("length", "rows"), [(0, 32), (1, 33), (32, 32), (33, 65), (50, 66), (220, 220)])
+def test_visible_rows_are_few_sizes_that_keep_every_row_in_its_lane(length: int, rows: int) -> None:
     cache = RowCache(make_geometry(tiny.TREE, context=220), np.float32)
     assert cache.capacity == 224
     assert cache.visible(length) == rows
+    sizes = {n: cache.visible(n) for n in range(1, 221)}
+    assert all(n <= size <= cache.capacity and (size - n) % LANES == 0 for n, size in sizes.items())
+    assert len(set(sizes.values())) <= cache.capacity // BUCKET * LANES + LANES
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
