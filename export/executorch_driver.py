@@ -10,13 +10,15 @@ from ssdevice.contract import Geometry
 from ssdevice.export.parity import Array, Drafts, StepOut
 from ssdevice.runtime.engines import EngineOptions
 from ssdevice.runtime.engines.executorch import ExecutorchEngine
+from ssdevice.runtime.engines.executorch_program import AdapterSlots
 
 
 class ExecutorchDriver:
-    """One conversation with a program; a context manager that unloads it."""
+    """One conversation with a program; a context manager that unloads it. ``adapter``: the app's file for its slots."""
 
-    def __init__(self, file: Path, geometry: Geometry, names: Sequence[str]) -> None:
-        self.engine = ExecutorchEngine(file, geometry, names, EngineOptions())
+    def __init__(self, file: Path, geometry: Geometry, names: Sequence[str], adapter: Path | None = None) -> None:
+        slots = AdapterSlots(adapter) if adapter is not None else None
+        self.engine = ExecutorchEngine(file, geometry, names, EngineOptions(), adapter=slots)
         self.conversation = self.engine.new_conversation()
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:

@@ -18,11 +18,13 @@ from transformers import AttentionInterface
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
 from ssdevice.export.executorch_graph import Delegation, delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch_slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch_speed import faster
 from ssdevice.export.executorch_state import VisibleForm
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.step import StreamModel
+from ssdevice.runtime.engines.executorch_program import SET_ADAPTER
 
 ATTENTION = "ssdevice_bmm"
 NOISY = ("executorch", "torch.export", "torchao", "root")
@@ -98,6 +100,9 @@ def quiet() -> Iterator[None]:
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function with one state tensor per layer; raises UnsupportedModelError."""
+    if name == SET_ADAPTER:
+        slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
+        return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
     module = function_module(name, model, plan.geometry, plan.schedule)
     form = VisibleForm(name, module, plan.geometry).eval()
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
@@ -118,7 +123,10 @@ def lower(
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
 ) -> Lowered:
-    """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs."""
+    """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs.
+
+    Where the model has slots they are state too, and ``set_adapter`` fills them.
+    """
     try:
         from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
         from executorch.exir.passes import MemoryPlanningPass
@@ -129,6 +137,9 @@ def lower(
         for number, (name, spec) in enumerate(specs.items()):
             report(number, f"trace {name}")
             programs[name] = trace(name, spec, model, plan)
+        slots = [name for name, _ in slots_of(model)]
+        if slots:
+            programs[SET_ADAPTER] = trace(SET_ADAPTER, next(iter(specs.values())), model, plan)
         report(len(specs), "lower to XNNPACK")
         edge = to_edge_transform_and_lower(
             programs,
@@ -137,9 +148,10 @@ def lower(
             # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
-        delegations = {name: delegation(edge.exported_program(name)) for name in specs}
         for name in specs:
             write_last(edge.exported_program(name))
+            untouch(edge.exported_program(name), slots)
+        delegations = {name: delegation(edge.exported_program(name)) for name in specs}
         report(len(specs) + 1, "lay out the memory")
         program = edge.to_executorch(
             ExecutorchBackendConfig(

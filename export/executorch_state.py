@@ -7,14 +7,18 @@ Keys stand as ``[kv_heads, head_dim, capacity]``, the form a product of queries 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdevice.contract import KEYS, VALUES, Geometry
+from ssdevice.export.executorch_slots import touch
 from ssdevice.export.state_form import LayerStates, StateForm
 from ssdevice.model.attention import KeyValue
+from ssdevice.model.backbone import Backbone
 from ssdevice.model.step import PrefillModule, StepModule
 
 BUCKET = 32
@@ -22,7 +26,11 @@ BUCKET = 32
 
 
 class VisibleForm(StateForm):
-    """A function of the contract over layer states of which it reads the committed rows alone."""
+    """A function of the contract over layer states of which it reads the committed rows alone.
+
+    ``step`` and ``step_plain`` also give what they chose their tokens from, ``logits [T, V]``, as a last output: a
+    delegate gives it anyway. Hosts may leave it; whoever compares ways to decode needs it.
+    """
 
     keys: LayerStates
     values: LayerStates
@@ -38,10 +46,13 @@ class VisibleForm(StateForm):
         length, capacity = tensors[-1], self.geometry.capacity
         rounded = torch.div(length + (BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET
         visible: Any = rounded.clamp(BUCKET, capacity).item()
-        torch._check(visible >= BUCKET)
-        torch._check(visible <= capacity)
+        torch._check(visible >= BUCKET)  # type: ignore[no-untyped-call]
+        torch._check(visible <= capacity)  # type: ignore[no-untyped-call]
         self._visible = visible
-        return super().forward(*tensors)
+        with kept_logits(self.module.model.backbone) as logits:
+            result = super().forward(*tensors)
+        touch(self.module.model)
+        return result if isinstance(self.module, PrefillModule) else (*result, logits[0][0])
 
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
@@ -59,6 +70,23 @@ class VisibleForm(StateForm):
             at = length + torch.arange(keys.shape[2], dtype=torch.int32)
             torch.ops.aten.index_put_(self.keys[layer], [*every, *every, at], keys[0].transpose(1, 2))
             torch.ops.aten.index_put_(self.values[layer], [*every, at], values[0])
+
+
+@contextmanager
+def kept_logits(backbone: Backbone) -> Iterator[list[Tensor]]:
+    """What the LM head gives within this context, call by call: the main rows' logits ``[1, R, V]`` first."""
+    kept: list[Tensor] = []
+    head = backbone.head
+
+    def keep(h: Tensor) -> Tensor:
+        kept.append(head(h))
+        return kept[-1]
+
+    backbone.head = keep  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        del backbone.head
 
 
 def key_shape(geometry: Geometry) -> tuple[int, int, int]:

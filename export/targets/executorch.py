@@ -8,20 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+from safetensors.numpy import save_file
 
 from ssdevice.config import Schedule
-from ssdevice.contract import CacheForm
+from ssdevice.contract import PLAIN, PREFILL, CacheForm
+from ssdevice.errors import ParityError
 from ssdevice.export.executorch_driver import ExecutorchDriver
 from ssdevice.export.executorch_graph import Delegation
 from ssdevice.export.executorch_lowering import constants_of, lower
 from ssdevice.export.executorch_quantization import quantized
+from ssdevice.export.executorch_slots import SlotModel, slot_model
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import ExportJob, ExportPlan, Quant, TargetFile, TargetResult
-from ssdevice.manifest import SCHEMA_VERSION
+from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
+from ssdevice.slot_weights import AdapterWeights
 from ssdevice.text import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
+ADAPTERS = "adapters"
+ADAPTER_FILE = "adapter.safetensors"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
 # Rows: of the range of a layer's keys or values. XNNPACK rounds a row's scale in another order than torchao's
 # simulation, so a value on a rounding edge may take the next of 255 codes.
@@ -38,33 +44,79 @@ class ExecutorchExporter:
 
     quants = (Quant.FP32, Quant.INT8, Quant.INT4)
     schedule = Schedule.DEFERRED
+    several_apps = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write ``model.pte``; see ``plan.Exporter``."""
+        """Write ``model.pte``, and where apps stand apart a file for each; see ``plan.Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
-        model = quantized(job.loaded.model, plan.options.quant)
         stages = len(specs) + 2
+        apps: dict[str, AppResult] = {}
+        source = job.loaded.model
+        if not plan.merged:
+            weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
+            slots = slot_model(job, list(weights.values()))
+            apps = {app.name: _write_app(plan, slots, app, weights.get(app.name), folder) for app in plan.apps}
+            source = slots.model
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)
 
+        model = quantized(source, plan.options.quant)
         lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = [*model.notes, *(describe(name, found) for name, found in lowered.delegations.items())]
         return TargetResult(
-            (TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions()
+            (TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions(), apps
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """The program as the runtime runs it, against the torch model with the same quantized weights."""
-        quant = job.plan.options.quant
-        model = quantized(job.loaded.model, quant).model
-        reference = replace(job, loaded=replace(job.loaded, model=model))
+        """The program as the runtime runs it, against the torch model with the same quantized weights.
+
+        Apps that stand apart are compared one by one, each with a reference of its own.
+        """
+        plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
-        with ExecutorchDriver(file, job.plan.geometry, job.plan.function_names) as driver:
-            return check(reference, driver, TOLERANCES[quant])
+        if plan.merged:
+            return _compare(job, file, plan)
+        facts: dict[str, float] = {}
+        for app in plan.apps:
+            kept = result.apps[app.name]
+            adapter = folder / kept.files[0] if kept.files else None
+            try:
+                found = _compare(job.for_app(app, merge=False), file, plan, tuple(kept.functions), adapter)
+            except ParityError as error:
+                raise ParityError(f"app {app.name!r}: {error}") from error
+            facts |= {f"{app.name}.{name}": value for name, value in found.items()}
+        return facts
+
+
+def _compare(
+    job: ExportJob, file: Path, whole: ExportPlan, names: tuple[str, ...] = (), adapter: Path | None = None
+) -> dict[str, float]:
+    """``job``: of one app; ``whole``: the plan of the program, whose cache may serve more streams than the app has."""
+    quant = whole.options.quant
+    reference = replace(job, loaded=replace(job.loaded, model=quantized(job.loaded.model, quant).model))
+    with ExecutorchDriver(file, whole.geometry, names or whole.function_names, adapter) as driver:
+        return check(reference, driver, TOLERANCES[quant])
+
+
+def _write_app(
+    plan: ExportPlan, slots: SlotModel, app: AppPlan, weights: AdapterWeights | None, folder: Path
+) -> AppResult:
+    """An app's tensors by slot as safetensors: what a host gives ``set_adapter``."""
+    names = plan.function_names if app.settings is not None else (PREFILL, PLAIN)
+    functions = {name: name for name in names}
+    if weights is None:
+        return AppResult(AdapterKind.BASE, functions=functions)
+    own = f"{ADAPTERS}/{app.name}"
+    file = f"{own}/{ADAPTER_FILE}"
+    half = plan.options.adapter_precision is Quant.FP16
+    tensors = {name: value.astype("float16" if half else "float32") for name, value in slots.tensors(weights).items()}
+    (folder / own).mkdir(parents=True, exist_ok=True)
+    save_file(dict(sorted(tensors.items())), folder / file)
+    return AppResult(AdapterKind.SLOT, own, (file,), functions)
 
 
 def describe(name: str, found: Delegation) -> str:

@@ -162,6 +162,10 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
         from ssdevice.bench import coreml_logits
 
         return coreml_logits.LogitsEngine(bundle, args.app)
+    if bundle.manifest.target is Target.EXECUTORCH:
+        from ssdevice.bench import executorch_logits
+
+        return executorch_logits.LogitsEngine.of(bundle, args.app, engine_options(args))
     if bundle.manifest.target is not Target.ONNX:
         return None
     try:

@@ -19,6 +19,7 @@ from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
 from ssdevice.runtime.engines import executorch as target
 from ssdevice.runtime.engines.executorch import PROGRAM, ExecutorchEngine, constants
+from ssdevice.runtime.engines.executorch_program import SCHEMA
 from ssdevice.runtime.session import Session
 from tests.executorch import programs
 
@@ -143,6 +144,41 @@ def test_a_program_of_another_geometry_is_refused(file: Path, geometry: Geometry
     engine = ExecutorchEngine(file, replace(geometry, chunk=geometry.chunk + 1), FUNCTIONS, EngineOptions())
     with pytest.raises(BundleError, match="prefill takes tensors of shapes .*the manifest says"):
         engine.new_conversation().prefill(ONE)
+    engine.close()
+
+
+class Impostor:
+    """A program whose methods fail to load, or say another schema."""
+
+    def __init__(self, program: Any, schema: int, error: str) -> None:
+        self.program, self.schema, self.error = program, schema, error
+        self.method_names = program.method_names
+
+    def load_method(self, name: str) -> Any:
+        if name == SCHEMA:
+            return self
+        raise RuntimeError(self.error)
+
+    def execute(self, _: list[Any]) -> list[int]:
+        return [self.schema]
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "message"),
+    [
+        (SCHEMA_VERSION + 1, "", "a program of schema 2, this runtime reads 1; export it again"),
+        (SCHEMA_VERSION, "loading method failed with error 0x14", "an operator of the program is not in this runtime"),
+        (SCHEMA_VERSION, "loading method failed with error 0x20", "the program's delegate is not in this runtime"),
+    ],
+)
+def test_what_this_runtime_cannot_load_is_said_in_one_line(
+    file: Path, geometry: Geometry, schema: int, error: str, message: str
+) -> None:
+    engine = ExecutorchEngine(file, geometry, FUNCTIONS, EngineOptions())
+    engine.program._program = Impostor(engine.program._program, schema, error)
+    with pytest.raises(BundleError, match=message) as found:
+        engine.new_conversation().prefill(ONE)
+    assert "\n" not in str(found.value)
     engine.close()
 
 
