@@ -29,7 +29,9 @@ def test_every_change_is_refused_or_harmless(subjects: Path) -> None:
     assert len(results) == COUNT
     for subject in Subject:
         found = {result.outcome for result in results if result.subject == subject}
-        assert "refused" in found and found & {"same", "other"}, f"{subject}: only {found}: the cases are too easy"
+        # Nothing but what is not part of a bundle can be done to a signed one.
+        passed = subject is Subject.SIGNED or found & {"same", "other"}
+        assert "refused" in found and passed, f"{subject}: only {found}: the cases are too easy"
 
 
 def test_a_case_is_the_same_every_time(subjects: Path, tmp_path: Path) -> None:
