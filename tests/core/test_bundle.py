@@ -144,7 +144,10 @@ MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "no such default": ({"default_app": "chat"}, "default_app 'chat' is not one of the apps base, sql"),
     "app's file": ({"apps|1|files": ["b"]}, "app 'sql': 'b' is not in files"),
     "app's folder": ({"apps|1|folder": "adapters/other"}, "no file in its folder 'adapters/other'"),
-    "app's mode": ({"apps|1|kind": "merged", "apps|1|mode": "lossless"}, "app 'sql' has mode lossless, the bundle has shared"),
+    "app's mode": (
+        {"apps|1|kind": "merged", "apps|1|mode": "lossless"},
+        "app 'sql' has mode lossless, the bundle has shared",
+    ),
     "role": ({"roles|model": "other.onnx"}, "roles['model']: 'other.onnx' is not in files"),
     "not a hash": ({"files|model.onnx|sha256": "0" * 63}, "sha256 is '000"),
     "negative size": ({"files|model.onnx|size": -1}, "size is -1"),
