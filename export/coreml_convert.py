@@ -20,7 +20,7 @@ from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Ge
 from ssdevice.export import coreml_ops
 from ssdevice.export.coreml_graph import name_inputs, simplify
 from ssdevice.export.coreml_half import half_precision
-from ssdevice.export.coreml_options import KVWrite
+from ssdevice.export.coreml_options import Deployment, KVWrite
 from ssdevice.export.forms import function_module
 from ssdevice.export.state_form import StateForm, Write
 from ssdevice.model.step import StreamModel
@@ -41,7 +41,14 @@ def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
     return functions(geometry, CacheForm.STATE, CACHE_DTYPE)
 
 
-def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule, write: KVWrite) -> Any:
+def convert(
+    name: str,
+    model: StreamModel,
+    geometry: Geometry,
+    schedule: Schedule,
+    write: KVWrite,
+    deployment: Deployment = Deployment.IOS18,
+) -> Any:
     """One of the contract's functions as an MLModel in float16, its tensors named as the contract does."""
     coreml_ops.register()
     spec = specs(geometry)[name]
@@ -57,7 +64,7 @@ def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedul
         return ct.convert(
             program,
             outputs=[ct.TensorType(name=tensor.name) for tensor in outputs],
-            minimum_deployment_target=ct.target.iOS18,
+            minimum_deployment_target=ct.target[deployment.value],
             compute_precision=ct.precision.FLOAT16,
             skip_model_load=True,
         )

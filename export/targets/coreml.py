@@ -31,7 +31,6 @@ from ssdevice.text import ChatTokenizer
 PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
-DEPLOYMENT = "iOS18"
 TOOLS = ("torch", "transformers", "coremltools")
 TOLERANCE = Tolerance(rows=0.02, tie=0.15)
 """Ceilings for float16 against the float32 model with the package's weights."""
@@ -116,7 +115,7 @@ class _Parts:
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options
-        made = convert(function, model, plan.geometry, plan.schedule, options.coreml.kv_write)
+        made = convert(function, model, plan.geometry, plan.schedule, options.coreml.kv_write, options.coreml.deployment)
         weights = matrices(made.get_spec())
         schemes = plan_weights(weights, options.quant, options.coreml.per_channel, plan.geometry.vocab)
         self.notes += [note for note in schemes.notes if note not in self.notes]
@@ -135,7 +134,7 @@ def _write_settings(plan: ExportPlan, file: Path) -> None:
     tokenizer = ChatTokenizer.open(plan.folder)
     frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
     settings = {
-        "deployment_target": DEPLOYMENT,
+        "deployment_target": chosen.deployment.value,
         "compute_units": chosen.compute_units.value,
         "kv_write": chosen.kv_write.value,
         "prompts": {name: {"before": before, "after": after} for name, (before, after) in frames.items()},

@@ -58,6 +58,15 @@ def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
 
 def _layout(bundle: Bundle, name: str, folder: Path) -> SlotLayout:
     manifest = bundle.manifest
+    if manifest.target is Target.COREML:
+        # The apps' adapters are not kept apart from the package: their folders are the caller's to name again.
+        apps = " ".join(f"--adapter {app.name}=DIR" for app in manifest.apps if app.kind is not AdapterKind.BASE)
+        raise InputError(
+            f"{bundle.folder} is a {manifest.target} bundle, whose apps are functions of one package, made together; "
+            f"export it again with app {name!r} among them: ssdevice export --model BASE --target {manifest.target} "
+            f"--quant {manifest.precision} {apps}{' ' if apps else ''}--adapter {name}={folder} "
+            f"--out {bundle.folder} --overwrite"
+        )
     if manifest.target is not Target.ONNX:
         raise InputError(f"{bundle.folder} is a {manifest.target} bundle: apps are added to {Target.ONNX} bundles")
     if LAYOUT_ROLE not in manifest.roles:

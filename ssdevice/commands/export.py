@@ -13,7 +13,7 @@ from types import FrameType
 
 from ssdevice.config import Schedule, Target
 from ssdevice.errors import InputError, MissingExtraError
-from ssdevice.export.coreml_options import ComputeUnits, CoreMLOptions, KVWrite
+from ssdevice.export.coreml_options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
 from ssdevice.tree import FORMS, Tree
 
 QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=CoreMLOptions.compute_units.value,
         help=f"what hosts let Core ML use (default {CoreMLOptions.compute_units.value})",
     )
+    coreml.add_argument(
+        "--deployment-target",
+        default=CoreMLOptions.deployment.value,
+        metavar="SYSTEM",
+        help=f"oldest system it runs on: {', '.join(Deployment)} (default {CoreMLOptions.deployment.value})",
+    )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan and the estimated size, write nothing")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
@@ -94,7 +100,12 @@ def run(args: argparse.Namespace) -> int:
         schedule=Schedule(args.schedule) if args.schedule else None,
         context=args.context,
         chunk=args.chunk,
-        coreml=CoreMLOptions(KVWrite(args.kv_write), args.per_channel, ComputeUnits(args.compute_units)),
+        coreml=CoreMLOptions(
+            KVWrite(args.kv_write),
+            args.per_channel,
+            ComputeUnits(args.compute_units),
+            Deployment.parse(args.deployment_target),
+        ),
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
         overwrite=args.overwrite,

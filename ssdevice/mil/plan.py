@@ -143,7 +143,10 @@ class Compiler:
     def _add_kernel(self, position: int, operation: Operation) -> None:
         kernel = KERNELS.get(operation.kind)
         if kernel is None or operation.blocks:
-            raise UnsupportedOpError(f"{self._where(operation)}: operation {operation.kind!r} is not supported")
+            raise UnsupportedOpError(
+                f"{self._where(operation)}: operation {operation.kind!r} is not supported by the interpreter; "
+                f"export the bundle again if the package was edited, else run it on a Mac"
+            )
         node = self._node(operation, kernel)
         run = kernel.build(node)
         sources = self._sources(operation, node)

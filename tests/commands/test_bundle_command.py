@@ -10,6 +10,7 @@ import pytest
 
 from ssdevice.bundle import Bundle, BundleWriter
 from ssdevice.cli import main
+from ssdevice.config import Target
 from ssdevice.manifest import AdapterKind
 from tests.core.bundle_samples import fill, sample_manifest, write_sample
 
@@ -138,3 +139,16 @@ def test_an_app_needs_a_slot(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "NAME=ADAPTER" in capsys.readouterr().err
     assert call("add-app", folder, "sql=adapters/tables") == 2
     assert "has an app 'sql'" in capsys.readouterr().err
+
+
+def test_an_app_of_core_ml_needs_another_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with BundleWriter(tmp_path / "bundle") as writer:
+        fill(writer)
+        writer.commit(dataclasses.replace(sample_manifest(), target=Target.COREML))
+    assert call("add-app", tmp_path / "bundle", "tables=adapters/tables") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "functions of one package" in line
+    assert (
+        "ssdevice export --model BASE --target coreml --quant int8 --adapter sql=DIR --adapter tables=adapters/tables "
+        f"--out {tmp_path / 'bundle'} --overwrite"
+    ) in line

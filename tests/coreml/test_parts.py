@@ -10,7 +10,7 @@ from ssdevice.config import Target  # noqa: E402
 from ssdevice.errors import ConfigError  # noqa: E402
 from ssdevice.export import coreml_ops  # noqa: E402
 from ssdevice.export.coreml_half import HalfNorm, half_norm, half_precision  # noqa: E402
-from ssdevice.export.coreml_options import CoreMLOptions, KVWrite  # noqa: E402
+from ssdevice.export.coreml_options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
 from ssdevice.export.coreml_weights import Scheme, Weight, plan_weights  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
@@ -99,3 +99,16 @@ def test_core_ml_choices_are_refused_for_other_targets(tmp_path):
         ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(KVWrite.MASK))
     with pytest.raises(ConfigError, match="--per-channel"):
         ExportOptions("m", Target.COREML, Quant.INT8, tmp_path, coreml=CoreMLOptions(per_channel=True))
+    with pytest.raises(ConfigError, match="--deployment-target"):
+        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(deployment=Deployment.IOS26))
+
+
+@pytest.mark.parametrize(("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")])
+def test_systems_of_one_age_are_one_deployment_target(text: str, target: str):
+    assert Deployment.parse(text) == target
+
+
+@pytest.mark.parametrize("text", ["iOS17", "macOS14", "", "iOS99"])
+def test_a_deployment_target_without_states_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"too old or unknown.*states.*iOS18 \(macOS15\)"):
+        Deployment.parse(text)
