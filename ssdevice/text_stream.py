@@ -40,12 +40,29 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these further ids settle, often empty."""
+        if len(ids) > 1 and (piece := self._push_whole(ids)) is not None:
+            return piece
         # One by one: the text of a run may have no clean end anywhere but within it.
         return "".join([self._push(i) for i in ids])
 
-    def _push(self, token: int) -> str:
+    def _push_whole(self, ids: Sequence[int]) -> str | None:
+        """The text of a run that begins and ends clean, the common case, by two decodings; None for any other."""
+        run = [i for i in ids if not self._silent(i)]
+        if not run or len(self._ids) > self._settled:
+            return None
+        text = self._decode(self._ids + run)
+        if text.endswith(UNDECODED) or len(text) <= self._sent:
+            return None
+        piece = text[self._sent :]
+        self._ids, self._settled, self._sent, self._patience = run, len(run), len(self._decode(run)), PATIENCE
+        return piece
+
+    def _silent(self, token: int) -> bool:
         # Tokens without text would leave the window without a token that decides about the space before a word.
-        if token in self._special or self._tokenizer.id_to_token(token) is None:
+        return token in self._special or self._tokenizer.id_to_token(token) is None
+
+    def _push(self, token: int) -> str:
+        if self._silent(token):
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
@@ -98,6 +115,11 @@ class StopStrings:
         self._held = ""
         self._given = 0
         self.stop: str | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to look for."""
+        return bool(self._stops)
 
     @property
     def cut(self) -> int | None:
@@ -158,6 +180,8 @@ class TextOutput:
 
     def push(self, run: Sequence[int]) -> Emission:
         """Take a run of tokens; after a stop, none is taken."""
+        if not (self.stopped or self._stops.any or not self._stop_ids.isdisjoint(run)):
+            return Emission(self._stream.push(run), len(run), False)
         text = ""
         for used, token in enumerate(run if not self.stopped else (), 1):
             if token in self._stop_ids:
