@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ssdevice.bench.equality import compare
+from ssdevice.bench.onnx_logits import LogitsEngine
 from ssdevice.bundle import Bundle
 from ssdevice.cli import main
 from ssdevice.contract import PLAIN, PREFILL, STEP
@@ -18,6 +20,7 @@ from ssdevice.export import stages
 from ssdevice.export.onnx_driver import OnnxDriver
 from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.export.targets.onnx import WEIGHTS_FILE, OnnxExporter
+from ssdevice.runtime.engines import EngineOptions
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 
@@ -203,3 +206,18 @@ def test_an_interrupted_export_leaves_nothing(
     monkeypatch.setattr(stages, "STAGES", (("stop", stop),))
     assert main(export(base, tmp_path / "b")) == code
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
+def test_along_a_chain_all_logits_are_those_of_plain_decoding(
+    base: Path, adapter: Path, tmp_path: Path, quant: str
+) -> None:
+    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
+    assert main(export(base, tmp_path / "bundle", *flags)) == 0
+    bundle = Bundle.open(tmp_path / "bundle")
+    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
+    result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    assert result.differences == [] and result.nodes_ended == set(range(4))
+    assert result.largest_change == 0
