@@ -6,17 +6,12 @@ per function and visible size of the cache, made when it is first needed; an app
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
@@ -41,13 +36,13 @@ from ssdevice.contract import (
     CacheForm,
     FunctionSpec,
     Geometry,
-    TensorSpec,
     functions,
 )
 from ssdevice.errors import BundleError
 from ssdevice.runtime.cache import RowCache
 from ssdevice.runtime.engines import Conversation, Engine, EngineOptions
 from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
+from ssdevice.runtime.engines.onnx_sessions import SharedBase, check_tensors, first_line, kernel_times
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -56,8 +51,6 @@ if TYPE_CHECKING:
 PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 SILENT = 4  # errors are raised; a log would print them a second time
-TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
-KERNEL = "_kernel_time"
 ort.set_default_logger_severity(SILENT)  # allocations log apart from sessions
 
 
@@ -122,7 +115,7 @@ class OnnxEngine(Engine):
         try:
             return ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself
-            raise BundleError(f"{file}: ONNX Runtime cannot load it ({_first_line(error)})") from error
+            raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
 
     def _check(self, function: str, session: ort.InferenceSession) -> None:
         """Raise BundleError unless a graph has the contract's tensors, and the adapter what its slots take."""
@@ -132,7 +125,7 @@ class OnnxEngine(Engine):
             (session.get_inputs(), spec.inputs),
             (session.get_outputs(), spec.outputs),
         ):
-            _check_tensors(f"{file}: {function}", given, expected)
+            check_tensors(f"{file}: {function}", given, expected)
         slots = {tensor.name for tensor in session.get_inputs()} - {tensor.name for tensor in spec.inputs}
         if slots and self.adapter is None:
             raise BundleError(f"{file}: {function} asks for {sorted(slots)[0]!r}, and the app has no adapter")
@@ -158,7 +151,7 @@ class OnnxEngine(Engine):
 
     def profile(self) -> dict[str, dict[str, float]]:
         """Microseconds of one call inside kernels, by function and operator; ends profiling."""
-        return {name: _kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
+        return {name: kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
 
 
 class OnnxConversation(Conversation):
@@ -217,7 +210,7 @@ class OnnxConversation(Conversation):
         try:
             session.run_with_iobinding(binding)
         except Exception as error:  # the bindings derive their errors from Exception itself
-            raise BundleError(f"{call.file}: ONNX Runtime cannot run it ({_first_line(error)})") from error
+            raise BundleError(f"{call.file}: ONNX Runtime cannot run it ({first_line(error)})") from error
         self.native_seconds += perf_counter() - clock
 
 
@@ -266,50 +259,6 @@ class Call:
         return self._bindings[rows]
 
 
-class SharedBase:
-    """What engines of one bundle have in common in a process: its graphs with their weights, and adapters.
-
-    Engines hold it strongly and the process-wide table weakly, so that whoever opens the same bundle with the same
-    options finds it, and it goes with the last engine that is closed. Graphs are told apart by the hashes of the graph
-    and of all other files they read, not by their place: an ``add-app`` renames a new folder into that place.
-    """
-
-    _all: ClassVar[WeakValueDictionary[Hashable, SharedBase]] = WeakValueDictionary()
-    _lock: ClassVar[Lock] = Lock()
-
-    def __init__(self) -> None:
-        self._sessions: dict[Path, ort.InferenceSession] = {}
-        self._adapters: WeakValueDictionary[str, AdapterTensors] = WeakValueDictionary()
-
-    @classmethod
-    def of(cls, bundle: Bundle, options: EngineOptions) -> SharedBase:
-        """The one for this bundle and these options."""
-        files = bundle.manifest.files
-        apart = {path for app in bundle.manifest.apps for path in app.files}
-        content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in apart)
-        with cls._lock:
-            key = (bundle.folder.resolve(), content, options)
-            found = cls._all.get(key)
-            if found is None:
-                found = cls._all[key] = cls()
-            return found
-
-    def open(self, file: Path, opening: Callable[[], ort.InferenceSession]) -> ort.InferenceSession:
-        """The session of a graph; opened now if no engine did."""
-        with self._lock:
-            if file not in self._sessions:
-                self._sessions[file] = opening()
-            return self._sessions[file]
-
-    def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
-        """The tensors in an adapter file with this sha256; loaded now if no engine did."""
-        with self._lock:
-            found = self._adapters.get(content)
-            if found is None:
-                found = self._adapters[content] = AdapterTensors(file, base_sha256)
-            return found
-
-
 def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:
     """The graphs of an app by function, and its geometry: without streams that of plain decoding."""
     own = bundle.app(app).functions or {function: function for function in bundle.functions}
@@ -347,40 +296,3 @@ def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], 
     """What ONNX Runtime is told of an array it uses in place; the array must outlive the binding."""
     assert array.flags.c_contiguous
     return "cpu", 0, array.dtype, array.shape, array.ctypes.data
-
-
-def _check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
-    """Raise BundleError unless a graph has the expected tensors in the types and sizes they will be bound in."""
-    found = {tensor.name: tensor for tensor in given}
-    for spec in expected:
-        if spec.name not in found:
-            raise BundleError(f"{where} has no tensor {spec.name!r}; export the bundle again")
-        tensor = found[spec.name]
-        sizes = [size if isinstance(size, int) else None for size in tensor.shape]
-        same = len(sizes) == len(spec.shape) and all(
-            size is None or size == wanted for size, wanted in zip(sizes, spec.shape, strict=True)
-        )
-        if not same or tensor.type != TYPES.get(spec.dtype, spec.dtype):
-            raise BundleError(
-                f"{where} has {spec.name!r} as {tensor.type} {sizes}, the manifest says {spec.dtype} {list(spec.shape)}"
-            )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _kernel_times(file: Path) -> dict[str, float]:
-    """Microseconds by operator of one call in a profile of ONNX Runtime.
-
-    The median of each node's calls: what interrupts a call on a busy machine would else be taken for work.
-    """
-    nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for event in json.loads(file.read_text("utf-8")):
-        if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-            nodes[event["args"]["op_name"], event["name"]].append(event["dur"])
-    file.unlink()
-    times: dict[str, float] = defaultdict(float)
-    for (kind, _), durations in nodes.items():
-        times[kind] += median(durations)
-    return dict(times)

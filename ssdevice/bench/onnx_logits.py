@@ -19,8 +19,9 @@ from ssdevice.bundle import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.runtime.engines import EngineOptions
-from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine, SharedBase, app_adapter, app_graphs
+from ssdevice.runtime.engines.onnx import OnnxConversation, OnnxEngine, app_adapter, app_graphs
 from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
+from ssdevice.runtime.engines.onnx_sessions import SharedBase
 
 LOGITS = "shown_logits"
 CHOICES = ("ArgMax", "TopK")
