@@ -69,6 +69,15 @@ class Conversation(ABC):
         """The token after ``root``, whose row is written at ``length``. Leaves ``drafts``."""
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A node of a graph: its operator, and the microseconds that it takes in a call."""
+
+    node: str
+    operator: str
+    microseconds: float
+
+
 class Engine(ABC):
     """A bundle opened for one app. ``functions``: which of the contract's functions it has."""
 
@@ -95,8 +104,8 @@ class Engine(ABC):
     def close(self) -> None:
         """Release the target's memory; the engine and its conversations are then unusable."""
 
-    def profile(self) -> dict[str, dict[str, float]]:
-        """Microseconds of one call by function and operator, where the target tells; for ``options.profile``."""
+    def profile(self) -> dict[str, list[Kernel]]:
+        """What one call of each function spends in kernels, where the target tells; for ``options.profile``."""
         return {}
 
 

@@ -40,7 +40,7 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import BundleError
 from ssdevice.runtime.cache import RowCache
-from ssdevice.runtime.engines import Conversation, Engine, EngineOptions
+from ssdevice.runtime.engines import Conversation, Engine, EngineOptions, Kernel
 from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
 from ssdevice.runtime.engines.onnx_sessions import SharedBase, check_tensors, first_line, kernel_times
 from ssdevice.tree import Tree
@@ -149,8 +149,8 @@ class OnnxEngine(Engine):
         self._sessions.clear()
         self.shared = self.adapter = None
 
-    def profile(self) -> dict[str, dict[str, float]]:
-        """Microseconds of one call inside kernels, by function and operator; ends profiling."""
+    def profile(self) -> dict[str, list[Kernel]]:
+        """Kernels of one call by function; ends profiling."""
         return {name: kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
 
 

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import BundleError
-from ssdevice.runtime.engines import EngineOptions
+from ssdevice.runtime.engines import EngineOptions, Kernel
 from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
 
 if TYPE_CHECKING:
@@ -91,17 +91,14 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def kernel_times(file: Path) -> dict[str, float]:
-    """Microseconds by operator of one call in a profile of ONNX Runtime.
+def kernel_times(file: Path) -> list[Kernel]:
+    """The kernels of one call in a profile of ONNX Runtime, which is deleted.
 
     The median of each node's calls: what interrupts a call on a busy machine would else be taken for work.
     """
     nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in json.loads(file.read_text("utf-8")):
         if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-            nodes[event["args"]["op_name"], event["name"]].append(event["dur"])
+            nodes[event["name"].removesuffix(KERNEL), event["args"]["op_name"]].append(event["dur"])
     file.unlink()
-    times: dict[str, float] = defaultdict(float)
-    for (kind, _), durations in nodes.items():
-        times[kind] += median(durations)
-    return dict(times)
+    return [Kernel(name, operator, median(durations)) for (name, operator), durations in nodes.items()]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from ssdevice.bench.runner import available_arms
+from ssdevice.config import Target
+from ssdevice.contract import STEP
 from ssdevice.data import Example
+from ssdevice.errors import MissingExtraError
+from ssdevice.runtime.engines import Kernel
 from ssdevice.runtime.session import Session
 
 SHOWN = 12
+OTHER = "other"
 
 
 def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
@@ -36,13 +42,38 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
         if inside:
             arms.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
     console.print(arms)
-    for function, kinds in session.engine.profile().items():
-        total = sum(kinds.values()) or 1.0
-        table = Table("operator", "share", "µs/call", title=f"{function}: kernels")
-        ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
-        for kind, microseconds in ordered[:SHOWN]:
-            table.add_row(kind, f"{microseconds / total:.1%}", f"{microseconds:.0f}")
-        if rest := sum(microseconds for _, microseconds in ordered[SHOWN:]):
-            table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest:.0f}")
-        table.add_row("all", "", f"{total:.0f}")
-        console.print(table)
+    for function, kernels in session.engine.profile().items():
+        _show(console, f"{function}: kernels", "operator", kernels, lambda kernel: kernel.operator)
+        if function == STEP and (parts := _parts(session)):
+            name = "part of the step"
+            _show(console, f"{function}: parts", name, kernels, lambda kernel, p=parts: p.get(kernel.node, OTHER))  # type: ignore[misc]
+
+
+def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> None:
+    """Time by what ``key`` tells of a kernel, largest first."""
+    times: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        times[key(kernel)] += kernel.microseconds
+    total = sum(times.values()) or 1.0
+    table = Table(column, "share", "µs/call", title=title)
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    for name, microseconds in ordered[:SHOWN]:
+        table.add_row(name, f"{microseconds / total:.1%}", f"{microseconds:.0f}")
+    if rest := sum(microseconds for _, microseconds in ordered[SHOWN:]):
+        table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest:.0f}")
+    table.add_row("all", "", f"{total:.0f}")
+    console.print(table)
+
+
+def _parts(session: Session) -> dict[str, str]:
+    """What each node of the step works for, where that can be told."""
+    if session.bundle is None or session.bundle.manifest.target is not Target.ONNX:
+        return {}
+    from ssdevice.bench.onnx_parts import parts_of
+    from ssdevice.runtime.engines.onnx import OnnxEngine
+
+    assert isinstance(session.engine, OnnxEngine)
+    try:
+        return parts_of(session.engine.files[STEP])
+    except MissingExtraError:
+        return {}

@@ -8,12 +8,15 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from ssdevice.bench.equality import compare
 from ssdevice.bench.onnx_logits import LogitsEngine
+from ssdevice.bench.onnx_parts import PARTS, parts_of
 from ssdevice.bundle import Bundle
 from ssdevice.cli import main
+from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export import stages
@@ -221,3 +224,16 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
     assert result.differences == [] and result.nodes_ended == set(range(4))
     assert result.largest_change == 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: str) -> None:
+    bundle = bundles[name]
+    parts = parts_of(bundle.file(STEP))
+    assert set(parts.values()) == set(PARTS)
+    graph = onnx.load(str(bundle.file(STEP)), load_external_data=False).graph
+    assert {node.name for node in graph.node} == set(parts)
+    attention = [parts[node.name] for node in graph.node if node.op_type == "Softmax"]
+    # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
+    assert attention.count("layers") >= bundle.manifest.model.layers
+    assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
