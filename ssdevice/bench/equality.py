@@ -139,7 +139,7 @@ def compare(
             chosen = planter(len(ids), expected, result.nodes_ended) if name == PLANTED else advance
             found = answer(conversation, ids, chosen, stop_ids, max_tokens)
             if found != expected:
-                differing.append((name, _first_difference(expected, found)))
+                differing.append((name, first_difference(expected, found)))
         margins: NDArray[np.float32] | None = None
         if arms and shown is not None and (differing or number < MARGIN_PROMPTS):
             change, margins = logit_change(shown.new_conversation(), ids, expected, has_plain)
@@ -236,7 +236,7 @@ def _led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], a
     return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)
 
 
-def _first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
     """Where two answers part, and what stands there; -1 for an answer that has ended."""
     for i, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:

@@ -145,42 +145,58 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
     Arms alternate prompt by prompt, and which goes first rotates, so that drift of the machine meets all alike.
     Raises ContextOverflowError for a prompt that does not fit unless ``skip_long``.
     """
-    kept, prompts = _prompts(session, examples, options)
-    arms = {name: Arm(name) for name in available_arms(session)}
-    acceptance = Acceptance()
+    (result,) = measure_beside([session], examples, options, report)
+    return result
+
+
+def measure_beside(
+    sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
+) -> list[BenchResult]:
+    """``measure`` of several bundles in one run, by session: their arms take turns with each other as well."""
+    kept, prompts = _prompts(sessions, examples, options)
+    arms = [{name: Arm(name) for name in available_arms(session)} for session in sessions]
+    lanes = [(i, name) for i, names in enumerate(arms) for name in names]
+    acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:
-        for name in arms:
-            _answer(session, ids, name, options.max_tokens, None)
+        for i, name in lanes:
+            _answer(sessions[i], ids[i], name, options.max_tokens, None)
     done, total = 0, options.rounds * len(prompts)
     with LoadWatch() as watch:
         for number in range(options.rounds):
-            for arm in arms.values():
-                arm.rounds.append([])
-            for i, ids in enumerate(prompts):
-                order = list(arms)
-                turn = (number + i) % len(order)
-                for name in order[turn:] + order[:turn]:
-                    counts = acceptance if number == 0 and name == SPECULATIVE else None
-                    arms[name].rounds[number].append(_answer(session, ids, name, options.max_tokens, counts))
+            for i, name in lanes:
+                arms[i][name].rounds.append([])
+            for at, ids in enumerate(prompts):
+                turn = (number + at) % len(lanes)
+                for i, name in lanes[turn:] + lanes[:turn]:
+                    counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
+                    arms[i][name].rounds[number].append(_answer(sessions[i], ids[i], name, options.max_tokens, counts))
                 done += 1
                 report("bench", done, total, f"round {number + 1}")
     assert watch.load is not None
-    return BenchResult(kept, arms, acceptance, watch.load, len(examples) - len(kept))
+    skipped = len(examples) - len(kept)
+    return [
+        BenchResult(kept, found, counts, watch.load, skipped) for found, counts in zip(arms, acceptance, strict=True)
+    ]
 
 
 def _prompts(
-    session: Session, examples: Sequence[Example], options: BenchOptions
-) -> tuple[list[Example], list[list[int]]]:
-    context = session.engine.geometry.context
+    sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions
+) -> tuple[list[Example], list[list[list[int]]]]:
+    """The examples that fit every session's context, and their tokens by session."""
     kept, prompts = [], []
     for number, example in enumerate(examples, 1):
-        ids = session.prompt_ids(example.prompt, system=example.system)
-        if len(ids) <= context:
+        ids = [session.prompt_ids(example.prompt, system=example.system) for session in sessions]
+        long = [
+            (len(mine), session.engine.geometry.context)
+            for mine, session in zip(ids, sessions, strict=True)
+            if len(mine) > session.engine.geometry.context
+        ]
+        if not long:
             kept.append(example)
             prompts.append(ids)
         elif not options.skip_long:
             raise ContextOverflowError(
-                f"prompt {number} has {len(ids)} tokens, the bundle was exported for a context of {context}; "
+                f"prompt {number} has {long[0][0]} tokens, the bundle was exported for a context of {long[0][1]}; "
                 "--skip-long leaves such prompts out"
             )
     if not prompts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,18 @@ from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
-    from ssdevice.bench.runner import BenchResult
+    from ssdevice.bench.runner import BenchOptions, BenchResult
     from ssdevice.runtime.session import Session
 
 PROFILE_PROMPTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bench BUNDLE --data FILE``."""
+    """``ssdevice bench BUNDLE [BESIDE] --data FILE``."""
     add_bundle(parser)
+    parser.add_argument(
+        "beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turns with the first"
+    )
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts")
     parser.add_argument("--rounds", type=positive, default=3, metavar="R", help="times each prompt runs (default 3)")
@@ -49,32 +53,46 @@ def run(args: argparse.Namespace) -> int:
         if args.metric not in METRICS:
             raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
     if args.profile:
+        if args.beside is not None:
+            raise InputError(f"--profile shows one bundle; leave out {args.beside}")
         from ssdevice.commands.profile import show_profile
 
         with open_session(args, profile=True) as session:
             show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
         return 0
+    from ssdevice.bench.beside import as_markdown as beside_as_markdown
+    from ssdevice.bench.beside import compare
     from ssdevice.bench.report import as_markdown
-    from ssdevice.bench.runner import BenchOptions, measure
+    from ssdevice.bench.runner import BenchOptions, measure_beside
     from ssdevice.commands.progress import Progress
 
     options = BenchOptions(rounds=args.rounds, max_tokens=args.max_tokens, skip_long=args.skip_long)
-    with open_session(args) as session, Progress(args.quiet) as progress:
-        result = measure(session, examples, options, progress.report)
-        report = _report(args, session, options, result)
+    folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
+    with ExitStack() as stack:
+        sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
+        progress = stack.enter_context(Progress(args.quiet))
+        results = measure_beside(sessions, examples, options, progress.report)
+        reports = [_report(args, *measured, options) for measured in zip(folders, sessions, results, strict=True)]
+    report = reports[0]
+    if len(reports) > 1:
+        report["beside"] = compare(*results) | {"report": reports[1]}
     if args.json is not None:
         args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
     if args.plot is not None:
         from ssdevice.bench.plot import plot
 
         plot(report, args.plot)
-    print(as_markdown(report))
+    print("\n\n".join(as_markdown(one) for one in reports))
+    if "beside" in report:
+        print("\n" + beside_as_markdown(report["beside"], str(args.bundle), str(args.beside)))
     if not report["valid"] and not args.quiet:
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 
-def _report(args: argparse.Namespace, session: Session, options: Any, result: BenchResult) -> dict[str, Any]:
+def _report(
+    args: argparse.Namespace, folder: Path, session: Session, result: BenchResult, options: BenchOptions
+) -> dict[str, Any]:
     from ssdevice.bench.peak_memory import peak_rss_mb
     from ssdevice.bench.report import Setting, as_json, quality_of
 
@@ -82,10 +100,10 @@ def _report(args: argparse.Namespace, session: Session, options: Any, result: Be
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
     memory = {
-        name: peak_rss_mb(args.bundle, args.app, name, args.threads, first, options.max_tokens) for name in result.arms
+        name: peak_rss_mb(folder, args.app, name, args.threads, first, options.max_tokens) for name in result.arms
     }
     setting = Setting(
-        bundle=str(args.bundle),
+        bundle=str(folder),
         app=args.app or manifest.default_app,
         target=manifest.target.value,
         precision=manifest.precision.value,

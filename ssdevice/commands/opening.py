@@ -43,18 +43,18 @@ def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOpt
     return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
 
 
-def open_bundle(args: argparse.Namespace) -> Bundle:
-    """The bundle of ``add_bundle``, checked."""
+def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
+    """The bundle of ``add_bundle``, or another in ``folder``, checked."""
     from ssdevice.bundle import Bundle
 
-    return Bundle.open(args.bundle, require_signature=args.require_signature)
+    return Bundle.open(folder or args.bundle, require_signature=args.require_signature)
 
 
-def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``."""
+def open_session(args: argparse.Namespace, profile: bool = False, folder: Path | None = None) -> Session:
+    """The session of ``add_bundle`` and ``add_engine``; ``folder``: of another bundle with the same arguments."""
     from ssdevice.runtime.session import Session
 
-    return Session.open(open_bundle(args), app=args.app, options=engine_options(args, profile))
+    return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
 
 
 def positive(text: str) -> int:

@@ -16,6 +16,7 @@ from ssdevice.errors import MissingExtraError, ParityError
 from ssdevice.manifest import AdapterKind, App, Precision
 
 if TYPE_CHECKING:
+    from ssdevice.bench.against_bundle import Agreement
     from ssdevice.bench.equality import Equality
     from ssdevice.bundle import Bundle
     from ssdevice.commands.progress import Progress
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
     parser.add_argument("--model", metavar="DIR", help="the base it was made from: also compare with torch")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
+    parser.add_argument(
+        "--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers"
+    )
     parser.add_argument("--integrity-only", action="store_true", help="check files alone, run nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_engine(parser)
@@ -79,6 +83,7 @@ def _numbers(
         examples = _examples(args)
         prompts = _prompts(args, session, examples)
         shown = _engine_with_logits(args, bundle)
+        other = _other_bundle(args, bundle)
         stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
         result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, progress.report)
         found["equality"] = _as_json(result)
@@ -86,6 +91,8 @@ def _numbers(
         if examples and all(example.targets for example in examples):
             lines.append(_quality(session, result, examples, found))
         faults = result.faults()
+        if other is not None:
+            faults += _against(args, other, shown, prompts, result, stops, progress, found, lines)
         if args.model is not None:
             try:
                 from ssdevice.bench.against_torch import agreement
@@ -118,6 +125,61 @@ def _numbers(
                 )
                 faults += generated.faults()
     return faults
+
+
+def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
+    """The bundle of ``--against``; raises InputError before anything runs if it is of another model."""
+    if args.against is None:
+        return None
+    from ssdevice.bench.against_bundle import check_same_model
+
+    other = open_bundle(args, args.against)
+    check_same_model(bundle.manifest, other.manifest)
+    other.app(args.app)
+    return other
+
+
+def _against(
+    args: argparse.Namespace,
+    other: Bundle,
+    shown: Engine | None,
+    prompts: list[list[int]],
+    result: Equality,
+    stops: Sequence[int],
+    progress: Progress,
+    found: dict[str, Any],
+    lines: list[str],
+) -> list[str]:
+    from ssdevice.bench.against_bundle import against_bundle
+    from ssdevice.runtime.engines import open_engine
+
+    agreement = against_bundle(
+        shown,
+        open_engine(other, args.app, engine_options(args)),
+        _engine_with_logits(args, other),
+        prompts,
+        result.answers,
+        stops,
+        args.max_tokens,
+        (result.precision, other.manifest.precision),
+        progress.report,
+    )
+    ties = sum(agreement.near_tie(d) for d in agreement.differences)
+    equal = agreement.prompts - len(agreement.differences)
+    text = f"{args.against}: {equal} of {agreement.prompts} plain answers equal"
+    lines.append(text + (f", {ties} of the others near-ties" if agreement.differences else ""))
+    if agreement.largest_change is not None:
+        change = f"{agreement.largest_change:.3g} between the bundles (ceiling {agreement.ceiling})"
+        lines.append(f"logits: change by at most {change}")
+    lines += _near_ties(agreement)
+    found["against"] = {
+        "bundle": str(args.against),
+        "prompts": agreement.prompts,
+        "largest_logit_change": agreement.largest_change,
+        "ceiling": agreement.ceiling,
+        "differences": _differences(agreement),
+    }
+    return agreement.faults()
 
 
 def _base_decodes(app: App) -> bool:
@@ -196,7 +258,7 @@ def _describe(result: Equality, measured: bool) -> list[str]:
     return lines
 
 
-def _near_ties(result: Equality) -> Sequence[str]:
+def _near_ties(result: Equality | Agreement) -> Sequence[str]:
     return [
         f"near-tie: {d.arm}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
         f"are {d.margin:.3g} apart"
@@ -214,16 +276,20 @@ def _as_json(result: Equality) -> dict[str, Any]:
         "nodes_ended": len(result.nodes_ended),
         "largest_logit_change": result.largest_change,
         "ceiling": result.ceiling,
-        "differences": [
-            {
-                "arm": d.arm,
-                "prompt": d.prompt,
-                "position": d.position,
-                "expected": d.expected,
-                "found": d.found,
-                "margin": d.margin,
-                "near_tie": result.near_tie(d),
-            }
-            for d in result.differences
-        ],
+        "differences": _differences(result),
     }
+
+
+def _differences(result: Equality | Agreement) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": d.arm,
+            "prompt": d.prompt,
+            "position": d.position,
+            "expected": d.expected,
+            "found": d.found,
+            "margin": d.margin,
+            "near_tie": result.near_tie(d),
+        }
+        for d in result.differences
+    ]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ssdevice.bench.acceptance import Acceptance
+from ssdevice.bench.beside import as_markdown, compare
 from ssdevice.bench.machine import LOADED, Load, LoadWatch
-from ssdevice.bench.runner import BenchOptions, BenchResult, measure
+from ssdevice.bench.runner import BenchOptions, BenchResult, measure, measure_beside
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError, ContextOverflowError
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.runtime.generation import accepted_path
 from ssdevice.tree import Tree
 from tests.commands.test_run import call
@@ -69,6 +70,27 @@ def test_arms_run_the_same_prompts_and_agree() -> None:
     assert sum(result.acceptance.emitted.values()) == sum(a.steps for a in speculative.answers)
     assert result.acceptance.table(3, 1) == [[1.0], [1.0], [1.0]]
     assert result.speedup is not None and result.baseline is not None and result.baseline.name != "speculative"
+
+
+def test_two_bundles_are_measured_in_turns_and_compared_by_token() -> None:
+    sessions = [make_session(Tree.chain(2)), make_session(Tree.chain(3))]
+    results = measure_beside(sessions, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
+    assert [list(result.arms) for result in results] == [["plain", "plain_step", "speculative"]] * 2
+    assert results[0].load is results[1].load
+    assert all(len(arm.rounds) == 2 for result in results for arm in result.arms.values())
+    found = compare(*results)
+    assert set(found["faster"]) == {"plain", "plain_step", "speculative"}
+    assert (found["equal_answers"], found["prompts"]) == (3, 3)  # the scripted model is the same, whatever its tree
+    text = as_markdown(found, "a", "b")
+    assert "## a beside b" in text and "plain answers equal on 3 of 3 prompts" in text
+
+
+def test_bundles_that_share_no_way_to_decode_are_not_compared() -> None:
+    result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
+    plain, rest = ({n: a for n, a in result.arms.items() if (n == "plain") is which} for which in (True, False))
+    parts = [BenchResult(result.examples, arms, result.acceptance, result.load, 0) for arms in (plain, rest)]
+    with pytest.raises(InputError, match="no way to decode in common"):
+        compare(*parts)
 
 
 def test_a_differing_arm_is_found() -> None:

@@ -1,0 +1,58 @@
+"""Two bundles measured in one run on the same prompts: which is faster, and whether they say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ssdevice.bench.report import TITLES
+from ssdevice.bench.runner import SPECULATIVE, BenchResult
+from ssdevice.bench.statistics import Interval, speedup
+from ssdevice.errors import InputError
+
+Json = dict[str, Any]
+
+
+def compare(mine: BenchResult, other: BenchResult) -> Json:
+    """Decoding time of the other bundle over this one's by arm (2: this one takes half), and the answers they share.
+
+    ``equal_answers``: prompts whose plain answers have the same tokens. Raises InputError if nothing can be compared.
+    """
+    ratios = {}
+    for name, arm in mine.arms.items():
+        theirs = other.arms.get(name)
+        if theirs is None:
+            continue
+        # Answers may differ between the bundles, so what counts is time by emitted token, prompt by prompt.
+        pairs = [
+            (b.decode_seconds / sum(b.accepted), a.decode_seconds / sum(a.accepted))
+            for mine_round, their_round in zip(arm.rounds, theirs.rounds, strict=True)
+            for a, b in zip(mine_round, their_round, strict=True)
+            if a.steps and b.steps
+        ]
+        if pairs:
+            ratios[name] = _interval(speedup([b for b, _ in pairs], [a for _, a in pairs]))
+    if not ratios:
+        raise InputError("the two bundles have no way to decode in common that took a step")
+    names = [next(iter(result.arms)) for result in (mine, other)]
+    answers = [result.arms[name].answers for result, name in zip((mine, other), names, strict=True)]
+    return {
+        "faster": ratios,
+        "equal_answers": sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)),
+        "prompts": len(answers[0]),
+    }
+
+
+def _interval(interval: Interval) -> Json:
+    return {"estimate": interval.estimate, "low": interval.low, "high": interval.high}
+
+
+def as_markdown(found: Json, mine: str, other: str) -> str:
+    """What ``compare`` found, with the names of the bundles."""
+    lines = [f"## {mine} beside {other}", ""]
+    for name in (*[name for name in found["faster"] if name != SPECULATIVE], SPECULATIVE):
+        if name in found["faster"]:
+            ratio = found["faster"][name]
+            bounds = f" ({ratio['low']:.2f}..{ratio['high']:.2f})" if ratio["low"] is not None else ""
+            lines.append(f"- {TITLES[name]}: {ratio['estimate']:.2f}x as fast by token{bounds}")
+    lines.append(f"- plain answers equal on {found['equal_answers']} of {found['prompts']} prompts")
+    return "\n".join(lines)

@@ -1,0 +1,82 @@
+"""Plain answers of two bundles of one model: what parts is found, and is a near-tie only by its margin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from ssdevice.bench.against_bundle import Agreement, against_bundle, check_same_model
+from ssdevice.bench.equality import Difference
+from ssdevice.bench.onnx_logits import LogitsEngine
+from ssdevice.errors import InputError
+from ssdevice.manifest import Precision
+from ssdevice.runtime.engines import EngineOptions
+from tests.commands.test_run import call
+from tests.runtime import tiny_bundle as tiny
+
+PROMPTS = [[3, 4, 5], [6], [7, 8]]
+FP32 = (Precision.FP32, Precision.FP32)
+
+
+def compared(answers: list[list[int]]) -> Agreement:
+    engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
+    return against_bundle(engines[0], engines[1], engines[2], PROMPTS, answers, (), 12, FP32, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list[int]]:
+    from ssdevice.bench.equality import answer
+    from ssdevice.runtime.loop import plain
+
+    conversation = LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)).new_conversation()
+    return [answer(conversation, ids, plain, (), 12) for ids in PROMPTS]
+
+
+def test_a_bundle_agrees_with_itself_to_the_bit(answers: list[list[int]]) -> None:
+    result = compared(answers)
+    assert result.differences == [] and result.largest_change == 0.0 and result.faults() == []
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_another_token_is_no_near_tie_unless_its_logit_is_near(answers: list[list[int]], at: int) -> None:
+    changed = [list(tokens) for tokens in answers]
+    changed[2][at] = (changed[2][at] + 1) % 50
+    result = compared(changed)
+    (found,) = result.differences
+    assert (found.prompt, found.position, found.expected, found.found) == (2, at, changed[2][at], answers[2][at])
+    assert found.margin is not None and found.margin > 0
+    assert len(result.faults()) == 1 and "no near-tie" in result.faults()[0]
+
+
+def agreement(change: float, margin: float, *precisions: Precision) -> Agreement:
+    differences = [Difference("other bundle", 0, 3, 1, 2, margin)]
+    return Agreement((precisions[0], precisions[1]), 200, differences, change)
+
+
+def test_only_between_float32_bundles_is_a_difference_a_fault() -> None:
+    assert agreement(1e-4, 1.9e-4, *FP32).faults() == []
+    assert len(agreement(1e-4, 2.1e-4, *FP32).faults()) == 1
+    assert len(agreement(2e-3, 1e-5, *FP32).faults()) == 2  # beyond the ceiling: nothing is excused
+    assert agreement(0.4, 3.0, Precision.FP32, Precision.INT8).faults() == []
+
+
+def test_a_bundle_of_another_base_is_refused() -> None:
+    manifest = tiny.tiny_bundle("fp32").manifest
+    model = dataclasses.replace(manifest.model, sha256="0" * 64)
+    apps = tuple(dataclasses.replace(app, base_sha256=model.sha256) for app in manifest.apps)
+    other = dataclasses.replace(manifest, model=model, apps=apps)
+    with pytest.raises(InputError, match="of another base: sha256 000000000000"):
+        check_same_model(manifest, other)
+
+
+def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = (str(tiny.tiny_bundle(quant).folder) for quant in ("fp32", "int8"))
+    few = ("--limit", "2", "--max-tokens", "6", "--threads", "1")
+    assert call("verify", mine, "--against", other, *few) == 0
+    out = capsys.readouterr().out
+    assert f"{other}: " in out and "of 2 plain answers equal" in out
+    assert call("verify", mine, "--against", mine, *few, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["against"]
+    assert found["differences"] == [] and found["largest_logit_change"] == 0.0
