@@ -13,6 +13,8 @@ LARGEST_HALF, INFINITE = 65504.0, 1e38
 PIECE = 1 << 22
 """Elements looked at together."""
 STATE_PASS = "common::canonicalize_inplace_pattern"
+INTEGER_PASS = "common::add_int16_cast"
+LARGEST_INT16 = 32767
 
 
 @torch.library.custom_op("ssdevice::write_rows", mutates_args=())
@@ -54,10 +56,10 @@ def write_masked(state: Tensor, rows: Tensor, length: Tensor) -> None:
 
 
 def register() -> None:
-    """Teach coremltools the operators that it lacks, and mend its pass over state writes; once a process is enough."""
+    """Teach coremltools the operators that it lacks, and mend two of its passes; once a process is enough."""
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil.passes.defs.optimize_state import canonicalize_inplace_pattern
-    from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
+    from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision, add_int16_cast
     from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
     register_torch_op(_func=_alias, torch_alias=["alias"], override=True)
@@ -82,7 +84,21 @@ def register() -> None:
 
             apply(self, block)
 
+    class ExactIntegers(add_int16_cast):  # type: ignore[misc]
+        """Leaves tokens and positions as they are: coremltools 9 takes any integer that is gathered for a 16-bit one.
+
+        Where a vocabulary is larger than that, another token would come out, without a word.
+        """
+
+        def should_cast_parameter(self, op: Any, param_name: str) -> bool:
+            if param_name == "x" and op.inputs["x"].val is None:
+                return False
+            if op.op_type == "topk" and op.x.shape[op.axis.val] > LARGEST_INT16:
+                return False
+            return bool(super().should_cast_parameter(op, param_name))
+
     PASS_REGISTRY.passes[STATE_PASS] = BackToFront()
+    PASS_REGISTRY.passes[INTEGER_PASS] = ExactIntegers()
     FP16ComputePrecision.fp16_overflow = staticmethod(_half_overflows)
 
 

@@ -52,6 +52,12 @@ def adopt_weights(model: StreamModel, program: Program, functions: Collection[st
             weight.data = torch.from_numpy(array).to(weight.dtype)
 
 
+def drop_matrices(model: StreamModel) -> None:
+    """Give back the memory of every matrix, which keeps its shape alone until ``adopt_weights`` gives it values."""
+    for weight in _matrices(model).values():
+        weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+
+
 def key_of(name: str) -> str:
     """A parameter's name as conversion spells it."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()

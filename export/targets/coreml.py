@@ -17,7 +17,7 @@ from ssdevice.export.coreml_convert import CACHE_DTYPE, convert, merge, quiet, r
 from ssdevice.export.coreml_driver import CoreMLDriver
 from ssdevice.export.coreml_golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml_options import ComputeUnits
-from ssdevice.export.coreml_stored import adopt_weights
+from ssdevice.export.coreml_stored import adopt_weights, drop_matrices
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -112,6 +112,8 @@ class _Parts:
                     self.job.report("write the graphs", len(self.paths), self.total + 1, name)
                     self.paths[name] = self._function(function, name, model)
                     release_memory()
+            drop_matrices(model)  # merging needs the memory, and the gate takes the package's values
+            release_memory()
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options
