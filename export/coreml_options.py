@@ -49,7 +49,9 @@ SAME_AGE = {Deployment.IOS18: "macOS15", Deployment.IOS26: "macOS26"}
 
 @dataclass(frozen=True)
 class CoreMLOptions:
-    """``kv_write``, ``compute_units``, ``deployment``: see there. ``per_channel``: int4 with one scale a channel, not one a block.
+    """``kv_write``, ``compute_units``, ``deployment``: see there.
+
+    ``per_channel``: int4 with one scale a channel, not one a block.
 
     The Neural Engine takes 4-bit weights per channel alone, and may refuse writes at offsets.
     """

@@ -66,8 +66,7 @@ class ExportOptions:
             raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected fp32 or fp16")
         if self.target is not Target.COREML and self.coreml != CoreMLOptions():
             raise ConfigError(
-                "--kv-write, --per-channel, --compute-units and --deployment-target are Core ML's, "
-                f"not {self.target}'s"
+                f"--kv-write, --per-channel, --compute-units and --deployment-target are Core ML's, not {self.target}'s"
             )
         if self.coreml.per_channel and self.quant is not Quant.INT4:
             raise ConfigError(f"--per-channel is a form of int4; {self.quant} has no blocks to leave out")

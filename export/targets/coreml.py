@@ -117,9 +117,10 @@ class _Parts:
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options
-        made = convert(function, model, plan.geometry, plan.schedule, options.coreml.kv_write, options.coreml.deployment)
+        chosen = options.coreml
+        made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
         weights = matrices(made.get_spec())
-        schemes = plan_weights(weights, options.quant, options.coreml.per_channel, plan.geometry.vocab)
+        schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
         self.notes += [note for note in schemes.notes if note not in self.notes]
         path = self.scratch / f"{name}.mlpackage"
         with quiet():

@@ -1,4 +1,4 @@
-"""Tokens and positions in a package are the integers that they are: no 16-bit ones on the way, whatever the vocabulary."""
+"""Tokens in a package stay the integers that they are, whatever the vocabulary: none passes through 16 bits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
     with stored_weights(model, mine.program, FUNCTIONS):
         root, drafts = theirs.prefill(PROMPT, 0)
         assert mine.prefill(PROMPT, 0) == (root, drafts)
-        assert mine.plain(PROMPT[0], 5) == (following := theirs.plain(PROMPT[0], 5))
+        following = theirs.plain(PROMPT[0], 5)
+        assert mine.plain(PROMPT[0], 5) == following
         for planted in ([[following], [PROMPT[1]]], [[PROMPT[3]], [PROMPT[1]]]):
             expected, found = theirs.step(PROMPT[0], planted, 5), mine.step(PROMPT[0], planted, 5)
             assert found.tokens == expected.tokens[: len(found.tokens)]
