@@ -22,6 +22,7 @@ from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
+from ssdevice.runtime.engines.executorch_file import read_calls
 from ssdevice.safetensors_file import read_floats
 
 if TYPE_CHECKING:
@@ -271,9 +272,18 @@ def explain(file: Path, function: str, error: Exception) -> str:
     reason = _first_line(error)
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; its libraries must be loaded before"
+        if lacking := _lacking(file, function):
+            reason += f" ({', '.join(lacking)})"
     if "0x20" in reason or "0x30" in reason:
         reason += ": the program's delegate is not in this runtime, or the file is damaged"
     return f"{file}: ExecuTorch cannot run {function} ({reason})"
+
+
+def _lacking(file: Path, function: str) -> list[str]:
+    """Kernels that a function calls and no loaded library has; none where the runtime does not say what it has."""
+    portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
+    called = read_calls(file)[function].kernels
+    return sorted(set(called) - set(portable._get_operator_names()))
 
 
 def _first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """A bundle's plain answers held against those of another bundle of the same model, such as one for another target.
 
 Both decode in plain decoding, each in its own engine. Where an answer parts, the logits of both are compared along it
-up to there: the difference is a near-tie if plain's two best logits are at most twice as far apart as the largest change
-of any logit between the bundles on rows that chose the same token, and that change is below the ceiling of the coarser
-precision. Two quantizations of a model are two models, so only between float32 bundles is anything else a fault.
+up to there: the difference is a near-tie if plain's two best logits are at most twice as far apart as the largest
+change of any logit between the bundles on rows that chose the same token, and that change is below the ceiling of the
+coarser precision. Two quantizations of a model are two models: only between float32 bundles is anything else a fault.
 """
 
 from __future__ import annotations

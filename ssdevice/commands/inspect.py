@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.package_audit import describe_package, print_package
+from ssdevice.commands.program_audit import describe_program, print_program
 from ssdevice.config import Target
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     }
     if manifest.target is Target.COREML:
         found["package"] = describe_package(bundle.file("model"))
+    if manifest.target is Target.EXECUTORCH:
+        found["methods"] = describe_program(bundle.file("program"))
     return found
 
 
@@ -140,6 +143,8 @@ def _print(found: dict[str, Any]) -> None:
     console.print(files)
     if "package" in found:
         print_package(console, found["package"], _size)
+    if "methods" in found:
+        print_program(console, found["methods"])
 
 
 def _size(count: int) -> str:
