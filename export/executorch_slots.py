@@ -8,29 +8,26 @@ operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import ConfigError
 from ssdevice.export.onnx_variants import layers_path, template, variant_of
 from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 from ssdevice.slot_weights import AdapterWeights
-from ssdevice.slots import SlotKind
+from ssdevice.slots import IDENTIFIERS, ProgramLayout, SlotKind, StateSlot
 
 OWNER = "module.model"
 """Where a program's functions hold the model; names of slots begin with it."""
-Array = NDArray[np.float32]
 
 
 class SlotFactors(nn.Module):
@@ -54,32 +51,10 @@ class SlotFactors(nn.Module):
 
 @dataclass(frozen=True)
 class SlotModel:
-    """A model with slots. ``factors``: the state's owner below ``OWNER`` by kind and source, as adapters name them."""
+    """A model with slots. ``layout``: what its bundle says about them, so that apps can be added later."""
 
     model: StreamModel
-    factors: Mapping[tuple[SlotKind, str], str]
-
-    def tensors(self, weights: AdapterWeights | None) -> dict[str, Array]:
-        """An app's tensors by state; zeros for None, the bare base. Raises InputError for factors without a slot."""
-        gamma = self.model.gamma
-        found = {name: np.zeros(tuple(state.shape), np.float32) for name, state in slots_of(self.model)}
-        if weights is None:
-            return found
-        for (kind, source), pair in weights.factors.items():
-            owner = self.factors.get((kind, source))
-            if owner is None:
-                raise InputError(f"{weights.folder}: the program has no {kind} slot for {source!r}")
-            down, up = found[f"{OWNER}.{owner}.down"][0], found[f"{OWNER}.{owner}.up"][0]
-            rank = len(pair.down)
-            if pair.down.shape[1] != down.shape[0] or pair.up.shape[0] != up.shape[1] or rank > down.shape[1]:
-                raise InputError(f"{weights.folder}: the factors of {source!r} have another shape than its slot")
-            down[:, :rank], up[:rank] = pair.down.T, pair.up.T
-        if weights.identifiers is not None and f"{OWNER}.{IDENTIFIERS}" in found:
-            found[f"{OWNER}.{IDENTIFIERS}"][:] = weights.identifiers[:gamma]
-        return found
-
-
-IDENTIFIERS = "streams.identifiers"
+    layout: ProgramLayout
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -114,14 +89,15 @@ def check_apps(plan: ExportPlan) -> AppPlan:
 def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
     """The base with a slot wherever one of these adapters has factors."""
     plan = job.plan
-    model = template(job, variant_of(check_apps(plan))).loaded.model
+    variant = variant_of(check_apps(plan))
+    model = template(job, variant).loaded.model
     ranks = {kind: 0 for kind in SlotKind}
     for weights in read:
         for (kind, _), pair in weights.factors.items():
             ranks[kind] = max(ranks[kind], len(pair.down))
     wanted = {key for weights in read for key in weights.factors}
     prefix = layers_path(plan.identity.model_type)
-    places: dict[tuple[SlotKind, str], nn.Module] = {}
+    places: dict[tuple[SlotKind, str], SlotFactors] = {}
     for name, part in list(model.backbone.layers.named_modules()):
         if not isinstance(part, LoraLinear):
             continue
@@ -134,10 +110,15 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
     if model.streams is not None:
         _open_streams(model, ranks[SlotKind.STREAM], places)
     names = {id(part): name for name, part in model.named_modules()}
-    return SlotModel(model, {key: names[id(part)] for key, part in places.items()})
+    slots = tuple(
+        StateSlot(kind, source, f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
+        for (kind, source), part in places.items()
+    )
+    identifiers = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
+    return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, identifiers))
 
 
-def _open_streams(model: StreamModel, rank: int, places: dict[tuple[SlotKind, str], nn.Module]) -> None:
+def _open_streams(model: StreamModel, rank: int, places: dict[tuple[SlotKind, str], SlotFactors]) -> None:
     streams = model.streams
     assert streams is not None
     identifiers = streams.identifiers.detach()[: model.gamma]

@@ -1,9 +1,10 @@
-"""safetensors files as NumPy arrays, for hosts without torch; every bound is checked before anything is read."""
+"""safetensors files as NumPy arrays, for hosts without torch; a reader checks every bound before it reads."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,18 @@ def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[np.fl
     if kind == "BF16":  # the upper half of a float32
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
     return flat.astype(np.float32).reshape(shape)
+
+
+def write_floats(file: Path, tensors: Mapping[str, NDArray[np.float32]], half: bool = False) -> None:
+    """Tensors in the order of their names, as float32 or float16 (``half``)."""
+    kind = "F16" if half else "F32"
+    header: dict[str, Any] = {}
+    parts: list[bytes] = []
+    at = 0
+    for name in sorted(tensors):
+        parts.append(np.ascontiguousarray(tensors[name], DTYPES[kind]).tobytes())
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [at, at + len(parts[-1])]}
+        at += len(parts[-1])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))

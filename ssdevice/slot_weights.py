@@ -16,7 +16,7 @@ from ssdevice.adapter_settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIGH
 from ssdevice.config import Mode, read_json
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.safetensors_file import read_floats
-from ssdevice.slots import IDENTIFIERS, Slot, SlotKind, SlotPart, Variant
+from ssdevice.slots import IDENTIFIERS, ProgramLayout, Slot, SlotKind, SlotPart, Variant
 
 Array = NDArray[Any]
 LEVELS = 127.0
@@ -101,6 +101,45 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
             shape = None if found is None else list(found.shape)
             raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
         tensors[IDENTIFIERS] = np.ascontiguousarray(found[:gamma])
+    return tensors
+
+
+def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> dict[str, NDArray[np.float32]]:
+    """An app's tensors by state of the program; smaller ranks, and slots without factors, are filled up with zeros.
+
+    ``gamma``: streams the program runs. Raises InputError for factors of another shape or without a slot.
+    """
+    waiting = dict(weights.factors)
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for slot in layout.slots:
+        down = np.zeros((1, slot.inputs, slot.rank), np.float32)
+        up = np.zeros((1, slot.rank, slot.outputs), np.float32)
+        factors = waiting.pop((slot.kind, slot.source), None)
+        if factors is not None:
+            rank = len(factors.down)
+            expected = (rank, slot.inputs), (slot.outputs, rank)
+            if (factors.down.shape, factors.up.shape) != expected or rank > slot.rank:
+                raise InputError(
+                    f"{weights.folder}: the factors of {slot.source!r} have shapes {list(factors.down.shape)} and "
+                    f"{list(factors.up.shape)}, its slot takes {slot.inputs} inputs, {slot.outputs} outputs and a rank "
+                    f"of at most {slot.rank}"
+                )
+            down[0, :, :rank], up[0, :rank] = factors.down.T, factors.up.T
+        tensors |= {f"{slot.state}.down": down, f"{slot.state}.up": up}
+    if waiting:
+        kind, name = next(iter(waiting))
+        raise InputError(f"{weights.folder}: the program has no {kind} slot for {name!r}")
+    if layout.identifiers:
+        identifiers = np.zeros((gamma, layout.hidden), np.float32)
+        found = weights.identifiers
+        if found is not None:
+            if found.ndim != 2 or len(found) < gamma or found.shape[1] != layout.hidden:
+                raise InputError(
+                    f"{weights.folder}: identifiers have shape {list(found.shape)}, the bundle needs "
+                    f"[{gamma}, {layout.hidden}]"
+                )
+            identifiers[:] = found[:gamma]
+        tensors[layout.identifiers] = identifiers
     return tensors
 
 

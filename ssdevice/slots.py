@@ -169,3 +169,46 @@ class SlotLayout:
 def read_layout(file: Path) -> SlotLayout:
     """The layout in a file; raises ConfigError."""
     return load_strict(SlotLayout, read_json(file), str(file))
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """A slot that is state of a program: ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``."""
+
+    kind: SlotKind
+    source: str
+    state: str
+    inputs: int
+    outputs: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if min(self.inputs, self.outputs, self.rank) < 1:
+            raise ConfigError(f"slot {self.source!r}: {self.inputs} x {self.rank} x {self.outputs}: all are 1 or more")
+
+
+@dataclass(frozen=True)
+class ProgramLayout:
+    """``slots.json`` of a bundle whose apps share one program. ``variant``: of its apps that have streams.
+
+    ``identifiers``: the state of the stream identifiers ``[γ, hidden]``, empty without streams.
+    """
+
+    hidden: int
+    variant: Variant
+    slots: tuple[StateSlot, ...]
+    identifiers: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
+
+    def takes(self, wanted: Variant) -> bool:
+        """Whether an app of this kind runs: as the program's own, or as a LoRA without streams in the same slots."""
+        return wanted.name in (self.variant.name, "lora" if self.variant.lora else "")
+
+
+def read_program_layout(file: Path) -> ProgramLayout:
+    """The layout in a file; raises ConfigError."""
+    return load_strict(ProgramLayout, read_json(file), str(file))

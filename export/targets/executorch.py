@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
-from safetensors.numpy import save_file
 
-from ssdevice.config import Schedule
-from ssdevice.contract import PLAIN, PREFILL, CacheForm
+from ssdevice.config import Schedule, to_json
+from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch_driver import ExecutorchDriver
 from ssdevice.export.executorch_graph import Delegation
 from ssdevice.export.executorch_lowering import constants_of, lower
 from ssdevice.export.executorch_quantization import quantized
-from ssdevice.export.executorch_slots import SlotModel, slot_model
+from ssdevice.export.executorch_slots import slot_model
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
-from ssdevice.slot_weights import AdapterWeights
+from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE, ADAPTERS, functions_of
+from ssdevice.safetensors_file import write_floats
+from ssdevice.slot_weights import AdapterWeights, fill_program
+from ssdevice.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
 from ssdevice.text import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
-ADAPTERS = "adapters"
-ADAPTER_FILE = "adapter.safetensors"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
 # Rows: of the range of a layer's keys or values. XNNPACK rounds a row's scale in another order than torchao's
 # simulation, so a value on a rounding edge may take the next of 255 codes.
@@ -52,12 +53,15 @@ class ExecutorchExporter:
         specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
         stages = len(specs) + 2
+        files = [TargetFile(PROGRAM, PROGRAM_FILE)]
         apps: dict[str, AppResult] = {}
         source = job.loaded.model
         if not plan.merged:
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
             slots = slot_model(job, list(weights.values()))
-            apps = {app.name: _write_app(plan, slots, app, weights.get(app.name), folder) for app in plan.apps}
+            apps = {app.name: _write_app(plan, slots.layout, app, weights.get(app.name), folder) for app in plan.apps}
+            (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
+            files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
             source = slots.model
 
         def report(number: int, what: str) -> None:
@@ -67,9 +71,7 @@ class ExecutorchExporter:
         lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = [*model.notes, *(describe(name, found) for name, found in lowered.delegations.items())]
-        return TargetResult(
-            (TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions(), apps
-        )
+        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions(), apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The program as the runtime runs it, against the torch model with the same quantized weights.
@@ -103,19 +105,17 @@ def _compare(
 
 
 def _write_app(
-    plan: ExportPlan, slots: SlotModel, app: AppPlan, weights: AdapterWeights | None, folder: Path
+    plan: ExportPlan, layout: ProgramLayout, app: AppPlan, weights: AdapterWeights | None, folder: Path
 ) -> AppResult:
     """An app's tensors by slot as safetensors: what a host gives ``set_adapter``."""
-    names = plan.function_names if app.settings is not None else (PREFILL, PLAIN)
-    functions = {name: name for name in names}
+    functions = functions_of(app.settings is not None)
     if weights is None:
         return AppResult(AdapterKind.BASE, functions=functions)
     own = f"{ADAPTERS}/{app.name}"
     file = f"{own}/{ADAPTER_FILE}"
-    half = plan.options.adapter_precision is Quant.FP16
-    tensors = {name: value.astype("float16" if half else "float32") for name, value in slots.tensors(weights).items()}
     (folder / own).mkdir(parents=True, exist_ok=True)
-    save_file(dict(sorted(tensors.items())), folder / file)
+    tensors = fill_program(weights, layout, plan.geometry.gamma)
+    write_floats(folder / file, tensors, half=plan.options.adapter_precision is Quant.FP16)
     return AppResult(AdapterKind.SLOT, own, (file,), functions)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ssdevice.adapter_settings import BaseIdentity
@@ -11,8 +13,9 @@ from ssdevice.config import Target
 from ssdevice.errors import InputError
 from ssdevice.integrity import check_rule
 from ssdevice.manifest import NAME, AdapterKind, App
-from ssdevice.slot_weights import AdapterWeights, fill
-from ssdevice.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout
+from ssdevice.safetensors_file import write_floats
+from ssdevice.slot_weights import AdapterWeights, fill, fill_program
+from ssdevice.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
@@ -25,16 +28,13 @@ def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
     check_rule("an app's name", name, NAME)
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
-    layout = _layout(bundle, name, folder)
+    file = _slots_file(bundle, name, folder)
     weights = AdapterWeights.read(folder)
-    variant = _variant(bundle, layout, weights)
-    tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
-    # Here, because the runtime of the target is not needed to refuse an adapter.
-    from ssdevice.runtime.engines.onnx_adapter import ADAPTER_FILE, ADAPTERS, write_adapter
-
-    own = f"{ADAPTERS}/{name}"
-    file = f"{own}/{ADAPTER_FILE}"
-    settings = weights.settings
+    made = _for_program if manifest.target is Target.EXECUTORCH else _for_graphs
+    addition = made(bundle, file, weights)
+    own = f"{addition.parent}/{name}"
+    path = f"{own}/{addition.file}"
+    settings, variant = weights.settings, addition.variant
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
@@ -44,19 +44,66 @@ def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
         instruction=settings.instruction if settings is not None else "",
         rank=weights.lora_rank,
         folder=own,
-        files=(file,),
-        functions=dict(variant.functions),
+        files=(path,),
+        functions=dict(addition.functions),
     )
     signed = (bundle.folder / OWN_FILES[1]).exists()
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
-        write_adapter(writer.path_for(file), tensors, manifest.model.sha256, half)
-        made = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
+        addition.write(writer.path_for(path), half)
+        written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
     again = "; its signature was for what it held before: sign it again" if signed else ""
-    return f"added app {name} to {bundle.folder} ({made.manifest.files[file].size} bytes, {variant.described}){again}"
+    size = written.manifest.files[path].size
+    return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
 
 
-def _layout(bundle: Bundle, name: str, folder: Path) -> SlotLayout:
+@dataclass(frozen=True)
+class _Addition:
+    """How a target keeps an app. ``write``: ``(file, half)``; ``file`` stands in ``parent/<app>``."""
+
+    variant: Variant
+    functions: Mapping[str, str]
+    parent: str
+    file: str
+    write: Callable[[Path, bool], None]
+
+
+def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
+    """For graphs whose slots are inputs."""
+    # Here, because the runtime of the target is not needed to refuse an adapter.
+    from ssdevice.runtime.engines.onnx_adapter import ADAPTER_FILE, ADAPTERS, write_adapter
+
+    layout = read_layout(file)
+    variant = _variant(bundle, layout, weights)
+    tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
+
+    def write(path: Path, half: bool) -> None:
+        write_adapter(path, tensors, bundle.manifest.model.sha256, half)
+
+    return _Addition(variant, variant.functions, ADAPTERS, ADAPTER_FILE, write)
+
+
+def _for_program(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
+    """For a program whose slots are state."""
+    from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE, ADAPTERS, functions_of
+
+    layout, wanted = read_program_layout(file), weights.variant
+    _check_base(bundle, weights)
+    if not layout.takes(wanted):
+        raise InputError(
+            f"{bundle.folder} has no program for {wanted.described}; its own is for {layout.variant.described}. "
+            f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
+        )
+    tensors = fill_program(weights, layout, bundle.geometry.gamma)
+
+    def write(path: Path, half: bool) -> None:
+        write_floats(path, tensors, half)
+
+    return _Addition(wanted, functions_of(wanted.mode is not None), ADAPTERS, ADAPTER_FILE, write)
+
+
+def _slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
+    """The bundle's layout; raises InputError for a bundle that takes no more apps."""
     manifest = bundle.manifest
     if manifest.target is Target.COREML:
         # The apps' adapters are not kept apart from the package: their folders are the caller's to name again.
@@ -67,18 +114,30 @@ def _layout(bundle: Bundle, name: str, folder: Path) -> SlotLayout:
             f"--quant {manifest.precision} {apps}{' ' if apps else ''}--adapter {name}={folder} "
             f"--out {bundle.folder} --overwrite"
         )
-    if manifest.target is not Target.ONNX:
-        raise InputError(f"{bundle.folder} is a {manifest.target} bundle: apps are added to {Target.ONNX} bundles")
     if LAYOUT_ROLE not in manifest.roles:
         raise InputError(
             f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
             f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         )
-    return read_layout(bundle.file(LAYOUT_ROLE))
+    return bundle.file(LAYOUT_ROLE)
 
 
 def _variant(bundle: Bundle, layout: SlotLayout, weights: AdapterWeights) -> Variant:
     """The graphs for this adapter; raises InputError where the bundle or the base is another."""
+    _check_base(bundle, weights)
+    wanted = weights.variant
+    found = layout.variant(wanted.name)
+    if found is None:
+        there = "; ".join(variant.described for variant in layout.variants)
+        raise InputError(
+            f"{bundle.folder} has no graphs for {wanted.described}; it has those for {there}. Export the bundle again "
+            f"with this app among its own: ssdevice export --adapter NAME={weights.folder} .."
+        )
+    return found
+
+
+def _check_base(bundle: Bundle, weights: AdapterWeights) -> None:
+    """Raise InputError for an adapter of another base, or with fewer streams than the tree is deep."""
     settings, manifest = weights.settings, bundle.manifest
     if settings is not None:
         mine = manifest.model
@@ -89,12 +148,3 @@ def _variant(bundle: Bundle, layout: SlotLayout, weights: AdapterWeights) -> Var
                 f"{weights.folder} has γ = {settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
                 f"{bundle.geometry.gamma} deep"
             )
-    wanted = weights.variant
-    found = layout.variant(wanted.name)
-    if found is None:
-        there = "; ".join(variant.described for variant in layout.variants)
-        raise InputError(
-            f"{bundle.folder} has no graphs for {wanted.described}; it has those for {there}. Export the bundle again "
-            f"with this app among its own: ssdevice export --adapter NAME={weights.folder} .."
-        )
-    return found

@@ -18,16 +18,18 @@ pytest.importorskip("executorch")
 from safetensors.numpy import load_file, save_file
 
 from ssdevice.bundle import Bundle
+from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError
 from ssdevice.export.executorch_slots import SlotFactors, check_apps
 from ssdevice.export.plan import Quant, make_plan
 from ssdevice.export.stages import export_bundle
-from ssdevice.export.targets.executorch import ADAPTER_FILE, EXPORTER
+from ssdevice.export.targets.executorch import EXPORTER
 from ssdevice.manifest import AdapterKind
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.executorch import ExecutorchEngine
+from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE
 from ssdevice.runtime.engines.executorch_program import SET_ADAPTER, AdapterSlots
 from ssdevice.runtime.session import Session
 from tests.executorch import programs
@@ -230,6 +232,44 @@ def test_factors_filled_up_with_zeros_compute_the_same() -> None:
     slot.down[0, :, :2], slot.up[0, :2] = low.down.weight.detach().T, low.up.weight.detach().T
     x = torch.randn(1, 3, 6)
     torch.testing.assert_close(slot(x), low(x))
+
+
+def test_an_app_added_later_is_the_app_exported_with_the_rest(tmp_path: Path) -> None:
+    whole, copied = bundle(), tmp_path / "bundle"
+    shutil.copytree(whole.folder, copied)
+    folders = dict(adapters(Mode.SHARED))
+    assert main(["bundle", "remove-app", str(copied), "two", "--quiet"]) == 0
+    assert main(["bundle", "add-app", str(copied), f"two={folders['two']}", "--quiet"]) == 0
+    added, known = Bundle.open(copied).app("two"), whole.app("two")
+    assert (added.kind, added.mode, added.functions) == (known.kind, known.mode, known.functions)
+    made, exported = (load_file(opened.folder / opened.app("two").files[0]) for opened in (Bundle.open(copied), whole))
+    assert made.keys() == exported.keys()
+    assert all(np.array_equal(made[name], exported[name]) for name in made)
+    with Session.open(whole) as session, Session.open(Bundle.open(copied)) as other:
+        assert answers(other, "two") == answers(session, "two")
+        assert answers(other, "one") == answers(session, "one")
+
+
+def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(bundle().folder, copied)
+    before = (copied / "manifest.json").read_bytes()
+    wide = write_adapter(tmp_path / "wide", programs.base(), Mode.SHARED, gamma=2, msa_layers=1)
+    write_lora(wide, programs.base(), rank=5, seed=1)
+    lossless = write_adapter(tmp_path / "lossless", programs.base(), Mode.LOSSLESS, gamma=2, msa_layers=1)
+    merged = str(programs.bundle().folder)
+    capsys.readouterr()  # what making them said
+    for folder, message in (
+        (wide, "a rank of at most 4"),
+        (lossless, "has no program for lossless streams"),
+        (tmp_path / "none", "no such folder"),
+    ):
+        assert main(["bundle", "add-app", str(copied), f"new={folder}"]) == 2
+        said = capsys.readouterr().err
+        assert message in said and len(said.splitlines()) == 1
+    assert (copied / "manifest.json").read_bytes() == before
+    assert main(["bundle", "add-app", merged, f"new={wide}"]) == 2
+    assert "its adapter is part of the graphs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
