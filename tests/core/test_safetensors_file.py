@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ssdevice.errors import InputError
-from ssdevice.safetensors_file import read_floats
+from ssdevice.safetensors_file import read_floats, write_floats
 
 
 def write(file: Path, header: object, body: bytes = b"", size: int | None = None) -> Path:
@@ -58,3 +58,16 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
         read_floats(tmp_path / "short")
     with pytest.raises(InputError, match="cannot be read"):
         read_floats(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("half", "bytes_each"), [(False, 4), (True, 2)])
+def test_what_is_written_is_read_again_and_by_the_library(tmp_path: Path, half: bool, bytes_each: int) -> None:
+    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3) / 4, "a": np.zeros((0, 2), np.float32)}
+    file = tmp_path / "adapter.safetensors"
+    write_floats(file, tensors, half=half)
+    found = read_floats(file)
+    assert list(found) == ["a", "b"]
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    assert file.stat().st_size % 8 == 6 * bytes_each % 8
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    assert all(np.array_equal(load_file(file)[name], tensors[name]) for name in tensors)
