@@ -19,7 +19,7 @@ from ssdevice.export.executorch_lowering import constants_of, lower
 from ssdevice.export.executorch_quantization import quantized
 from ssdevice.export.executorch_slots import slot_model
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
 from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE, ADAPTERS, functions_of
@@ -63,6 +63,9 @@ class ExecutorchExporter:
             (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
             files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
             source = slots.model
+        # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
+        alone = plan.merged and plan.schedule is Schedule.DEFERRED
+        folded = alone and source.streams is not None and source.streams.merge()
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)
@@ -70,7 +73,11 @@ class ExecutorchExporter:
         model = quantized(source, plan.options.quant)
         lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
-        notes = [*model.notes, *(describe(name, found) for name, found in lowered.delegations.items())]
+        notes = [
+            *model.notes,
+            *((FOLDED,) if folded else ()),
+            *(describe(name, found) for name, found in lowered.delegations.items()),
+        ]
         return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions(), apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

@@ -35,7 +35,7 @@ from ssdevice.export.onnx_variants import (
     variants_of,
 )
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.export.targets.onnx_ops import TRANSLATIONS
 from ssdevice.manifest import AdapterKind
 from ssdevice.runtime.engines.onnx_adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
@@ -48,7 +48,6 @@ WEIGHTS_FILE = "weights.bin"
 CACHE_DTYPE = "float32"
 EXAMPLE_PAST = 7
 TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
-MERGED = "stream rows have weights of their own in the MSA layers: the stream adapters are folded into a copy"
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
 # Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
 TOLERANCES = {
@@ -73,7 +72,7 @@ class OnnxExporter:
         specs = plan.functions(CacheForm.ROWS, CACHE_DTYPE)
         store = WeightStore()
         streams = job.loaded.model.streams
-        merged = plan.schedule is Schedule.DEFERRED and streams is not None and streams.merge()
+        folded = plan.schedule is Schedule.DEFERRED and streams is not None and streams.merge()
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             for number, (name, spec) in enumerate(specs.items()):
                 job.report("write the graphs", number, len(specs), name)
@@ -83,7 +82,7 @@ class OnnxExporter:
             (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
             CacheForm.ROWS,
             CACHE_DTYPE,
-            (*_notes(plan.options.quant, store), *((MERGED,) if merged else ())),
+            (*_notes(plan.options.quant, store), *((FOLDED,) if folded else ())),
             _tools(),
         )
 

@@ -14,9 +14,12 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch_graph import delegation, worthwhile
-from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.executorch_lowering import Lowered
+from ssdevice.export.plan import FOLDED, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.export.targets import executorch as target
 from ssdevice.export.targets.executorch import EXPORTER, PROGRAM_FILE
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
 from tests.executorch import programs
 
@@ -83,3 +86,21 @@ def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
         inside, outside = (int(part.split()[0]) for part in (note.split(": ")[1], note.split("delegates, ")[1]))
         assert inside > outside, note
     assert worthwhile.__doc__ and delegation.__doc__
+
+
+@pytest.mark.parametrize(("schedule", "folded"), [(Schedule.DEFERRED, True), (Schedule.FUSED, False)])
+def test_stream_adapters_are_folded_where_streams_run_on_their_own(
+    schedule: Schedule, folded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = programs.job(Quant.FP32, Mode.LOSSLESS, schedule, tmp_path / "out")
+    seen: list[StreamModel] = []
+
+    def lowered(model: StreamModel, *_: object) -> Lowered:
+        seen.append(model)
+        return Lowered(b"", {})
+
+    monkeypatch.setattr(target, "lower", lowered)
+    notes = EXPORTER.export(given, tmp_path).notes
+    rows = [part for part in seen[0].modules() if isinstance(part, StreamRowAdapter)]
+    assert rows and all((row.merged is not None) is folded for row in rows)
+    assert (FOLDED in notes) is folded
