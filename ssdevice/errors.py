@@ -41,3 +41,8 @@ class ContextOverflowError(InputError):
 
 class ParityError(SSDeviceError):
     """An exported artifact does not compute what its reference computes."""
+
+
+def first_line(error: Exception) -> str:
+    """What a message has room for of another library's error."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
-from ssdevice.errors import BundleError, InputError, MissingExtraError
+from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
 from ssdevice.runtime.engines.executorch_file import read_calls
@@ -264,12 +264,12 @@ def load_program(file: Path) -> Any:
     try:
         return runtime.Runtime.get().load_program(file)
     except (RuntimeError, OSError) as error:
-        raise BundleError(f"{file}: not a whole ExecuTorch program ({_first_line(error)})") from error
+        raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
 
 
 def explain(file: Path, function: str, error: Exception) -> str:
     """Why ExecuTorch cannot run a function, as far as its codes tell."""
-    reason = _first_line(error)
+    reason = first_line(error)
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; its libraries must be loaded before"
         if lacking := _lacking(file, function):
@@ -284,7 +284,3 @@ def _lacking(file: Path, function: str) -> list[str]:
     portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
     called = read_calls(file)[function].kernels
     return sorted(set(called) - set(portable._get_operator_names()))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

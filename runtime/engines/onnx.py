@@ -38,11 +38,11 @@ from ssdevice.contract import (
     Geometry,
     functions,
 )
-from ssdevice.errors import BundleError
+from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.cache import RowCache
 from ssdevice.runtime.engines import Conversation, Engine, EngineOptions, Kernel
 from ssdevice.runtime.engines.onnx_adapter import AdapterTensors
-from ssdevice.runtime.engines.onnx_sessions import SharedBase, check_tensors, first_line, kernel_times
+from ssdevice.runtime.engines.onnx_sessions import SharedBase, check_tensors, kernel_times
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:

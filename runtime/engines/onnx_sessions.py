@@ -86,11 +86,6 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
             )
 
 
-def first_line(error: Exception) -> str:
-    """What a message has room for."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def kernel_times(file: Path) -> list[Kernel]:
     """The kernels of one call in a profile of ONNX Runtime, which is deleted.
 

@@ -60,8 +60,37 @@ class Difference:
     margin: float | None = None
 
 
+class Comparison:
+    """Answers that were held against others; what excuses those that differ."""
+
+    differences: list[Difference]
+    largest_change: float | None
+
+    @property
+    def ceiling(self) -> float:
+        """What ``largest_change`` may be."""
+        raise NotImplementedError
+
+    def near_tie(self, difference: Difference) -> bool:
+        """Whether a difference is excused by the margin at which it happened."""
+        change, margin = self.largest_change, difference.margin
+        return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
+
+    def unexcused(self) -> list[str]:
+        """Differences that are no near-ties, one sentence each."""
+        found = []
+        for d in self.differences:
+            if not self.near_tie(d):
+                why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
+                found.append(
+                    f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
+                    f"({d.found} instead of {d.expected}); no near-tie: {why}"
+                )
+        return found
+
+
 @dataclass
-class Equality:
+class Equality(Comparison):
     """``largest_change``: of any logit between the arms on agreeing rows; None if logits were not shown.
 
     ``answers``: tokens of plain decoding, by prompt.
@@ -87,21 +116,9 @@ class Equality:
         """How many prompts of an arm may differ: none in fp32, elsewhere 0.5 %, and one of a few."""
         return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
 
-    def near_tie(self, difference: Difference) -> bool:
-        """Whether a difference is excused by the margin at which it happened."""
-        change, margin = self.largest_change, difference.margin
-        return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
-
     def faults(self) -> list[str]:
         """What breaks the promise, one sentence each; none if it holds."""
-        found = []
-        for d in self.differences:
-            if not self.near_tie(d):
-                why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
-                found.append(
-                    f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
-                    f"({d.found} instead of {d.expected}); no near-tie: {why}"
-                )
+        found = self.unexcused()
         for arm in self.arms:
             count = sum(d.arm == arm for d in self.differences)
             if count > self.allowed:
@@ -201,10 +218,10 @@ def logit_change(
     Returns it with plain's margins between its two best logits, by token of ``truth`` from the second on.
     """
     base = plain if has_plain else plain_step
-    rows = _led(conversation, ids, truth, base)
+    rows = led(conversation, ids, truth, base)
     change = 0.0
     for advance in (speculative, planter(len(ids), truth, set())):
-        other = _led(conversation, ids, truth, advance)
+        other = led(conversation, ids, truth, advance)
         count = min(len(rows), len(other))
         change = max(change, float(np.abs(rows[:count] - other[:count]).max(initial=0.0)))
     best = np.partition(rows, -2, axis=1)[:, -2:] if len(rows) else np.zeros((0, 2), np.float32)
@@ -217,10 +234,11 @@ def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
-def _led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
-    """Logits ``[len(truth) - 1, vocab]`` of an arm that is kept on ``truth`` whatever it would choose."""
+def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
+    """Logits ``[len(truth) - 1, vocab]`` of an arm that is kept on ``truth`` after ``ids``, come what may."""
     conversation.length = 0
-    prefill(conversation, ids)
+    if ids:
+        prefill(conversation, ids)
     rows: list[NDArray[np.float32]] = []
     at = 0
     while at + 1 < len(truth):

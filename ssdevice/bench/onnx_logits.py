@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ssdevice.bench.equality import emitted_nodes
+from ssdevice.bench.onnx_nodes import ancestors, makers
 from ssdevice.bundle import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
 from ssdevice.errors import BundleError, MissingExtraError
@@ -95,11 +95,11 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
         raise MissingExtraError("export", "onnx") from error
     model = onnx.load(str(file), load_external_data=False)
     graph = model.graph
-    maker = {name: node for node in graph.node for name in node.output}
+    maker = makers(graph)
     # Of the choices behind the tokens, the one that depends on no other is made on the main logits: the other picks
     # the end node from what the first said.
-    choices = [node for node in _ancestors(maker, TOKENS) if node.op_type in CHOICES]
-    first = [node for node in choices if not any(n.op_type in CHOICES for n in _ancestors(maker, node.input[0]))]
+    choices = [node for node in ancestors(maker, [TOKENS]) if node.op_type in CHOICES]
+    first = [node for node in choices if not any(n.op_type in CHOICES for n in ancestors(maker, node.input[:1]))]
     if len(first) != 1:
         raise BundleError(f"{file}: {len(first)} nodes of {' or '.join(CHOICES)} decide the tokens, expected one")
     ints, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
@@ -108,15 +108,3 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
     graph.output.append(onnx.helper.make_tensor_value_info(LOGITS, floats, list(shown.shape)))
     content: bytes = model.SerializeToString()
     return content
-
-
-def _ancestors(maker: Mapping[str, Any], value: str) -> list[Any]:
-    """Nodes that a value is computed from."""
-    found: dict[str, Any] = {}
-    waiting = [value]
-    while waiting:
-        node = maker.get(waiting.pop())
-        if node is not None and node.output[0] not in found:
-            found[node.output[0]] = node
-            waiting.extend(node.input)
-    return list(found.values())

@@ -14,15 +14,15 @@ rows           what only the cache's new rows need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ssdevice.bench.onnx_nodes import ancestors, makers
 from ssdevice.contract import COUNT, NEXT_DRAFTS, ROWS, TOKENS
 from ssdevice.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    import onnx
+    from onnx import NodeProto
 
 CHOICE = "TopK"
 """The operator that makes tokens of logits, of the model's own and of the streams'."""
@@ -40,37 +40,27 @@ def parts_of(file: Path) -> dict[str, str]:
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", "onnx") from error
     graph = onnx.load(str(file), load_external_data=False).graph
-    maker = {output: node for node in graph.node for output in node.output}
+    maker = makers(graph)
 
-    def behind(outputs: Iterable[str], stop: Callable[[Any], bool] = lambda _: False) -> dict[str, onnx.NodeProto]:
-        """Nodes that values depend on, by name; not beyond nodes where ``stop``."""
-        found: dict[str, onnx.NodeProto] = {}
-        waiting = list(outputs)
-        while waiting:
-            node = maker.get(waiting.pop())
-            if node is not None and node.name not in found:
-                found[node.name] = node
-                waiting += () if stop(node) else node.input
-        return found
+    def head(choice: NodeProto) -> list[NodeProto]:
+        return ancestors(maker, choice.output, stop=lambda node: NORM in node.op_type)
 
-    def head(choice: onnx.NodeProto) -> dict[str, onnx.NodeProto]:
-        return behind(choice.output, stop=lambda node: NORM in node.op_type)
-
-    accepted, drafted = behind([TOKENS, COUNT]), behind([NEXT_DRAFTS])
-    own = [node for node in accepted.values() if node.op_type == CHOICE]
-    streams = [node for name, node in drafted.items() if node.op_type == CHOICE and name not in accepted]
+    accepted, drafted = ancestors(maker, [TOKENS, COUNT]), ancestors(maker, [NEXT_DRAFTS])
+    known = {node.name for node in accepted}
+    own = [node for node in accepted if node.op_type == CHOICE]
+    streams = [node for node in drafted if node.op_type == CHOICE and node.name not in known]
     if len(own) != 1 or len(streams) != 1:
         return {}
     claims = {
         "head": head(own[0]),
-        "layers": behind(own[0].output),
+        "layers": ancestors(maker, own[0].output),
         "verification": accepted,
         "stream head": head(streams[0]),
         "streams": drafted,
-        "rows": behind([ROWS]),
+        "rows": ancestors(maker, [ROWS]),
     }
     parts: dict[str, str] = {}
     for part, nodes in claims.items():
-        for name in nodes:
-            parts.setdefault(name, part)
+        for node in nodes:
+            parts.setdefault(node.name, part)
     return parts

@@ -16,8 +16,7 @@ from ssdevice.errors import MissingExtraError, ParityError
 from ssdevice.manifest import AdapterKind, App, Precision
 
 if TYPE_CHECKING:
-    from ssdevice.bench.against_bundle import Agreement
-    from ssdevice.bench.equality import Equality
+    from ssdevice.bench.equality import Comparison, Equality
     from ssdevice.bundle import Bundle
     from ssdevice.commands.progress import Progress
     from ssdevice.runtime.engines import Engine
@@ -258,7 +257,7 @@ def _describe(result: Equality, measured: bool) -> list[str]:
     return lines
 
 
-def _near_ties(result: Equality | Agreement) -> Sequence[str]:
+def _near_ties(result: Comparison) -> Sequence[str]:
     return [
         f"near-tie: {d.arm}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
         f"are {d.margin:.3g} apart"
@@ -280,7 +279,7 @@ def _as_json(result: Equality) -> dict[str, Any]:
     }
 
 
-def _differences(result: Equality | Agreement) -> list[dict[str, Any]]:
+def _differences(result: Comparison) -> list[dict[str, Any]]:
     return [
         {
             "arm": d.arm,
