@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
-from transformers import AttentionInterface
 
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
+from ssdevice.export.executorch_attention import attending
 from ssdevice.export.executorch_graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch_slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch_speed import faster
@@ -26,7 +25,6 @@ from ssdevice.export.plan import ExportPlan
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engines.executorch_program import SET_ADAPTER
 
-ATTENTION = "ssdevice_bmm"
 NOISY = ("executorch", "torch.export", "torchao", "root")
 
 
@@ -36,51 +34,6 @@ class Lowered:
 
     data: bytes
     delegations: Mapping[str, Delegation]
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """``ssdevice.model.attention.attend`` for a batch of one, as products of three dimensions: the delegate's own form.
-
-    The run without a batch dimension is the cache as ``VisibleForm.past`` has it; its keys are an operand as they
-    stand. Weights are not cut apart by runs, since the cache's rows are counted only when a call runs: its values are
-    joined with the new ones instead.
-    """
-    _one, heads, rows, dim = query.shape
-    kv_heads = keys[-1].shape[1]
-    groups = heads // kv_heads
-    q = (query * (dim**-0.5 if scaling is None else scaling)).reshape(kv_heads, groups * rows, dim)
-    turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
-    scores = torch.cat([torch.bmm(q, k) for k in turned], dim=-1)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    mask = attention_mask.reshape(1, rows, attention_mask.shape[3])
-    weights = torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
-    joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
-    return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, attend)
-
-
-@contextmanager
-def attending(model: StreamModel) -> Iterator[None]:
-    """Within this context the model's layers attend through ``attend``."""
-    config = model.backbone.config
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 @contextmanager
@@ -107,7 +60,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     form = VisibleForm(name, module, plan.geometry).eval()
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     try:
-        with torch.no_grad(), attending(model):
+        with torch.no_grad(), attending(model, form.span):
             return tidy(torch.export.export(form, arguments, strict=False))
     except UserError as error:
         reason = str(error).splitlines()[0]

@@ -1,8 +1,8 @@
 """The cache as an ExecuTorch program stores it, and the part of it that a call reads.
 
 Keys stand as ``[kv_heads, head_dim, capacity]``, the form a product of queries with them takes; values as
-``[kv_heads, capacity, head_dim]``. A call reads the first rows of both, as many as are committed, rounded up to
-``BUCKET``: attention then costs what the conversation holds, not what it may hold.
+``[kv_heads, capacity, head_dim]``. A call reads the first rows of both, as many as are committed and as new rows of a
+step will take, rounded up to ``BUCKET``: attention then costs what the conversation holds, not what it may hold.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, VALUES, Geometry
 from ssdevice.export.executorch_slots import touch
 from ssdevice.export.state_form import LayerStates, StateForm
@@ -21,8 +22,12 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.step import PrefillModule, StepModule
 
-BUCKET = 32
-"""Rows that are read are a multiple of this: a delegate that meets a new size lays its memory out anew."""
+BUCKET = 64
+"""Rows that are read are a multiple of this.
+
+XNNPACK's softmax takes so many columns at once and adds a remainder in another order; a delegate that meets a new size
+lays its memory out anew.
+"""
 
 
 class VisibleForm(StateForm):
@@ -40,13 +45,15 @@ class VisibleForm(StateForm):
         for layer in range(geometry.layers):
             self.keys.register_buffer(str(layer), torch.zeros(key_shape(geometry)))
         self._visible: Any = geometry.capacity
+        self.span = span_of(module)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See StateForm; ``length`` is the last input of every function."""
         length, capacity = tensors[-1], self.geometry.capacity
-        rounded = torch.div(length + (BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET
-        visible: Any = rounded.clamp(BUCKET, capacity).item()
-        torch._check(visible >= BUCKET)  # type: ignore[no-untyped-call]
+        least = min(BUCKET, capacity)
+        rounded = torch.div(length + (self.span + BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET
+        visible: Any = rounded.clamp(least, capacity).item()
+        torch._check(visible >= least)  # type: ignore[no-untyped-call]
         torch._check(visible <= capacity)  # type: ignore[no-untyped-call]
         self._visible = visible
         with kept_logits(self.module.model.backbone) as logits:
@@ -70,6 +77,14 @@ class VisibleForm(StateForm):
             at = length + torch.arange(keys.shape[2], dtype=torch.int32)
             torch.ops.aten.index_put_(self.keys[layer], [*every, *every, at], keys[0].transpose(1, 2))
             torch.ops.aten.index_put_(self.values[layer], [*every, at], values[0])
+
+
+def span_of(module: StepModule | PrefillModule) -> int:
+    """Positions that new rows of a call take, from the length on, and that need a column among the rows shown."""
+    if isinstance(module, PrefillModule):
+        return 0
+    fused = module.model.streams is not None and module.schedule is Schedule.FUSED
+    return module.tree.emitted + (module.model.gamma if fused else 0)
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from tests.conformance.oracle import Drafts, StepOutput, check, drive
 from tests.executorch import programs
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
-# Rows of tree nodes and of plain decoding sum the same keys in other columns; int8 inputs then round apart.
-ROW_TOLERANCE = {Quant.FP32: 1e-4, Quant.INT8: 0.5, Quant.INT4: 0.5}
 QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
 
 
@@ -73,6 +71,7 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     facts = drive(driver, PROMPT, seed=1)
     assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
     assert np.isfinite(driver.rows(0, driver.context)).all()
-    # Rejected rows share no scale with others: what stands in them changes no bit.
-    check(facts, driver, ROW_TOLERANCE[combination[0]], perturbation_tolerance=0.0)
+    # Every row stands in the column of its position, so plain decoding adds the same numbers in the same order; rejected
+    # rows share no scale with others. Neither changes a bit.
+    check(facts, driver, 0.0, perturbation_tolerance=0.0)
     engine.close()
