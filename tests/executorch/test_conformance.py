@@ -71,7 +71,7 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     facts = drive(driver, PROMPT, seed=1)
     assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
     assert np.isfinite(driver.rows(0, driver.context)).all()
-    # Every row stands in the column of its position, so plain decoding adds the same numbers in the same order; rejected
-    # rows share no scale with others. Neither changes a bit.
+    # Every row stands in the column of its position, so plain decoding adds the same numbers in the same order;
+    # rejected rows share no scale with others. Neither changes a bit.
     check(facts, driver, 0.0, perturbation_tolerance=0.0)
     engine.close()
