@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,43 +12,13 @@ pytest.importorskip("executorch")
 from ssdevice.config import Mode, Schedule
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engines import EngineOptions, open_engine
-from ssdevice.runtime.engines.executorch import Array, ExecutorchConversation, ExecutorchEngine
-from tests.conformance.oracle import Drafts, StepOutput, check, drive
+from ssdevice.runtime.engines.executorch import ExecutorchEngine
+from tests.conformance.oracle import check, drive
 from tests.executorch import programs
+from tests.executorch.drivers import OracleDriver
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
-
-
-class OracleDriver:
-    """A conversation as ``tests.conformance.oracle.Driver``."""
-
-    windows: Sequence[int] = ()
-
-    def __init__(self, conversation: ExecutorchConversation) -> None:
-        self.conversation = conversation
-        g = conversation.geometry
-        self.tree, self.gamma, self.k = g.tree, g.gamma, g.k
-        self.vocab, self.context, self.chunk = g.vocab, g.context, g.chunk
-
-    def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        self.conversation.length = length
-        root = self.conversation.prefill(tokens)
-        return root, self.conversation.drafts.tolist()
-
-    def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
-        self.conversation.length = length
-        self.conversation.drafts[:] = drafts
-        tokens = self.conversation.step(root)
-        padded = [*tokens, *[0] * (self.tree.emitted - len(tokens))]
-        return StepOutput(padded, len(tokens), self.conversation.drafts.tolist())
-
-    def plain(self, root: int, length: int) -> int:
-        self.conversation.length = length
-        return self.conversation.step_plain(root)
-
-    def rows(self, start: int, end: int) -> Array:
-        return self.conversation.rows(start, end)
 
 
 @pytest.mark.parametrize(
