@@ -1,8 +1,9 @@
 """The cache as an ExecuTorch program stores it, and the part of it that a call reads.
 
-Keys stand as ``[kv_heads, head_dim, capacity]``, the form a product of queries with them takes; values as
-``[kv_heads, capacity, head_dim]``. A call reads the first rows of both, as many as are committed and as new rows of a
-step will take, rounded up to ``BUCKET``: attention then costs what the conversation holds, not what it may hold.
+Keys and values stand as ``[kv_heads, capacity, head_dim]``: the portable kernel that shows rows copies a row at a time
+there, and element by element where rows are the last dimension. A call reads the first rows, as many as are committed
+and as new rows of a step will take, rounded up to ``BUCKET``: attention then costs what the conversation holds, not
+what it may hold.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ class VisibleForm(StateForm):
 
     def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
         super().__init__(name, module, geometry, stacked=False)
-        for layer in range(geometry.layers):
-            self.keys.register_buffer(str(layer), torch.zeros(key_shape(geometry)))
         self._visible: Any = geometry.capacity
         self.span = span_of(module)
 
@@ -64,19 +63,13 @@ class VisibleForm(StateForm):
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
 
-        Without a batch dimension, by which ``executorch_lowering.attend`` tells them from new rows. As for those,
-        dimension 2 of the keys is the number of rows.
+        Without a batch dimension, by which ``executorch_attention`` tells them from new rows. As for those, dimension 2
+        of the keys is the number of rows.
         """
         rows = self._visible
-        return [(self.keys[i][:, :, :rows], self.values[i][:, :rows]) for i in range(self.geometry.layers)]
-
-    def commit(self, rows: list[KeyValue], length: Tensor) -> None:  # type: ignore[override]
-        """See StateForm."""
-        every: list[Tensor | None] = [None]
-        for layer, (keys, values) in enumerate(rows):
-            at = length + torch.arange(keys.shape[2], dtype=torch.int32)
-            torch.ops.aten.index_put_(self.keys[layer], [*every, *every, at], keys[0].transpose(1, 2))
-            torch.ops.aten.index_put_(self.values[layer], [*every, at], values[0])
+        return [
+            (self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)
+        ]
 
 
 def span_of(module: StepModule | PrefillModule) -> int:
@@ -102,11 +95,6 @@ def kept_logits(backbone: Backbone) -> Iterator[list[Tensor]]:
         yield kept
     finally:
         del backbone.head
-
-
-def key_shape(geometry: Geometry) -> tuple[int, int, int]:
-    """Of the keys of one layer."""
-    return geometry.kv_heads, geometry.head_dim, geometry.capacity
 
 
 def state_names(geometry: Geometry) -> list[str]:

@@ -181,14 +181,14 @@ class LoadedProgram:
     def states(self, function: str) -> list[Any]:
         """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer.
 
-        Programs store keys as ``[kv_heads, head_dim, capacity]``; raises BundleError for a cache of another form.
+        Raises BundleError for a cache of another form.
         """
-        method, layers, g = self.method(function), range(self.geometry.layers), self.geometry
-        keys = [method.get_attribute(f"{KEYS}.{i}") for i in layers]
-        values = [method.get_attribute(f"{VALUES}.{i}") for i in layers]
-        if tuple(keys[0].shape) != (g.kv_heads, g.head_dim, g.capacity):
-            raise BundleError(f"{self.file}: a cache of shape {tuple(keys[0].shape)}; export the bundle again")
-        return [*(key.transpose(1, 2) for key in keys), *values]
+        method, g = self.method(function), self.geometry
+        found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        for state in found:
+            if tuple(state.shape) != (g.kv_heads, g.capacity, g.head_dim):
+                raise BundleError(f"{self.file}: a cache of shape {tuple(state.shape)}; export the bundle again")
+        return found
 
     def tensor(self, array: NDArray[Any]) -> Any:
         """A torch tensor in an array's memory."""
