@@ -67,9 +67,7 @@ class VisibleForm(StateForm):
         of the keys is the number of rows.
         """
         rows = self._visible
-        return [
-            (self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)
-        ]
+        return [(self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)]
 
 
 def span_of(module: StepModule | PrefillModule) -> int:
