@@ -18,13 +18,14 @@ from tests.executorch import programs
 from tests.executorch.drivers import OracleDriver
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
-QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
+# INT8 makes levels of what FP32 would hide in its last bit.
+QUICK = [(quant, Mode.SHARED, Schedule.DEFERRED) for quant in (Quant.FP32, Quant.INT8)]
 
 
 @pytest.mark.parametrize(
     "combination",
     [
-        combination if combination == QUICK else pytest.param(combination, marks=pytest.mark.slow)
+        combination if combination in QUICK else pytest.param(combination, marks=pytest.mark.slow)
         for combination in itertools.product(
             (Quant.FP32, Quant.INT8, Quant.INT4), (Mode.SHARED, Mode.LOSSLESS), (Schedule.DEFERRED, Schedule.FUSED)
         )
