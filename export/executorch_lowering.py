@@ -81,8 +81,7 @@ def lower(
     Where the model has slots they are state too, and ``set_adapter`` fills them.
     """
     try:
-        from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-        from executorch.exir.passes import MemoryPlanningPass
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
     except ModuleNotFoundError as error:
         raise MissingExtraError("executorch", error.name or "executorch") from error
     with quiet(), faster():
@@ -106,15 +105,21 @@ def lower(
             untouch(edge.exported_program(name), slots)
         delegations = {name: delegation(edge.exported_program(name)) for name in specs}
         report(len(specs) + 1, "lay out the memory")
-        program = edge.to_executorch(
-            ExecutorchBackendConfig(
-                emit_mutable_buffer_names=True,
-                run_reinplace_pass=True,
-                do_quant_fusion_and_const_prop=True,
-                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
-            )
-        )
+        program = edge.to_executorch(memory())
     return Lowered(bytes(program.buffer), delegations)
+
+
+def memory() -> Any:
+    """How a program's memory is laid out: methods share the cache, under its names, and write it in place."""
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+
+    return ExecutorchBackendConfig(
+        emit_mutable_buffer_names=True,
+        run_reinplace_pass=True,
+        do_quant_fusion_and_const_prop=True,
+        memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
+    )
 
 
 def partitioner() -> Any:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ssdevice.config import Mode, Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
-from ssdevice.export.coreml_options import CoreMLOptions
+from ssdevice.export.coreml_options import CoreMLOptions, KVWrite
+from ssdevice.export.executorch_options import Delegate
 from ssdevice.integrity import check_rule, repeated_name
 from ssdevice.manifest import NAME, AdapterKind, Precision
 from ssdevice.tree import Tree
@@ -39,7 +40,7 @@ Quant = Precision
 class ExportOptions:
     """What the caller asks for; None: the default of the target or the adapter.
 
-    ``coreml``: what that target alone lets choose.
+    ``coreml``: what Core ML alone lets choose, as a target or as ExecuTorch's ``delegate``.
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
@@ -56,6 +57,7 @@ class ExportOptions:
     context: int = DEFAULT_CONTEXT
     chunk: int = DEFAULT_CHUNK
     coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
+    delegate: Delegate = Delegate.XNNPACK
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     overwrite: bool = False
@@ -66,12 +68,21 @@ class ExportOptions:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
         if self.adapter_precision not in (Quant.FP32, Quant.FP16):
             raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected fp32 or fp16")
-        if self.target is not Target.COREML and self.coreml != CoreMLOptions():
+        if self.delegate is not Delegate.XNNPACK and self.target is not Target.EXECUTORCH:
+            raise ConfigError(f"--delegate is ExecuTorch's, not {self.target}'s")
+        if self.delegate is Delegate.COREML and self.coreml.kv_write is not KVWrite.SLICE:
+            raise ConfigError("--kv-write is the coreml target's: ExecuTorch writes the cache of its programs itself")
+        if not self.uses_coreml and self.coreml != CoreMLOptions():
             raise ConfigError(
                 f"--kv-write, --per-channel, --compute-units and --deployment-target are Core ML's, not {self.target}'s"
             )
         if self.coreml.per_channel and self.quant is not Quant.INT4:
             raise ConfigError(f"--per-channel is a form of int4; {self.quant} has no blocks to leave out")
+
+    @property
+    def uses_coreml(self) -> bool:
+        """Whether Core ML runs what is exported."""
+        return self.target is Target.COREML or self.delegate is Delegate.COREML
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
 
     Raises InputError for what cannot be exported as asked, ParityError for an export that computes something else.
     """
-    target = exporter(options.target)
+    target = exporter(options.target, options.delegate)
     plan = make_plan(options, target)
     with BundleWriter(options.out, overwrite=options.overwrite) as writer:
         export = Export(plan, target, writer.folder, report)

@@ -7,15 +7,17 @@ from typing import cast
 
 from ssdevice.config import Target
 from ssdevice.errors import MissingExtraError
+from ssdevice.export.executorch_options import Delegate
 from ssdevice.export.plan import Exporter
 
 EXTRAS = {Target.ONNX: "export", Target.COREML: "coreml", Target.EXECUTORCH: "executorch"}
 
 
-def exporter(target: Target) -> Exporter:
+def exporter(target: Target, delegate: Delegate = Delegate.XNNPACK) -> Exporter:
     """The exporter of a target; raises MissingExtraError naming the extra that installs what it needs."""
+    name = target.value if delegate is Delegate.XNNPACK else f"{target.value}_{delegate.value}"
     try:
-        module = importlib.import_module(f"ssdevice.export.targets.{target.value}")
+        module = importlib.import_module(f"ssdevice.export.targets.{name}")
     except ModuleNotFoundError as error:
         raise MissingExtraError(EXTRAS[target], error.name or target.value) from error
     return cast(Exporter, module.EXPORTER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,7 +78,7 @@ class ExecutorchExporter:
             *((FOLDED,) if folded else ()),
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
-        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), _versions(), apps)
+        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The program as the runtime runs it, against the torch model with the same quantized weights.
@@ -140,9 +140,10 @@ def stop_ids(plan: ExportPlan) -> tuple[int, ...]:
     return ChatTokenizer.open(plan.folder).stop_ids
 
 
-def _versions() -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of installed packages."""
     found = {}
-    for name in TOOLS:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -22,6 +22,7 @@ from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
+from ssdevice.runtime.engines.executorch_coreml import BACKEND, InterpretedProgram, has_delegates, say_slow
 from ssdevice.runtime.engines.executorch_file import read_calls
 from ssdevice.safetensors_file import read_floats
 
@@ -126,6 +127,11 @@ class LoadedProgram:
             if found is None or found.closed:
                 found = cls._shared[(*key, options)] = cls(file, bundle.geometry, specs, options)
             return found
+
+    @property
+    def source(self) -> Any:
+        """What runs it: ExecuTorch's program, or the interpreter's."""
+        return self._program
 
     @property
     def closed(self) -> bool:
@@ -262,9 +268,14 @@ def load_program(file: Path) -> Any:
     if not file.is_file():
         raise BundleError(f"{file}: no such program")
     try:
-        return runtime.Runtime.get().load_program(file)
+        opened = runtime.Runtime.get()
+        program = opened.load_program(file)
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
+    if has_delegates(file) and not opened.backend_registry.is_available(BACKEND):
+        say_slow()
+        return InterpretedProgram(file, program)
+    return program
 
 
 def explain(file: Path, function: str, error: Exception) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 from ssdevice.config import Schedule, Target
 from ssdevice.errors import InputError, MissingExtraError
 from ssdevice.export.coreml_options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
+from ssdevice.export.executorch_options import Delegate
 from ssdevice.tree import FORMS, Tree
 
 QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
@@ -46,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=int, default=64, metavar="C", help="prompt tokens per prefill call (default 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
-    coreml = parser.add_argument_group("Core ML alone")
+    add(
+        "--delegate",
+        choices=[delegate.value for delegate in Delegate],
+        default=Delegate.XNNPACK.value,
+        help="what runs an ExecuTorch program; coreml is Apple's alone (default xnnpack)",
+    )
+    coreml = parser.add_argument_group("Core ML alone, as a target or as a delegate")
     coreml.add_argument(
         "--kv-write",
         choices=[write.value for write in KVWrite],
@@ -106,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
             ComputeUnits(args.compute_units),
             Deployment.parse(args.deployment_target),
         ),
+        delegate=Delegate(args.delegate),
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
         overwrite=args.overwrite,
@@ -114,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     check_out(options.out, options.overwrite)
     _quiet_frameworks()
     if options.dry_run:
-        print(json.dumps(make_plan(options, exporter(options.target)).describe(), indent=2))
+        print(json.dumps(make_plan(options, exporter(options.target, options.delegate)).describe(), indent=2))
         return 0
     with terminable(), Progress(args.quiet) as progress:
         bundle = export_bundle(options, progress.report)

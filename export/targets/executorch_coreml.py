@@ -1,0 +1,59 @@
+"""ExecuTorch with Core ML delegates: one program, its functions in one package that shares weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+
+from ssdevice.config import Schedule
+from ssdevice.contract import CacheForm
+from ssdevice.export.coreml_stored import adopt_weights
+from ssdevice.export.executorch_coreml import lower
+from ssdevice.export.executorch_driver import ExecutorchDriver
+from ssdevice.export.executorch_lowering import constants_of
+from ssdevice.export.parity import check
+from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.targets.coreml import TOLERANCE
+from ssdevice.export.targets.executorch import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
+from ssdevice.manifest import SCHEMA_VERSION
+from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
+from ssdevice.runtime.engines.executorch_coreml import InterpretedProgram
+
+
+class CoreMLDelegateExporter:
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
+
+    quants = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
+    schedule = Schedule.FUSED
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write ``model.pte``; see ``plan.Exporter``."""
+        plan = job.plan
+        specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
+        constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
+
+        def report(number: int, what: str) -> None:
+            job.report("write the graphs", number, len(specs) + 2, what)
+
+        lowered, notes = lower(job.loaded.model, plan, specs, constants, report)
+        (folder / PROGRAM_FILE).write_bytes(lowered.data)
+        said = [describe(name, found) for name, found in lowered.delegations.items()]
+        if plan.options.quant is not Quant.FP16:
+            said.insert(0, "weights alone are compressed: activations are float16")
+        files = (TargetFile(PROGRAM, PROGRAM_FILE),)
+        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """The written program, its delegates in the interpreter, against the torch model with the package's weights."""
+        plan, file = job.plan, folder / PROGRAM_FILE
+        with ExecutorchDriver(file, plan.geometry, plan.function_names) as driver:
+            source = driver.engine.program.source
+            if not isinstance(source, InterpretedProgram):  # where Core ML itself runs it, the weights are still read
+                source = InterpretedProgram(file, source)
+            adopt_weights(job.loaded.model, source.interpreter, plan.function_names)
+            return check(job, driver, TOLERANCE)
+
+
+EXPORTER = CoreMLDelegateExporter()

@@ -1,0 +1,133 @@
+"""How a ``.pte`` file is read: a flatbuffer (ExecuTorch's schema/program.fbs), then segments; offsets are checked."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ssdevice.errors import BundleError
+
+IDENTIFIER = b"ET12"
+EXTENDED = b"eh00"
+LIMIT = 1 << 20
+"""Entries of a vector beyond which a file is taken for damaged."""
+Data = bytes | mmap.mmap
+Found = TypeVar("Found")
+
+
+def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
+    """What ``read`` finds in a program's bytes and root table; raises BundleError for what is no whole program."""
+    try:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data[4:8] != IDENTIFIER:
+                raise ValueError(f"it does not begin as {IDENTIFIER.decode()} programs do")
+            root = Table.root(data, 0)
+            for entry in root.tables(4):
+                segment(data, entry)
+            return read(data, root)
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, LookupError, TypeError, struct.error) as error:
+        raise BundleError(f"{file}: not a whole ExecuTorch program ({error})") from error
+
+
+def segment(data: Data, entry: Table) -> tuple[int, int]:
+    """Where a segment begins in the file, and its size."""
+    if data[8:12] != EXTENDED:
+        raise ValueError("segments without a header that says where")
+    (first,) = struct.unpack_from("<Q", data, 24)
+    start, size = first + entry.long(0), entry.long(1)
+    if start + size > len(data):
+        raise ValueError(f"{len(data)} bytes, a segment ends at {start + size}")
+    return start, size
+
+
+@dataclass(frozen=True)
+class Table:
+    """A flatbuffer table; fields by their number in the schema, which counts both parts of a union."""
+
+    data: Data
+    at: int
+
+    @classmethod
+    def root(cls, data: Data, at: int) -> Table:
+        return cls(data, at + _unsigned(data, at))
+
+    def _field(self, number: int) -> int | None:
+        """Where a field lies; None if it is left at its default."""
+        (back,) = struct.unpack_from("<i", self.data, self._checked(self.at))
+        table = self._checked(self.at - back)
+        (size,) = struct.unpack_from("<H", self.data, table)
+        entry = 4 + 2 * number
+        if entry + 2 > size:
+            return None
+        (offset,) = struct.unpack_from("<H", self.data, table + entry)
+        return self._checked(self.at + offset) if offset else None
+
+    def _checked(self, at: int) -> int:
+        if not 0 <= at <= len(self.data) - 2:
+            raise ValueError(f"an offset of {at} in {len(self.data)} bytes")
+        return at
+
+    def has(self, number: int) -> bool:
+        """Whether a field is not left at its default."""
+        return self._field(number) is not None
+
+    def byte(self, number: int) -> int:
+        at = self._field(number)
+        return 0 if at is None else self.data[at]
+
+    def integer(self, number: int) -> int:
+        at = self._field(number)
+        return 0 if at is None else int(struct.unpack_from("<i", self.data, at)[0])
+
+    def long(self, number: int) -> int:
+        at = self._field(number)
+        return 0 if at is None else int(struct.unpack_from("<Q", self.data, at)[0])
+
+    def _vector(self, number: int) -> tuple[int, int]:
+        """Where the entries of a vector begin, and how many there are."""
+        at = self._field(number)
+        if at is None:
+            return 0, 0
+        start = at + _unsigned(self.data, at)
+        return start + 4, _unsigned(self.data, self._checked(start))
+
+    def length(self, number: int) -> int:
+        return self._vector(number)[1]
+
+    def octets(self, number: int) -> bytes:
+        start, count = self._vector(number)
+        if start + count > len(self.data):
+            raise ValueError(f"{count} bytes at {start} of {len(self.data)}")
+        return self.data[start : start + count]
+
+    def integers(self, number: int) -> list[int]:
+        start, count = self._vector(number)
+        if count > LIMIT or start + 4 * count > len(self.data):
+            raise ValueError(f"{count} integers at {start} of {len(self.data)} bytes")
+        return list(struct.unpack_from(f"<{count}i", self.data, start))
+
+    def text(self, number: int) -> str:
+        return self.octets(number).decode("utf-8")
+
+    def table(self, number: int) -> Table:
+        at = self._field(number)
+        if at is None:
+            raise ValueError(f"field {number} of a table is missing")
+        return Table(self.data, at + _unsigned(self.data, at))
+
+    def tables(self, number: int) -> Iterator[Table]:
+        start, count = self._vector(number)
+        if count > LIMIT or start + 4 * count > len(self.data):
+            raise ValueError(f"{count} entries at {start} of {len(self.data)} bytes")
+        for at in range(start, start + 4 * count, 4):
+            yield Table(self.data, at + _unsigned(self.data, at))
+
+
+def _unsigned(data: Data, at: int) -> int:
+    return int(struct.unpack_from("<I", data, at)[0])
