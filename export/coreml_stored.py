@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,18 @@ from torch import Tensor, nn
 from ssdevice.errors import ParityError
 from ssdevice.export.coreml_compact import short_name, weight_key
 from ssdevice.export.parity import Array
+from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.model.step import StreamModel
 
 Saved = list[tuple[nn.Parameter, Tensor]]
+CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.7}
+"""How far a stored matrix may be from the model's, relative to it, as ``sketch`` sees both.
+
+Well beyond what rounding costs even where outliers stretch the scales; another matrix is off by 1.4.
+"""
+_dropped: WeakKeyDictionary[nn.Parameter, Tensor] = WeakKeyDictionary()
+"""Sketches of matrices whose values were given back."""
 
 
 @contextmanager
@@ -31,10 +41,18 @@ def stored_weights(model: StreamModel, program: Program, functions: Collection[s
             weight.data = data
 
 
-def adopt_weights(model: StreamModel, program: Program, functions: Collection[str], saved: Saved | None = None) -> None:
+def adopt_weights(
+    model: StreamModel,
+    program: Program,
+    functions: Collection[str],
+    saved: Saved | None = None,
+    quant: Quant | None = None,
+) -> None:
     """Give every matrix of the model the values it has in these functions of a package, in the package's memory.
 
-    ``saved`` receives what the model had. Raises ParityError for a matrix that the package lacks.
+    ``saved`` receives what the model had. ``quant``: how weights were to be stored. Raises ParityError for a matrix
+    that the package lacks, or with ``quant`` for one that is not the model's up to what this costs: a reference that
+    takes over the package's weights would not notice.
     """
     where = program.package.path
     stored = decompressed(program, functions)
@@ -45,6 +63,8 @@ def adopt_weights(model: StreamModel, program: Program, functions: Collection[st
             raise ParityError(f"{where}: weight {names[0]} is not in the package")
         if array.shape != tuple(weight.shape):
             raise ParityError(f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
+        if quant is not None:
+            _check_close(where, names[0], weight, array, CLOSE[quant])
         if saved is not None:
             saved.append((weight, weight.data))
         with warnings.catch_warnings():
@@ -55,7 +75,27 @@ def adopt_weights(model: StreamModel, program: Program, functions: Collection[st
 def drop_matrices(model: StreamModel) -> None:
     """Give back the memory of every matrix, which keeps its shape alone until ``adopt_weights`` gives it values."""
     for weight in _matrices(model).values():
+        _dropped[weight] = sketch(weight.data)
         weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+
+
+def sketch(matrix: Tensor) -> Tensor:
+    """A matrix ``[rows, columns]`` times one fixed random vector: ``[rows]`` that tell it from any other."""
+    generator = torch.Generator().manual_seed(0)
+    return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
+
+
+def _check_close(where: Path, name: str, weight: nn.Parameter, array: Array, bound: float) -> None:
+    own = _dropped.get(weight)
+    own = sketch(weight.data) if own is None else own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = sketch(torch.from_numpy(array))
+    off = float((other - own).norm() / own.norm().clamp_min(1e-12))
+    if not off <= bound:
+        raise ParityError(
+            f"{where}: weight {name} is {off:.2g} of itself from the model's, at most {bound} can be rounding"
+        )
 
 
 def key_of(name: str) -> str:

@@ -84,7 +84,7 @@ class CoreMLExporter:
         golden = []
         for app, one in jobs(job):
             names = table[app.name]
-            adopt_weights(one.loaded.model, program, tuple(names.values()))
+            adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
             found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
             golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))

@@ -19,7 +19,7 @@ from ssdevice.export.targets.coreml import TOLERANCE
 from ssdevice.export.targets.executorch import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
-from ssdevice.runtime.engines.executorch_coreml import InterpretedProgram
+from ssdevice.runtime.engines.executorch_coreml import open_delegates
 
 
 class CoreMLDelegateExporter:
@@ -49,10 +49,8 @@ class CoreMLDelegateExporter:
         """The written program, its delegates in the interpreter, against the torch model with the package's weights."""
         plan, file = job.plan, folder / PROGRAM_FILE
         with ExecutorchDriver(file, plan.geometry, plan.function_names) as driver:
-            source = driver.engine.program.source
-            if not isinstance(source, InterpretedProgram):  # where Core ML itself runs it, the weights are still read
-                source = InterpretedProgram(file, source)
-            adopt_weights(job.loaded.model, source.interpreter, plan.function_names)
+            _, package = open_delegates(file)
+            adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
             return check(job, driver, TOLERANCE)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +89,7 @@ class InterpretedProgram:
     def __init__(self, file: Path, program: Any) -> None:
         self._program = program
         self.method_names: set[str] = program.method_names
-        self._scratch = tempfile.TemporaryDirectory(prefix="ssdevice-")
-        folder = Path(self._scratch.name)
-        self._methods = read_program(file, lambda data, root: _Reader(data, root, folder).methods())
-        package = Package.open(folder / PACKAGE)
-        _check(file, package, self._methods)
-        self.interpreter = Interpreter(package)
+        self._methods, self.interpreter = open_delegates(file)
         self.states = {
             value.name: np.zeros(value.shape, value.dtype)
             for method in self._methods.values()
@@ -151,6 +148,24 @@ class InterpretedMethod:
                     raise RuntimeError(f"rows {at.tolist()} in a cache of {state.shape[1]}")
                 state[:, at] = held[instruction.rows]
         return [self._from_numpy(held[place]) for place in method.outputs]
+
+
+def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
+    """Methods with Core ML delegates by name, and their package, whose files are kept as long as it is.
+
+    Raises BundleError for a program that calls anything but such delegates and writes of the cache.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ssdevice-"))
+    try:
+        methods = read_program(file, lambda data, root: _Reader(data, root, folder).methods())
+        package = Package.open(folder / PACKAGE)
+        _check(file, package, methods)
+        interpreter = Interpreter(package)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(interpreter, shutil.rmtree, folder, ignore_errors=True)
+    return methods, interpreter
 
 
 def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:

@@ -129,11 +129,6 @@ class LoadedProgram:
             return found
 
     @property
-    def source(self) -> Any:
-        """What runs it: ExecuTorch's program, or the interpreter's."""
-        return self._program
-
-    @property
     def closed(self) -> bool:
         """Whether its memory was released."""
         return self._program is None

@@ -111,8 +111,16 @@ def as_stored(
         from ssdevice.runtime.engines.coreml import MODEL, app_functions
 
         # With the package's own weights, what is left is the rounding of activations to float16.
-        program = Program(Package.open(bundle.file(MODEL)))
-        return stored_weights(model, program, tuple(app_functions(bundle, app).values())), Precision.FP16
+        package = Program(Package.open(bundle.file(MODEL)))
+        return stored_weights(model, package, tuple(app_functions(bundle, app).values())), Precision.FP16
+    if manifest.target is Target.EXECUTORCH:
+        from ssdevice.export.coreml_stored import stored_weights
+        from ssdevice.runtime.engines.executorch import PROGRAM
+        from ssdevice.runtime.engines.executorch_coreml import has_delegates, open_delegates
+
+        if has_delegates(bundle.file(PROGRAM)):
+            _, package = open_delegates(bundle.file(PROGRAM))
+            return stored_weights(model, package, tuple(bundle.functions)), Precision.FP16
     return None, manifest.precision
 
 

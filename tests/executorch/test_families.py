@@ -17,6 +17,7 @@ from ssdevice.export.executorch_lowering import constants_of, lower
 from ssdevice.export.plan import ExportPlan
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.model.loading import build
+from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE
 from ssdevice.tree import Tree
 from tests.conformance.oracle import check, drive
@@ -26,11 +27,12 @@ from tests.model.tiny import MODELS, tiny_model
 TREE = Tree.of([[0], [1], [1, 0]])
 CONTEXT, CHUNK = 24, 5
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
+PROMPTS = {"opt-after": [15, 37, 32, 30, 57, 35, 18]}
+"""Of families whose answer to the first is one token over and over."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MODELS)
-def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
+def tiny(family: str) -> tuple[StreamModel, Geometry]:
+    """A model of two streams, and what an export of it would have."""
     model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
     backbone = model.backbone
     geometry = Geometry(
@@ -44,13 +46,30 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
         CONTEXT,
         CHUNK,
     )
+    return model, geometry
+
+
+def windows_of(model: StreamModel) -> list[int]:
+    """Of its layers, those that have one."""
+    return [window for window in model.backbone.windows() if window is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
+def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    model, geometry = tiny(family)
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED)
     specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
     lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
-    windows = [window for window in backbone.windows() if window is not None]
+    windows = windows_of(model)
     with ExecutorchDriver(file, geometry, list(specs)) as driver:
         oracle = OracleDriver(driver.conversation, windows)
         # A window shorter than a run keeps new rows behind the cache, where sums have another order.
-        check(drive(oracle, PROMPT, seed=1), oracle, 1e-4 if windows else 0.0, perturbation_tolerance=0.0)
+        check(
+            drive(oracle, PROMPTS.get(family, PROMPT), seed=1),
+            oracle,
+            1e-4 if windows else 0.0,
+            perturbation_tolerance=0.0,
+        )

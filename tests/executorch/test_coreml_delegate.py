@@ -1,0 +1,147 @@
+"""ExecuTorch programs with Core ML delegates: the very file, run instruction by instruction, is plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("executorch")
+pytest.importorskip("coremltools", reason="needs the coreml extra")
+
+from ssdevice.bundle import Bundle
+from ssdevice.config import Mode, Schedule, Target
+from ssdevice.errors import BundleError, ConfigError, ParityError
+from ssdevice.export.coreml_options import CoreMLOptions, KVWrite
+from ssdevice.export.executorch_options import Delegate
+from ssdevice.export.plan import ExportJob, ExportOptions, Quant, TargetResult, make_plan
+from ssdevice.export.stages import export_bundle
+from ssdevice.export.targets import exporter
+from ssdevice.mil.reader import Package
+from ssdevice.model.loading import load
+from ssdevice.runtime.engines import EngineOptions, open_engine
+from ssdevice.runtime.engines.executorch import PROGRAM, ExecutorchEngine
+from ssdevice.runtime.engines.executorch_coreml import BACKEND, open_delegates
+from ssdevice.runtime.engines.executorch_file import read_calls
+from tests.conformance.oracle import check, drive
+from tests.executorch import programs
+from tests.executorch.drivers import OracleDriver
+
+PROMPT = [7, 21, 3, 44, 9, 30, 12]
+QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)
+ROW_TOLERANCE = 0.05
+"""Of rows that reach several units, in float16."""
+
+
+def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOptions:
+    return replace(programs.options(quant, mode, schedule, out), delegate=Delegate.COREML)
+
+
+@cache
+def bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
+    out = programs.folder() / f"coreml-{quant}-{mode}-{schedule}"
+    return export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [
+        combination if combination == QUICK else pytest.param(combination, marks=pytest.mark.slow)
+        for combination in itertools.product(
+            (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4),
+            (Mode.SHARED, Mode.LOSSLESS),
+            (Schedule.DEFERRED, Schedule.FUSED),
+        )
+    ],
+    ids="-".join,
+)
+def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Schedule]) -> None:
+    made = bundle(*combination)
+    engine = open_engine(made, None, EngineOptions())
+    assert isinstance(engine, ExecutorchEngine)
+    driver = OracleDriver(engine.new_conversation())
+    facts = drive(driver, PROMPT, seed=1)
+    assert made.manifest.parity["counts"] == made.geometry.tree.emitted
+    check(facts, driver, ROW_TOLERANCE, perturbation_tolerance=ROW_TOLERANCE)
+    engine.close()
+
+
+def test_every_method_is_one_delegate_and_writes_of_the_cache() -> None:
+    made = bundle(*QUICK)
+    calls = read_calls(made.file(PROGRAM))
+    assert set(calls) == set(made.functions)
+    for found in calls.values():
+        assert [one.backend for one in found.delegates] == [BACKEND]
+        assert dict(found.kernels) == {"aten::index_put_": 2 * made.geometry.layers}
+
+
+def test_methods_share_one_package_that_goes_with_its_interpreter() -> None:
+    methods, interpreter = open_delegates(bundle(*QUICK).file(PROGRAM))
+    assert set(interpreter.package.functions) == set(methods)
+    folder = interpreter.package.path
+    assert Package.open(folder).specification_version == interpreter.package.specification_version
+    del interpreter, methods
+    assert not folder.exists()
+
+
+def test_conversations_keep_their_rows() -> None:
+    engine = open_engine(bundle(*QUICK), None, EngineOptions())
+    answers = []
+    for tokens in ([7, 21, 3], [44, 9]):
+        alone = engine.new_conversation()
+        root = alone.prefill(tokens)
+        alone.length = len(tokens)
+        answers.append([root, alone.step_plain(root)])
+    first, second = engine.new_conversation(), engine.new_conversation()
+    roots = first.prefill([7, 21, 3]), second.prefill([44, 9])
+    first.length, second.length = 3, 2
+    assert [[roots[0], first.step_plain(roots[0])], [roots[1], second.step_plain(roots[1])]] == answers
+    engine.close()
+
+
+def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
+    wanted = options(*QUICK, tmp_path / "bundle")
+    target = exporter(wanted.target, wanted.delegate)
+    plan = make_plan(wanted, target)
+    job = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
+    shutil.copy(bundle(*QUICK).file(PROGRAM), tmp_path / "model.pte")
+    made = TargetResult((), bundle(*QUICK).manifest.cache, "float32")
+    assert target.gate(job, tmp_path, made)["counts"] == plan.geometry.tree.emitted
+    other = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
+    weight = next(p for name, p in other.loaded.model.named_parameters() if name.endswith("down_proj.weight"))
+    with torch.no_grad():
+        weight.copy_(weight.roll(1, 0))
+    with pytest.raises(ParityError, match="down_proj"):
+        target.gate(other, tmp_path, made)
+
+
+def test_a_program_whose_delegate_gives_other_tensors_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.pte"
+    data = bundle(*QUICK).file(PROGRAM).read_bytes()
+    assert data.count(b'"functionName": "prefill"') == 1
+    file.write_bytes(data.replace(b'"functionName": "prefill"', b'"functionName": "step",  '))
+    with pytest.raises(BundleError, match="model.pte"):
+        open_delegates(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target": Target.ONNX}, "--delegate is ExecuTorch's"),
+        ({"coreml": CoreMLOptions(kv_write=KVWrite.MASK)}, "--kv-write is the coreml target's"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(options(*QUICK, tmp_path), **change)  # type: ignore[arg-type]
+
+
+def test_precisions_are_those_of_core_ml(tmp_path: Path) -> None:
+    wanted = options(Quant.FP32, Mode.SHARED, Schedule.FUSED, tmp_path)
+    with pytest.raises(ConfigError, match="fp16, int8, int4, palette4"):
+        make_plan(wanted, exporter(wanted.target, wanted.delegate))
