@@ -1,7 +1,8 @@
 """What of a model must be computed differently where every intermediate value is a float16.
 
 Root-mean-square norms are computed on rows scaled by their largest value: the square of an activation above 256 does
-not fit into float16, and such activations are common in trained models. Masks are numbers that float16 holds.
+not fit into float16, and such activations are common in trained models. Masks are numbers that float16 holds. Attention
+sums over past and new values at once, so that a drafted row is the row of plain decoding to the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdevice.model.attention import JOINED
 from ssdevice.model.step import StreamModel
 
 MASK_VALUE = -1e4
@@ -53,8 +55,9 @@ class HalfNorm(nn.Module):
 def half_precision(model: StreamModel) -> Iterator[None]:
     """Within this context the model computes the same with intermediate values that float16 holds."""
     backbone = model.backbone
-    before = backbone.mask_value
-    backbone.mask_value = MASK_VALUE
+    config = backbone.config
+    before = backbone.mask_value, config._attn_implementation
+    backbone.mask_value, config._attn_implementation = MASK_VALUE, JOINED
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
@@ -65,7 +68,7 @@ def half_precision(model: StreamModel) -> Iterator[None]:
     try:
         yield
     finally:
-        backbone.mask_value = before
+        backbone.mask_value, config._attn_implementation = before
         for parent, name, child in swapped:
             setattr(parent, name, child)
 

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssdevice.errors import ParityError
 from ssdevice.export.coreml_compact import short_name, weight_key
@@ -25,7 +25,7 @@ CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.
 
 Well beyond what rounding costs even where outliers stretch the scales; another matrix is off by 1.4.
 """
-_dropped: WeakKeyDictionary[nn.Parameter, Tensor] = WeakKeyDictionary()
+_dropped = WeakTensorKeyDictionary()
 """Sketches of matrices whose values were given back."""
 
 

@@ -25,10 +25,11 @@ _SHIFT = np.uint32((13 << 23) + (1 << 22))  # times 2**13, and half as much agai
 
 
 def round_half(value: Any) -> Array:
-    """float32 values rounded to the nearest float16, ties to even, held as float32; zeros may lose their sign."""
-    if value.size > MANY and value.dtype == np.float32:
-        return _round_many(value)
-    rounded: Array = value.astype(np.float16).astype(np.float32)
+    """Values rounded to the nearest float16, ties to even, held as float32; zeros may lose their sign."""
+    single = value.astype(np.float32, copy=False)
+    if value.size > MANY:
+        return _round_many(single)
+    rounded: Array = single.astype(np.float16).astype(np.float32)
     return rounded
 
 

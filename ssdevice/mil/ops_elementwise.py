@@ -121,9 +121,9 @@ def _softmax(node: Node) -> Function:
 
 
 def softmax(x: Tensor, axis: int) -> Tensor:
-    """Softmax along ``axis``, shifted by the maximum."""
+    """Softmax along ``axis``, shifted by the maximum; the sum is float64 as for kernels that sum."""
     shifted = np.exp(x - x.max(axis=axis, keepdims=True))
-    shifted /= shifted.sum(axis=axis, keepdims=True)
+    shifted /= shifted.sum(axis=axis, keepdims=True, dtype=np.float64).astype(x.dtype)
     return shifted
 
 

@@ -1,4 +1,4 @@
-"""Kernels that multiply matrices: linear, matmul, convolution, attention; sums are float32 in BLAS's order."""
+"""Kernels that multiply matrices: linear, matmul, convolution, attention."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import numpy as np
 from ssdevice.mil.ops_elementwise import softmax
 from ssdevice.mil.registry import Function, Node, Tensor, define, kernel
 
+BLOCK = 1 << 17
+"""Elements of a weight that are float64 at a time: few enough to stay near the processor."""
 
-@kernel("linear", "x")
+
+@kernel("linear", "x", sums=True)
 def _linear(node: Node) -> Function:
     weight = node.array("weight")
-    transposed = weight.T
     bias = node.array("bias") if node.has("bias") else None
     if bias is not None and not bias.any():
         bias = None
-    width = weight.shape[0]
+    width, inputs = weight.shape
+    step = max(1, BLOCK // max(1, inputs))
 
     def run(x: Tensor) -> Tensor:
-        out = x.reshape(-1, x.shape[-1]) @ transposed
+        rows = x.reshape(-1, inputs)
+        out = np.empty((rows.shape[0], width))
+        for at in range(0, width, step):
+            np.matmul(rows, weight[at : at + step].astype(np.float64).T, out=out[:, at : at + step])
         if bias is not None:
             out += bias
         return out.reshape(*x.shape[:-1], width)
@@ -28,7 +34,7 @@ def _linear(node: Node) -> Function:
     return run
 
 
-@kernel("matmul", "x y")
+@kernel("matmul", "x y", sums=True)
 def _matmul(node: Node) -> Function:
     flip_x, flip_y = node.flag("transpose_x"), node.flag("transpose_y")
 
@@ -42,23 +48,23 @@ def _matmul(node: Node) -> Function:
     return run
 
 
-@kernel("einsum", "values*")
+@kernel("einsum", "values*", sums=True)
 def _einsum(node: Node) -> Function:
     equation = node.text("equation")
     return lambda x, y: np.einsum(equation, x, y)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    scores = np.matmul(query, key.swapaxes(-1, -2)) * np.float32(1 / math.sqrt(query.shape[-1]))
+    scores = np.matmul(query, key.swapaxes(-1, -2)) * (1 / math.sqrt(query.shape[-1]))
     if mask is not None:
         scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == np.bool_ else scores + mask
     return np.matmul(softmax(scores, -1), value)
 
 
-define("scaled_dot_product_attention", "query key value attn_mask?", _attention)
+define("scaled_dot_product_attention", "query key value attn_mask?", _attention, sums=True)
 
 
-@kernel("conv", "x weight")
+@kernel("conv", "x weight", sums=True)
 def _conv(node: Node) -> Function:
     rank = len(node.outputs[0].shape) - 2
     strides = node.ints("strides") if node.has("strides") else [1] * rank

@@ -20,7 +20,7 @@ def _log_sum_exp(x: Tensor, axis: Any, keepdims: bool) -> Tensor:
 
 
 def _register(kind: str, reduce: Reduce, exact: bool = False) -> None:
-    @kernel(kind, "x", exact=exact)
+    @kernel(kind, "x", exact=exact, sums=not exact)
     def build(node: Node) -> Function:
         axes = tuple(node.ints("axes")) if node.has("axes") else None
         keep = node.flag("keep_dims")
@@ -51,7 +51,7 @@ _register_arg("reduce_argmax", np.argmax)
 _register_arg("reduce_argmin", np.argmin)
 
 
-@kernel("layer_norm", "x")
+@kernel("layer_norm", "x", sums=True)
 def _layer_norm(node: Node) -> Function:
     epsilon = node.number("epsilon", 1e-5)
     gamma = node.array("gamma") if node.has("gamma") else None
@@ -70,7 +70,7 @@ def _layer_norm(node: Node) -> Function:
     return run
 
 
-@kernel("l2_norm", "x")
+@kernel("l2_norm", "x", sums=True)
 def _l2_norm(node: Node) -> Function:
     epsilon = node.number("epsilon", 1e-6)
     return lambda x: x / np.sqrt((x * x).sum(axis=(-3, -2, -1), keepdims=True) + epsilon)
@@ -92,7 +92,7 @@ def _batch_norm(node: Node) -> Function:
     return run
 
 
-@kernel("instance_norm", "x")
+@kernel("instance_norm", "x", sums=True)
 def _instance_norm(node: Node) -> Function:
     epsilon = node.number("epsilon", 1e-5)
     gamma = node.array("gamma") if node.has("gamma") else None
@@ -110,7 +110,7 @@ def _instance_norm(node: Node) -> Function:
     return run
 
 
-@kernel("cumsum", "x")
+@kernel("cumsum", "x", sums=True)
 def _cumsum(node: Node) -> Function:
     axis, exclusive, reverse = node.integer("axis", 0), node.flag("exclusive"), node.flag("reverse")
 

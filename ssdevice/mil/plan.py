@@ -148,7 +148,7 @@ class Compiler:
                 f"export the bundle again if the package was edited, else run it on a Mac"
             )
         node = self._node(operation, kernel)
-        run = kernel.build(node)
+        run = _on_wide(kernel.build(node)) if kernel.sums else kernel.build(node)
         sources = self._sources(operation, node)
         finish = [self._finish(kind, kernel, node) for _, kind in operation.outputs]
         if all(source.constant is not None for source in sources):
@@ -248,6 +248,11 @@ class Compiler:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _on_wide(run: Run) -> Run:
+    single = np.float32
+    return lambda *operands: run(*[x.astype(np.float64) if x.dtype == single else x for x in operands])
 
 
 def _on_copy(run: Run) -> Run:

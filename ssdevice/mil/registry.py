@@ -2,7 +2,8 @@
 
 A kernel is built once per operation: ``build(node)`` reads the constant parameters, says which values it needs at
 run time (``operands`` of its registration or ``node.take``) and returns a function of those. Floating values are
-float32 arrays whatever the program declares; ``Program`` rounds a kernel's output to the declared type.
+float32 arrays whatever the program declares, float64 for kernels that sum; ``Program`` rounds a kernel's output to the
+declared type.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Kernel:
     ``exact``: it only moves or compares values, so its output needs no rounding. ``view``: its output may share
     memory with its first operand. ``updates``: its function writes into its first operand and returns it; the
     program hands it a copy unless nobody can see the difference. ``weight``: it decompresses a constant, whose
-    declared type is kept in every precision.
+    declared type is kept in every precision. ``sums``: it adds values up, and gets float64 operands, so that after
+    rounding a sum is the same in whatever order its terms come.
     """
 
     build: Build
@@ -47,26 +49,34 @@ class Kernel:
     view: bool = False
     updates: bool = False
     weight: bool = False
+    sums: bool = False
 
 
 KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
-    kind: str, operands: str, *, exact: bool = False, view: bool = False, updates: bool = False, weight: bool = False
+    kind: str,
+    operands: str,
+    *,
+    exact: bool = False,
+    view: bool = False,
+    updates: bool = False,
+    weight: bool = False,
+    sums: bool = False,
 ) -> Callable[[Build], Build]:
     """Register ``build`` for an operation; ``operands``: names in order, ``?`` may be absent, ``*`` takes a tuple."""
 
     def register(build: Build) -> Build:
-        KERNELS[kind] = Kernel(build, tuple(operands.split()), exact or view or updates, view, updates, weight)
+        KERNELS[kind] = Kernel(build, tuple(operands.split()), exact or view or updates, view, updates, weight, sums)
         return build
 
     return register
 
 
-def define(kind: str, operands: str, function: Function, *, exact: bool = False) -> None:
+def define(kind: str, operands: str, function: Function, *, exact: bool = False, sums: bool = False) -> None:
     """Register an operation without constant parameters: its kernel is ``function`` itself."""
-    KERNELS[kind] = Kernel(lambda node: function, tuple(operands.split()), exact)
+    KERNELS[kind] = Kernel(lambda node: function, tuple(operands.split()), exact, sums=sums)
 
 
 @dataclass

@@ -197,20 +197,21 @@ def test_what_cannot_be_said_in_float16_is_not_in_the_program():
                 assert np.isfinite(value.data).all(), operation.output
 
 
+# Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.
 @pytest.mark.parametrize(("quant", "mode", "schedule"), MATRIX)
 def test_speculative_decoding_is_plain_decoding(quant: Quant, mode: Mode, schedule: Schedule):
     driver = PackageDriver(package(quant, mode, schedule), precision="fp32")
-    check(drive(driver, PROMPT), driver, row_tolerance=1e-4, perturbation_tolerance=1e-4)
+    check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_writing_by_mask_is_the_same(schedule: Schedule):
     driver = PackageDriver(package(schedule=schedule, write=KVWrite.MASK), precision="fp32")
-    check(drive(driver, PROMPT), driver, row_tolerance=1e-4, perturbation_tolerance=1e-4)
+    check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)
 
 
 @pytest.mark.parametrize("quant", [Quant.FP16, pytest.param(Quant.INT8, marks=pytest.mark.slow)], ids=str)
 def test_half_precision_does_not_change_the_tokens(quant: Quant):
     driver = PackageDriver(package(quant), precision="fp16")
-    check(drive(driver, PROMPT), driver, row_tolerance=0.05, perturbation_tolerance=0.05)
+    check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)

@@ -34,8 +34,6 @@ from tests.executorch.drivers import OracleDriver
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)
-ROW_TOLERANCE = 0.05
-"""Of rows that reach several units, in float16."""
 
 
 def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOptions:
@@ -67,7 +65,8 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     driver = OracleDriver(engine.new_conversation())
     facts = drive(driver, PROMPT, seed=1)
     assert made.manifest.parity["counts"] == made.geometry.tree.emitted
-    check(facts, driver, ROW_TOLERANCE, perturbation_tolerance=ROW_TOLERANCE)
+    # Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.
+    check(facts, driver, 0.0, perturbation_tolerance=0.0)
     engine.close()
 
 
