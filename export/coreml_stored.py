@@ -86,8 +86,7 @@ def sketch(matrix: Tensor) -> Tensor:
 
 
 def _check_close(where: Path, name: str, weight: nn.Parameter, array: Array, bound: float) -> None:
-    own = _dropped.get(weight)
-    own = sketch(weight.data) if own is None else own
+    own = _dropped[weight] if weight in _dropped else sketch(weight.data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = sketch(torch.from_numpy(array))
