@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.package_audit import describe_package, print_package
 from ssdevice.commands.program_audit import describe_program, print_program
+from ssdevice.commands.program_time import check_timed, describe_times, print_times
 from ssdevice.config import Target
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--time", action="store_true", help="ExecuTorch: run it, and show what delegates and portable operators take"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of --time (default: 1)")
+    parser.add_argument(
+        "--committed", type=int, metavar="N", help="tokens in the cache of --time (default: half of the context)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +37,14 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bundle import Bundle
 
     bundle = Bundle.open(args.bundle)
+    if args.time:
+        check_timed(bundle)
     found = describe(bundle)
+    if args.time:
+        from ssdevice.commands.progress import Progress
+
+        with Progress(args.quiet) as progress:
+            found["times"] = describe_times(bundle, args.threads, args.committed, progress.report)
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
@@ -145,6 +160,8 @@ def _print(found: dict[str, Any]) -> None:
         print_package(console, found["package"], _size)
     if "methods" in found:
         print_program(console, found["methods"])
+    if "times" in found:
+        print_times(console, found["times"])
 
 
 def _size(count: int) -> str:

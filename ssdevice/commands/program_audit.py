@@ -1,6 +1,6 @@
 """What ``ssdevice inspect`` adds for an ExecuTorch bundle: what each method hands to delegates, and what it does not.
 
-These are counts of calls, not times: the runtime that Python packages ship is built without event tracing.
+These are counts of calls, read from the file alone; ``program_time`` measures what they take.
 """
 
 from __future__ import annotations
