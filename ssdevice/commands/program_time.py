@@ -76,7 +76,7 @@ def _delegate(name: str) -> bool:
 
 
 def print_times(console: Console, times: dict[str, Any]) -> None:
-    """``describe_times`` as a table for each method; a difference below zero, which is noise, shows as zero."""
+    """``describe_times`` as a table for each method, whose parts add up to a whole call."""
     from rich import box
     from rich.table import Table
 
@@ -87,7 +87,7 @@ def print_times(console: Console, times: dict[str, Any]) -> None:
         table = Table("part", "calls", "ms", "share", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
 
         def add(part: str, calls: int, ms: float, table: Table = table, whole: float = whole) -> None:
-            table.add_row(part, str(calls or ""), f"{max(0.0, ms):.3f}", f"{max(0.0, ms / whole):.1%}")
+            table.add_row(part, str(calls or ""), f"{ms:.3f}", f"{ms / whole:.1%}")
 
         delegates = [part for part in found["parts"] if _delegate(part["name"])]
         kernels = found["parts"][len(delegates) :]

@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("executorch")
 
@@ -24,7 +27,7 @@ from ssdevice.runtime.engines import EngineOptions
 from ssdevice.runtime.engines import executorch_time as timed
 from ssdevice.runtime.engines.executorch import PROGRAM, ExecutorchEngine
 from ssdevice.runtime.engines.executorch_file import DelegateCalls, read_calls
-from ssdevice.runtime.engines.executorch_time import TOGETHER, MethodTimes, time_methods
+from ssdevice.runtime.engines.executorch_time import TOGETHER, MethodTimes, rising, time_methods
 from tests.executorch import programs
 
 COMMITTED = 7
@@ -55,6 +58,7 @@ def test_the_parts_add_up_to_the_whole(times: dict[str, MethodTimes]) -> None:
     assert set(times) == set(FUNCTIONS)
     for found in times.values():
         assert found.outside > 0 and found.rounds >= timed.MIN_ROUNDS and found.rounds % 2 == 0
+        assert all(part.seconds >= 0 for part in found.parts)
         assert found.outside + sum(part.seconds for part in found.parts) == pytest.approx(found.whole, rel=1e-9)
 
 
@@ -67,6 +71,18 @@ def test_every_instruction_has_its_part(bundle: Bundle, times: dict[str, MethodT
         assert Counter(part.name for part in parts if part.name not in delegates) == calls.kernels
         order = [one for one in calls.instructions if not isinstance(one, DelegateCalls)]
         assert [part.name for part in parts if part.name not in delegates] == order
+
+
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=6))
+def test_rising_values_are_the_nearest(values: list[int]) -> None:
+    found = rising(np.array(values, np.float64))
+    assert found.sum() == pytest.approx(sum(values))
+    assert (np.diff(found) >= 0).all()
+    # The largest of the least means of the runs around a place: the same fit in closed form.
+    size = range(len(values))
+    assert found.tolist() == pytest.approx(
+        [max(min(np.mean(values[a : b + 1]) for b in size[i:]) for a in size[: i + 1]) for i in size]
+    )
 
 
 def test_of_a_slow_method_kernels_in_a_row_are_timed_as_one(bundle: Bundle) -> None:
