@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, ensure_ascii=False))
     else:
         _print(found)
+    if args.time and not args.quiet and not all(one["valid"] for one in found["times"]["methods"].values()):
+        print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 

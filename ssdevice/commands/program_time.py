@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 OUTSIDE = "the call itself"
+LOADED = 0.01
+"""Standard error of an operator's time, of a whole call, beyond which the machine was not quiet enough."""
 
 
 def check_timed(bundle: Bundle) -> None:
@@ -34,7 +36,7 @@ def describe_times(
 ) -> dict[str, Any]:
     """Times as plain values, in ms: by method, its delegates in order, then its operators, slowest first.
 
-    ``instructions``: each one in order, or what was timed as one.
+    ``instructions``: each one in order, or what was timed as one. ``valid``: the rounds agree.
     """
     from ssdevice.runtime.engines import EngineOptions
     from ssdevice.runtime.engines.executorch_time import time_methods
@@ -54,12 +56,14 @@ def _method(times: MethodTimes) -> dict[str, Any]:
     delegates = [group for group in groups if _delegate(group["name"])]
     kernels = sorted((group for group in groups if not _delegate(group["name"])), key=lambda group: -group["ms"])
     errors = [group.pop("error") for group in groups]
+    error = math.sqrt(sum(one**2 for one in errors) / max(1, len(errors)))
     return {
         "whole_ms": times.whole * 1e3,
         "outside_ms": times.outside * 1e3,
         "delegates_ms": sum(group["ms"] for group in delegates),
         "kernels_ms": sum(group["ms"] for group in kernels),
-        "error_ms": math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
+        "error_ms": error,
+        "valid": error < LOADED * times.whole * 1e3,
         "rounds": times.rounds,
         "parts": delegates + kernels,
         "instructions": [{"name": part.name, "ms": part.seconds * 1e3} for part in times.parts],
