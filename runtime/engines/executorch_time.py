@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from time import get_clock_info, perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
@@ -92,12 +93,9 @@ def time_methods(
             engine.program.lock,
         ):
             conversation = _filled(engine, committed)
-            found = {}
-            for name in FUNCTIONS:
-                if name in engine.functions:
-                    method = _Method(conversation, window, name, calls[name])
-                    found[name] = _time(method, calls[name], seconds, report)
-            return found
+            names = [name for name in FUNCTIONS if name in engine.functions]
+            methods = {name: _Method(conversation, window, name, calls[name]) for name in names}
+            return {name: _time(method, calls[name], seconds, report) for name, method in methods.items()}
 
 
 def _filled(engine: ExecutorchEngine, committed: int) -> ExecutorchConversation:
@@ -105,9 +103,9 @@ def _filled(engine: ExecutorchEngine, committed: int) -> ExecutorchConversation:
     conversation, chunk = engine.new_conversation(), engine.geometry.chunk
     engine.program.seat(conversation, next(iter(engine.specs)))
     while conversation.length < committed:
-        count = min(chunk, committed - conversation.length)
-        conversation.prefill([TOKEN] * count)
-        conversation.length += count
+        tokens = [TOKEN] * min(chunk, committed - conversation.length)
+        conversation.prefill(tokens)
+        conversation.length += len(tokens)
     return conversation
 
 
@@ -189,19 +187,16 @@ def rising(values: NDArray[np.float64]) -> NDArray[np.float64]:
     for value in values.tolist():
         mean, size = value, 1
         while blocks and blocks[-1][0] > mean:
-            before, count = blocks.pop()
-            mean, size = (mean * size + before * count) / (size + count), size + count
+            before, others = blocks.pop()
+            mean, size = (mean * size + before * others) / (size + others), size + others
         blocks.append((mean, size))
     return np.repeat([mean for mean, _ in blocks], [size for _, size in blocks])
 
 
 def _names(instructions: Sequence[str | DelegateCalls]) -> list[str]:
-    names, delegates = [], 0
-    for one in instructions:
-        if isinstance(one, DelegateCalls):
-            delegates += 1
-            inside = "" if one.nodes is None else f" ({one.nodes} operators)"
-            names.append(f"delegate {delegates}{inside}")
-        else:
-            names.append(one)
-    return names
+    numbers = count(1)
+
+    def delegate(one: DelegateCalls) -> str:
+        return f"delegate {next(numbers)}" + ("" if one.nodes is None else f" ({one.nodes} operators)")
+
+    return [one if isinstance(one, str) else delegate(one) for one in instructions]
