@@ -67,9 +67,12 @@ class ExecutorchEngine(Engine):
         self._open = True
 
     @classmethod
-    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
-        """The engine of an app; raises BundleError for another cache form or a program that does not load."""
-        manifest, file, found = bundle.manifest, bundle.file(PROGRAM), bundle.app(app)
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions, copy: Path | None = None) -> Self:
+        """The engine of an app; raises BundleError for another cache form or a program that does not load.
+
+        ``copy``: the bundle's program in another file, which is opened for this engine alone.
+        """
+        manifest, file, found = bundle.manifest, copy or bundle.file(PROGRAM), bundle.app(app)
         if manifest.cache is not CacheForm.STATE or manifest.cache_dtype != CACHE_DTYPE:
             raise BundleError(
                 f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
@@ -79,7 +82,9 @@ class ExecutorchEngine(Engine):
             return cls(file, bundle.geometry, list(bundle.functions), options)
         if len(found.files) > 1:
             raise BundleError(f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one")
-        program = LoadedProgram.of(bundle, file, specs_of(bundle.geometry, list(bundle.functions)), options)
+        specs = specs_of(bundle.geometry, list(bundle.functions))
+        program = LoadedProgram(file, bundle.geometry, specs, options) if copy else None
+        program = program or LoadedProgram.of(bundle, file, specs, options)
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 

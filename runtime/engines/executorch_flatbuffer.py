@@ -89,7 +89,7 @@ class Table:
         at = self._field(number)
         return 0 if at is None else int(struct.unpack_from("<Q", self.data, at)[0])
 
-    def _vector(self, number: int) -> tuple[int, int]:
+    def vector(self, number: int) -> tuple[int, int]:
         """Where the entries of a vector begin, and how many there are."""
         at = self._field(number)
         if at is None:
@@ -98,16 +98,16 @@ class Table:
         return start + 4, _unsigned(self.data, self._checked(start))
 
     def length(self, number: int) -> int:
-        return self._vector(number)[1]
+        return self.vector(number)[1]
 
     def octets(self, number: int) -> bytes:
-        start, count = self._vector(number)
+        start, count = self.vector(number)
         if start + count > len(self.data):
             raise ValueError(f"{count} bytes at {start} of {len(self.data)}")
         return self.data[start : start + count]
 
     def integers(self, number: int) -> list[int]:
-        start, count = self._vector(number)
+        start, count = self.vector(number)
         if count > LIMIT or start + 4 * count > len(self.data):
             raise ValueError(f"{count} integers at {start} of {len(self.data)} bytes")
         return list(struct.unpack_from(f"<{count}i", self.data, start))
@@ -122,7 +122,7 @@ class Table:
         return Table(self.data, at + _unsigned(self.data, at))
 
     def tables(self, number: int) -> Iterator[Table]:
-        start, count = self._vector(number)
+        start, count = self.vector(number)
         if count > LIMIT or start + 4 * count > len(self.data):
             raise ValueError(f"{count} entries at {start} of {len(self.data)} bytes")
         for at in range(start, start + 4 * count, 4):

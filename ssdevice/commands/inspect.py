@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.package_audit import describe_package, print_package
-from ssdevice.commands.program_audit import describe_program, print_program
+from ssdevice.commands.program_audit import COREML, describe_delegates, describe_program, print_program
+from ssdevice.commands.program_time import check_timed, describe_times, print_times
 from ssdevice.config import Target
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--time", action="store_true", help="ExecuTorch: run it, and show what delegates and portable operators take"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of --time (default: 1)")
+    parser.add_argument(
+        "--committed", type=int, metavar="N", help="tokens in the cache of --time (default: half of the context)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,11 +38,20 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bundle import Bundle
 
     bundle = Bundle.open(args.bundle)
+    if args.time:
+        check_timed(bundle)
     found = describe(bundle)
+    if args.time:
+        from ssdevice.commands.progress import Progress
+
+        with Progress(args.quiet) as progress:
+            found["times"] = describe_times(bundle, args.threads, args.committed, progress.report)
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         _print(found)
+    if args.time and not args.quiet and not all(one["valid"] for one in found["times"]["methods"].values()):
+        print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 
@@ -85,7 +103,10 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     if manifest.target is Target.COREML:
         found["package"] = describe_package(bundle.file("model"))
     if manifest.target is Target.EXECUTORCH:
-        found["methods"] = describe_program(bundle.file("program"))
+        file = bundle.file("program")
+        found["methods"] = describe_program(file)
+        if any(one["backend"] == COREML for method in found["methods"].values() for one in method["delegates"]):
+            found["package"] = describe_delegates(file)
     return found
 
 
@@ -145,6 +166,8 @@ def _print(found: dict[str, Any]) -> None:
         print_package(console, found["package"], _size)
     if "methods" in found:
         print_program(console, found["methods"])
+    if "times" in found:
+        print_times(console, found["times"])
 
 
 def _size(count: int) -> str:

@@ -1,6 +1,6 @@
 """What ``ssdevice inspect`` adds for an ExecuTorch bundle: what each method hands to delegates, and what it does not.
 
-These are counts of calls, not times: the runtime that Python packages ship is built without event tracing.
+These are counts of calls, read from the file alone; ``program_time`` measures what they take.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KERNELS_SHOWN = 8
+COREML = "CoreMLBackend"
 
 
 def describe_program(file: Path) -> dict[str, Any]:
@@ -28,6 +29,15 @@ def describe_program(file: Path) -> dict[str, Any]:
         }
         for name, found in read_calls(file).items()
     }
+
+
+def describe_delegates(file: Path) -> dict[str, Any]:
+    """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it."""
+    from ssdevice.commands.package_audit import describe_package
+    from ssdevice.runtime.engines.executorch_coreml import open_delegates
+
+    _, interpreter = open_delegates(file)
+    return describe_package(interpreter.package.path)
 
 
 def print_program(console: Console, methods: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.executorch import ExecutorchEngine
 from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE
 from ssdevice.runtime.engines.executorch_program import SET_ADAPTER, AdapterSlots
+from ssdevice.runtime.engines.executorch_time import time_methods
 from ssdevice.runtime.session import Session
 from tests.executorch import programs
 from tests.export.models import write_adapter, write_lora
@@ -278,3 +279,9 @@ def test_lossless_apps_share_a_program(schedule: Schedule) -> None:
     opened = bundle(Mode.LOSSLESS, Quant.FP32, schedule)
     with Session.open(opened) as session:
         assert answers(session, "one") == answers(session, "two") == answers(session, "base")
+
+
+def test_a_program_of_slots_is_timed() -> None:
+    found = time_methods(bundle(), EngineOptions(), 3, lambda *_: None, seconds=0)
+    assert SET_ADAPTER not in found and set(found) == set(bundle().functions)
+    assert all(times.whole > times.outside > 0 for times in found.values())
