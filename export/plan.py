@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ssdevice.adapter_storage import PRECISIONS
 from ssdevice.config import Mode, Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
@@ -44,7 +45,7 @@ class ExportOptions:
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
-    ``adapter_precision``: how the floats of adapters that stand apart are stored, fp32 or fp16.
+    ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapter_storage``.
     """
 
     model: str
@@ -66,8 +67,8 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= MAX_CHUNK:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
-        if self.adapter_precision not in (Quant.FP32, Quant.FP16):
-            raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected fp32 or fp16")
+        if self.adapter_precision not in PRECISIONS:
+            raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected {', '.join(PRECISIONS)}")
         if self.delegate is not Delegate.XNNPACK and self.target is not Target.EXECUTORCH:
             raise ConfigError(f"--delegate is ExecuTorch's, not {self.target}'s")
         if self.delegate is Delegate.COREML and self.coreml.kv_write is not KVWrite.SLICE:

@@ -15,11 +15,21 @@ from numpy.typing import NDArray
 from ssdevice.errors import InputError
 
 MAX_HEADER = 100_000_000
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
+WRITTEN = {np.dtype(DTYPES[kind]): kind for kind in ("F32", "F16", "I8")}
 
 
 def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
     """Every tensor as float32; raises InputError for a file that is none, and for tensors that are not floats."""
+    tensors = read_tensors(file)
+    for name, value in tensors.items():
+        if value.dtype == np.int8:
+            raise InputError(f"{file}: tensor {name!r} is I8, expected floats")
+    return {name: value.astype(np.float32, copy=False) for name, value in tensors.items()}
+
+
+def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor in its type, BF16 as float32; raises InputError for a file that is none, and for other types."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -39,7 +49,7 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
         raise InputError(f"{file}: not a safetensors file ({error})") from error
 
 
-def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[np.float32]:
+def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[Any]:
     kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if kind not in DTYPES:
         raise InputError(f"{what} is {str(kind)[:20]}, expected {', '.join(DTYPES)}")
@@ -51,18 +61,19 @@ def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[np.fl
     flat = np.frombuffer(body[begin:end], DTYPES[kind])
     if kind == "BF16":  # the upper half of a float32
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
-    return flat.astype(np.float32).reshape(shape)
+    return np.array(flat).reshape(shape)  # not a view: readers want memory that they may write
 
 
-def write_floats(file: Path, tensors: Mapping[str, NDArray[np.float32]], half: bool = False) -> None:
-    """Tensors in the order of their names, as float32 or float16 (``half``)."""
-    kind = "F16" if half else "F32"
+def write_tensors(file: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Tensors of float32, float16 or int8 in the order of their names."""
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     at = 0
     for name in sorted(tensors):
-        parts.append(np.ascontiguousarray(tensors[name], DTYPES[kind]).tobytes())
-        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [at, at + len(parts[-1])]}
+        value = tensors[name]
+        kind = WRITTEN[value.dtype]
+        parts.append(np.ascontiguousarray(value, DTYPES[kind]).tobytes())
+        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [at, at + len(parts[-1])]}
         at += len(parts[-1])
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors begin aligned

@@ -144,10 +144,10 @@ def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> 
 
 
 def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Nearest int8 form of ``weight [K, N]`` and its scales ``[N]``; a column of zeros gets scale 1."""
-    peak = np.abs(weight).max(axis=0, initial=0).astype(np.float32)
+    """Nearest int8 form of ``weight [.., K, N]`` and its scales ``[.., N]``; a column of zeros gets scale 1."""
+    peak = np.abs(weight).max(axis=-2, initial=0).astype(np.float32)
     scale = np.where(peak > 0, peak / np.float32(LEVELS), np.float32(1)).astype(np.float32)
-    return np.clip(np.rint(weight / scale), -LEVELS, LEVELS).astype(np.int8), scale
+    return np.clip(np.rint(weight / scale[..., None, :]), -LEVELS, LEVELS).astype(np.int8), scale
 
 
 def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:

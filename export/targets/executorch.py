@@ -10,6 +10,7 @@ from pathlib import Path
 
 import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
 
+from ssdevice.adapter_storage import stored
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
@@ -23,7 +24,7 @@ from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPl
 from ssdevice.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
 from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE, ADAPTERS, functions_of
-from ssdevice.safetensors_file import write_floats
+from ssdevice.safetensors_file import write_tensors
 from ssdevice.slot_weights import AdapterWeights, fill_program
 from ssdevice.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
 from ssdevice.text import ChatTokenizer
@@ -122,7 +123,7 @@ def _write_app(
     file = f"{own}/{ADAPTER_FILE}"
     (folder / own).mkdir(parents=True, exist_ok=True)
     tensors = fill_program(weights, layout, plan.geometry.gamma)
-    write_floats(folder / file, tensors, half=plan.options.adapter_precision is Quant.FP16)
+    write_tensors(folder / file, stored(tensors, plan.options.adapter_precision))
     return AppResult(AdapterKind.SLOT, own, (file,), functions)
 
 

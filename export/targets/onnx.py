@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ssdevice.adapter_storage import stored
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec
 from ssdevice.errors import ParityError, UnsupportedModelError
@@ -178,8 +179,7 @@ def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path)
     own = f"{ADAPTERS}/{app.name}"
     file = f"{own}/{ADAPTER_FILE}"
     tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
-    half = plan.options.adapter_precision is Quant.FP16
-    write_adapter(folder / file, tensors, plan.identity.sha256, half)
+    write_adapter(folder / file, stored(tensors, plan.options.adapter_precision), plan.identity.sha256)
     return AppResult(AdapterKind.SLOT, own, (file,), variant.functions)
 
 

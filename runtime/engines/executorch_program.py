@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.adapter_storage import restored
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
 from ssdevice.runtime.engines.executorch_coreml import BACKEND, InterpretedProgram, has_delegates, say_slow
 from ssdevice.runtime.engines.executorch_file import read_calls
-from ssdevice.safetensors_file import read_floats
+from ssdevice.safetensors_file import read_tensors
 
 if TYPE_CHECKING:
     from ssdevice.bundle import Bundle
@@ -73,7 +74,13 @@ class AdapterSlots:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.tensors: dict[str, Array] = read_floats(file)
+        try:
+            self.tensors: dict[str, Array] = restored(read_tensors(file))
+        except ValueError as error:
+            raise InputError(f"{file}: {error}") from error
+        for name, value in self.tensors.items():
+            if value.dtype != np.float32:
+                raise InputError(f"{file}: {name!r} is {value.dtype} without a scale, slots take floats")
 
 
 class Seated(Protocol):

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from ssdevice.adapter_storage import SCALE, restored
 from ssdevice.errors import BundleError
 
 ADAPTERS = "adapters"
@@ -23,16 +24,12 @@ def model_version(base_sha256: str) -> int:
     return int(base_sha256[:8], 16) & 0x7FFFFFFF
 
 
-def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: str, half: bool = False) -> None:
-    """Write an app's tensors; ``half``: floats as float16, which are widened when they are loaded."""
-    stored = {
-        name: np.ascontiguousarray(value.astype(np.float16) if half and value.dtype == np.float32 else value)
-        for name, value in tensors.items()
-    }
+def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: str) -> None:
+    """Write an app's tensors as ``adapter_storage.stored`` gives them; they are widened when they are loaded."""
     adapter = ort.AdapterFormat()
     adapter.set_adapter_version(ADAPTER_VERSION)
     adapter.set_model_version(model_version(base_sha256))
-    adapter.set_parameters({name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in stored.items()})
+    adapter.set_parameters({name: _value(value) for name, value in tensors.items()})
     file.parent.mkdir(parents=True, exist_ok=True)
     adapter.export_adapter(str(file))
 
@@ -52,7 +49,13 @@ class AdapterTensors:
             raise BundleError(f"{file}: adapter version {version}, this ssdevice reads {ADAPTER_VERSION}")
         if model != model_version(base_sha256):
             raise BundleError(f"{file}: made for another base than the bundle's")
-        self.values = {name: _widened(value) for name, value in values.items()}
+        try:
+            # What is as graphs take it stays where it is.
+            kept = {name: value for name, value in values.items() if not _is_packed(name, value, values)}
+            packed = restored({name: value.numpy() for name, value in values.items() if name not in kept})
+        except ValueError as error:
+            raise BundleError(f"{file}: {error}") from error
+        self.values = {**kept, **{name: _value(value) for name, value in packed.items()}}
 
     def check(self, session: ort.InferenceSession, names: frozenset[str], where: str) -> None:
         """Raise BundleError unless the inputs ``names`` of a graph are here in their types and shapes."""
@@ -75,7 +78,9 @@ class AdapterTensors:
                 )
 
 
-def _widened(value: ort.OrtValue) -> ort.OrtValue:
-    if value.data_type() != "tensor(float16)":
-        return value
-    return ort.OrtValue.ortvalue_from_numpy(value.numpy().astype(np.float32))
+def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue]) -> bool:
+    return value.data_type() == "tensor(float16)" or name + SCALE in values or name.endswith(SCALE)
+
+
+def _value(array: NDArray[Any]) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))

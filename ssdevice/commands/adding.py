@@ -6,22 +6,26 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ssdevice.adapter_settings import BaseIdentity
+from ssdevice.adapter_storage import stored
 from ssdevice.bundle import OWN_FILES, Bundle, BundleWriter
 from ssdevice.config import Target
 from ssdevice.errors import InputError
 from ssdevice.integrity import check_rule
-from ssdevice.manifest import NAME, AdapterKind, App
-from ssdevice.safetensors_file import write_floats
+from ssdevice.manifest import NAME, AdapterKind, App, Precision
+from ssdevice.safetensors_file import write_tensors
 from ssdevice.slot_weights import AdapterWeights, fill, fill_program
 from ssdevice.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
 
 
-def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
+def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
     """Put the adapter in ``folder`` into a bundle as app ``name``; neither torch nor the base's folder is needed.
 
-    ``half``: store its floats as float16. The bundle is written anew and replaced at once. What it is missing is a
+    ``precision``: how its floats are stored. The bundle is written anew and replaced at once. What it is missing is a
     sentence in the error. Raises InputError for an adapter that does not fit.
     """
     manifest = bundle.manifest
@@ -50,7 +54,7 @@ def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
     signed = (bundle.folder / OWN_FILES[1]).exists()
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
-        addition.write(writer.path_for(path), half)
+        addition.write(writer.path_for(path), stored(addition.tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
     again = "; its signature was for what it held before: sign it again" if signed else ""
     size = written.manifest.files[path].size
@@ -59,13 +63,14 @@ def add_app(bundle: Bundle, name: str, folder: Path, half: bool = False) -> str:
 
 @dataclass(frozen=True)
 class _Addition:
-    """How a target keeps an app. ``write``: ``(file, half)``; ``file`` stands in ``parent/<app>``."""
+    """How a target keeps an app's ``tensors``. ``write``: them into a path; ``file`` stands in ``parent/<app>``."""
 
     variant: Variant
     functions: Mapping[str, str]
     parent: str
     file: str
-    write: Callable[[Path, bool], None]
+    tensors: Mapping[str, NDArray[Any]]
+    write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
 
 
 def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
@@ -77,10 +82,10 @@ def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Additio
     variant = _variant(bundle, layout, weights)
     tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
 
-    def write(path: Path, half: bool) -> None:
-        write_adapter(path, tensors, bundle.manifest.model.sha256, half)
+    def write(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+        write_adapter(path, tensors, bundle.manifest.model.sha256)
 
-    return _Addition(variant, variant.functions, ADAPTERS, ADAPTER_FILE, write)
+    return _Addition(variant, variant.functions, ADAPTERS, ADAPTER_FILE, tensors, write)
 
 
 def _for_program(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
@@ -95,11 +100,7 @@ def _for_program(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Additi
             f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
         )
     tensors = fill_program(weights, layout, bundle.geometry.gamma)
-
-    def write(path: Path, half: bool) -> None:
-        write_floats(path, tensors, half)
-
-    return _Addition(wanted, functions_of(wanted.mode is not None), ADAPTERS, ADAPTER_FILE, write)
+    return _Addition(wanted, functions_of(wanted.mode is not None), ADAPTERS, ADAPTER_FILE, tensors, write_tensors)
 
 
 def _slots_file(bundle: Bundle, name: str, folder: Path) -> Path:

@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_folder(adding)
     adding.add_argument("app", metavar="NAME=ADAPTER", help="app and its adapter folder")
     adding.add_argument(
-        "--adapter-precision", choices=("fp32", "fp16"), default="fp32", help="how its floats are stored (default fp32)"
+        "--adapter-precision",
+        choices=("fp32", "fp16", "int8"),
+        default="fp32",
+        help="how its floats are stored (default fp32)",
     )
 
     removing = action("remove-app", "remove an app whose weights are files of their own")
@@ -157,11 +160,12 @@ def _checked(bundle: Bundle, key: Path | None) -> str:
 def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.bundle import Bundle
     from ssdevice.commands.adding import add_app
+    from ssdevice.manifest import Precision
 
     name, equals, folder = args.app.partition("=")
     if not (name and equals and folder):
         raise InputError(f"{args.app!r}: expected NAME=ADAPTER")
-    return add_app(Bundle.open(args.bundle), name, Path(folder), half=args.adapter_precision == "fp16")
+    return add_app(Bundle.open(args.bundle), name, Path(folder), Precision(args.adapter_precision))
 
 
 def _remove_app(args: argparse.Namespace) -> str:

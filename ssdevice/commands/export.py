@@ -19,6 +19,7 @@ from ssdevice.tree import FORMS, Tree
 
 QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
 DEFAULT_QUANT = "int8"
+ADAPTER_QUANTS = ("fp32", "fp16", "int8")
 TERMINATED = 143
 
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", action="store_true", help="keep a single adapter apart too, so that apps can be added later")
     add(
         "--adapter-precision",
-        choices=("fp32", "fp16"),
+        choices=ADAPTER_QUANTS,
         default="fp32",
         help="how floats of adapters that stand apart are stored (default fp32)",
     )

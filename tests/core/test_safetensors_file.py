@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ssdevice.errors import InputError
-from ssdevice.safetensors_file import read_floats, write_floats
+from ssdevice.safetensors_file import read_floats, read_tensors, write_tensors
 
 
 def write(file: Path, header: object, body: bytes = b"", size: int | None = None) -> Path:
@@ -60,14 +60,14 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
         read_floats(tmp_path / "none")
 
 
-@pytest.mark.parametrize(("half", "bytes_each"), [(False, 4), (True, 2)])
-def test_what_is_written_is_read_again_and_by_the_library(tmp_path: Path, half: bool, bytes_each: int) -> None:
-    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3) / 4, "a": np.zeros((0, 2), np.float32)}
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(np.float32, 4), (np.float16, 2), (np.int8, 1)])
+def test_what_is_written_is_read_again_and_by_the_library(tmp_path: Path, dtype: type, bytes_each: int) -> None:
+    tensors = {"b": np.arange(6).reshape(2, 3).astype(dtype), "a": np.zeros((0, 2), dtype)}
     file = tmp_path / "adapter.safetensors"
-    write_floats(file, tensors, half=half)
-    found = read_floats(file)
+    write_tensors(file, tensors)
+    found = read_tensors(file)
     assert list(found) == ["a", "b"]
-    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    assert all(np.array_equal(found[name], tensors[name]) and found[name].dtype == dtype for name in tensors)
     assert file.stat().st_size % 8 == 6 * bytes_each % 8
     load_file = pytest.importorskip("safetensors.numpy").load_file
     assert all(np.array_equal(load_file(file)[name], tensors[name]) for name in tensors)

@@ -165,6 +165,15 @@ def test_an_app_is_added_removed_and_is_what_an_export_makes_it(
     assert apps_of(Bundle.open(copy)) == [*apps_of(bundle), "peft"]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_an_app_takes_less_room_in_half_and_in_bytes(copy: Path, with_lora: Path, precision: str) -> None:
+    assert main(["bundle", "add-app", str(copy), f"{precision}={with_lora}", "--adapter-precision", precision]) == 0
+    assert main(["verify", str(copy), "--app", precision, "--limit", "2", "--quiet"]) == 0
+    made = Bundle.open(copy)
+    small, whole = (made.manifest.files[made.app(name).files[0]].size for name in (precision, "sql"))
+    assert small < whole
+
+
 def greedy(base: Path, adapter: Path, ids: Sequence[int], count: int) -> list[int]:
     """What PEFT itself says with an adapter."""
     from peft import PeftModel
