@@ -251,6 +251,21 @@ def test_an_app_added_later_is_the_app_exported_with_the_rest(tmp_path: Path) ->
         assert answers(other, "one") == answers(session, "one")
 
 
+def test_an_adapter_in_bytes_is_widened_when_it_is_loaded(tmp_path: Path) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(bundle().folder, copied)
+    folder = dict(adapters(Mode.SHARED))["two"]
+    assert main(["bundle", "add-app", str(copied), f"small={folder}", "--adapter-precision", "int8", "--quiet"]) == 0
+    made = Bundle.open(copied)
+    small, whole = (made.folder / made.app(name).files[0] for name in ("small", "two"))
+    assert small.stat().st_size < 0.75 * whole.stat().st_size
+    found, exact = AdapterSlots(small).tensors, AdapterSlots(whole).tensors
+    assert found.keys() == exact.keys()
+    assert all(np.abs(found[name] - exact[name]).max() <= 0.01 * np.abs(exact[name]).max() for name in exact)
+    with Session.open(made) as session:
+        assert answers(session, "small")
+
+
 def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = tmp_path / "bundle"
     shutil.copytree(bundle().folder, copied)
