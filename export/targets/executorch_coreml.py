@@ -19,7 +19,7 @@ from ssdevice.export.targets.coreml import TOLERANCE
 from ssdevice.export.targets.executorch import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
-from ssdevice.runtime.engines.executorch_coreml import open_delegates
+from ssdevice.runtime.engines.executorch_delegates import open_delegates
 
 
 class CoreMLDelegateExporter:

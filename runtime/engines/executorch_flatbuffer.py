@@ -31,7 +31,7 @@ def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
             return read(data, root)
     except OSError as error:
         raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, LookupError, TypeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({error})") from error
 
 

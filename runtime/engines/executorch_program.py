@@ -23,7 +23,8 @@ from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
-from ssdevice.runtime.engines.executorch_coreml import BACKEND, InterpretedProgram, has_delegates, say_slow
+from ssdevice.runtime.engines.executorch_coreml import InterpretedProgram, say_slow
+from ssdevice.runtime.engines.executorch_delegates import BACKEND, has_delegates
 from ssdevice.runtime.engines.executorch_file import read_calls
 from ssdevice.safetensors_file import read_tensors
 

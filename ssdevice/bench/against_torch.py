@@ -116,7 +116,7 @@ def as_stored(
     if manifest.target is Target.EXECUTORCH:
         from ssdevice.export.coreml_stored import stored_weights
         from ssdevice.runtime.engines.executorch import PROGRAM
-        from ssdevice.runtime.engines.executorch_coreml import has_delegates, open_delegates
+        from ssdevice.runtime.engines.executorch_delegates import has_delegates, open_delegates
 
         if has_delegates(bundle.file(PROGRAM)):
             _, package = open_delegates(bundle.file(PROGRAM))

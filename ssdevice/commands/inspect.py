@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.package_audit import describe_package, print_package
-from ssdevice.commands.program_audit import COREML, describe_delegates, describe_program, print_program
+from ssdevice.commands.program_audit import describe_delegates, describe_program, print_program
 from ssdevice.commands.program_time import check_timed, describe_times, print_times
 from ssdevice.config import Target
 
@@ -105,8 +105,9 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     if manifest.target is Target.EXECUTORCH:
         file = bundle.file("program")
         found["methods"] = describe_program(file)
-        if any(one["backend"] == COREML for method in found["methods"].values() for one in method["delegates"]):
-            found["package"] = describe_delegates(file)
+        package = describe_delegates(file)
+        if package is not None:
+            found["package"] = package
     return found
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KERNELS_SHOWN = 8
-COREML = "CoreMLBackend"
 
 
 def describe_program(file: Path) -> dict[str, Any]:
@@ -31,11 +30,13 @@ def describe_program(file: Path) -> dict[str, Any]:
     }
 
 
-def describe_delegates(file: Path) -> dict[str, Any]:
-    """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it."""
+def describe_delegates(file: Path) -> dict[str, Any] | None:
+    """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it, if any."""
     from ssdevice.commands.package_audit import describe_package
-    from ssdevice.runtime.engines.executorch_coreml import open_delegates
+    from ssdevice.runtime.engines.executorch_delegates import has_delegates, open_delegates
 
+    if not has_delegates(file):
+        return None
     _, interpreter = open_delegates(file)
     return describe_package(interpreter.package.path)
 

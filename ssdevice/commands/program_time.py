@@ -31,7 +31,7 @@ def check_timed(bundle: Bundle) -> None:
             "use `ssdevice bench BUNDLE --data FILE --profile`"
         )
     from ssdevice.runtime.engines.executorch import PROGRAM
-    from ssdevice.runtime.engines.executorch_coreml import has_delegates
+    from ssdevice.runtime.engines.executorch_delegates import has_delegates
 
     if has_delegates(bundle.file(PROGRAM)) and sys.platform != "darwin":
         raise InputError(f"--time: the Core ML delegates of {bundle.folder} run on Apple's systems alone")

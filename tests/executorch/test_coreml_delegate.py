@@ -26,7 +26,7 @@ from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.executorch import PROGRAM, ExecutorchEngine
-from ssdevice.runtime.engines.executorch_coreml import BACKEND, open_delegates
+from ssdevice.runtime.engines.executorch_delegates import BACKEND, open_delegates
 from ssdevice.runtime.engines.executorch_file import read_calls
 from tests.conformance.oracle import check, drive
 from tests.executorch import programs
@@ -119,13 +119,30 @@ def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
         target.gate(other, tmp_path, made)
 
 
-def test_a_program_whose_delegate_gives_other_tensors_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (b'"functionName": "prefill"', b'"functionName": "step",  ', "not a whole ExecuTorch program"),
+        (b'"functionName": "prefill"', b'"functionName": "another"', "not a whole ExecuTorch program"),
+        # The folder of the package is written backwards.
+        (b'"weight.bin":1'[::-1], b'"../ght.bin":1'[::-1], "a folder with an entry"),
+        (b'"weight.bin":1'[::-1], b'"weight.bin":2'[::-1], "not a whole ExecuTorch program"),
+        (b'"name":"Manifest.json"'[::-1], b'"name":"Manifest.json"'[::-1], ""),
+        (b'"rootModelIdentifier"', b'"ROOTModelIdentifier"', "model.pte/model.mlpackage/Manifest.json"),
+        (b"aten::index_put_\0", b"aten::index_PUT_\0", "calls aten::index_PUT_ outside its delegates"),
+    ],
+)
+def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: bytes, said: str) -> None:
     file = tmp_path / "model.pte"
     data = bundle(*QUICK).file(PROGRAM).read_bytes()
-    assert data.count(b'"functionName": "prefill"') == 1
-    file.write_bytes(data.replace(b'"functionName": "prefill"', b'"functionName": "step",  '))
-    with pytest.raises(BundleError, match="model.pte"):
+    assert before in data and len(before) == len(after)
+    file.write_bytes(data.replace(before, after))
+    if not said:
         open_delegates(file)
+        return
+    with pytest.raises(BundleError, match=said) as caught:
+        open_delegates(file)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
