@@ -81,6 +81,12 @@ class ExportOptions:
             raise ConfigError(f"--per-channel is a form of int4; {self.quant} has no blocks to leave out")
 
     @property
+    def form(self) -> str:
+        """The target, and its delegate where that is not the usual one."""
+        usual = self.delegate is Delegate.XNNPACK
+        return self.target.value if usual else f"{self.target.value}-{self.delegate.value}"
+
+    @property
     def uses_coreml(self) -> bool:
         """Whether Core ML runs what is exported."""
         return self.target is Target.COREML or self.delegate is Delegate.COREML
@@ -192,6 +198,7 @@ class ExportPlan:
             "apps": [app.name for app in self.apps if app.folder is not None],
             "merged": self.merged,
             "target": self.options.target.value,
+            **({"delegate": self.options.delegate.value} if self.options.target is Target.EXECUTORCH else {}),
             "quant": self.options.quant.value,
             "mode": self.settings.streams.mode.value if self.settings else None,
             "functions": list(self.function_names),
@@ -298,11 +305,11 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     if options.quant not in target.quants:
         able = ", ".join(target.quants)
-        raise ConfigError(f"target {options.target} has no {options.quant} form; it offers {able}")
+        raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
     merged = len(options.adapters) <= 1 and not options.slots
     if not merged and not getattr(target, "several_apps", False):
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
-        raise ConfigError(f"{wanted}: one merged adapter per {options.target} bundle; export a bundle for each app")
+        raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
     folder = resolve_folder(options.model)
     config = read_config(folder)
     identity = BaseIdentity.of(folder, config)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         target=Target(args.target),
         quant=Quant(args.quant),
-        out=args.out or _default_out(args.model, adapters, args.target, args.quant),
+        out=args.out or _default_out(args.model, adapters, args.target, args.delegate, args.quant),
         adapters=adapters,
         tree=tree,
         schedule=Schedule(args.schedule) if args.schedule else None,
@@ -146,9 +146,9 @@ def _adapter(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def _default_out(model: str, adapters: tuple[tuple[str, Path], ...], target: str, quant: str) -> Path:
-    parts = [Path(model).name, *(name for name, _ in adapters), target, quant]
-    return Path("-".join(parts))
+def _default_out(model: str, adapters: tuple[tuple[str, Path], ...], target: str, delegate: str, quant: str) -> Path:
+    special = (delegate,) if delegate != Delegate.XNNPACK else ()
+    return Path("-".join([Path(model).name, *(name for name, _ in adapters), target, *special, quant]))
 
 
 def _quiet_frameworks() -> None:
