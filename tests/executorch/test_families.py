@@ -12,9 +12,10 @@ pytest.importorskip("executorch")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
+from ssdevice.export.coreml_options import CoreMLOptions
 from ssdevice.export.executorch_driver import ExecutorchDriver
 from ssdevice.export.executorch_lowering import constants_of, lower
-from ssdevice.export.plan import ExportPlan
+from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
@@ -67,9 +68,26 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     with ExecutorchDriver(file, geometry, list(specs)) as driver:
         oracle = OracleDriver(driver.conversation, windows)
         # A window shorter than a run keeps new rows behind the cache, where sums have another order.
-        check(
-            drive(oracle, PROMPTS.get(family, PROMPT), seed=1),
-            oracle,
-            1e-4 if windows else 0.0,
-            perturbation_tolerance=0.0,
-        )
+        facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
+        check(facts, oracle, 1e-4 if windows else 0.0, perturbation_tolerance=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
+def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("coremltools", reason="needs the coreml extra")
+    from ssdevice.export import executorch_coreml
+
+    model, geometry = tiny(family)
+    options = SimpleNamespace(quant=Quant.FP16, coreml=CoreMLOptions())
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
+    specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    constants = constants_of(geometry, (), SCHEMA_VERSION)
+    lowered, _ = executorch_coreml.lower(model, plan, specs, constants, lambda *_: None)
+    file = tmp_path / "model.pte"
+    file.write_bytes(lowered.data)
+    assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.delegations.values())
+    with ExecutorchDriver(file, geometry, list(specs)) as driver:
+        oracle = OracleDriver(driver.conversation, windows_of(model))
+        facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
+        check(facts, oracle, 0.0, perturbation_tolerance=0.0)
