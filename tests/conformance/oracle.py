@@ -282,7 +282,9 @@ def _perturb(
 ) -> None:
     """Repeat a step with other wrong siblings: nothing that leaves it may change."""
     rows = driver.rows(length, length + before.count)
-    again = driver.step(root, plant(driver.tree, driver.k, driver.gamma, ahead, node, driver.vocab, rng), length)
+    # Where the known answer ends, the step itself says what would be right; no sibling may hit it by luck.
+    true = [*ahead, *before.tokens[len(ahead) : before.count]]
+    again = driver.step(root, plant(driver.tree, driver.k, driver.gamma, true, node, driver.vocab, rng), length)
     facts.perturbations += 1
     if (again.tokens[: again.count], again.count) != (before.tokens[: before.count], before.count):
         facts.differences.append(f"at length {length}, end node {node}: other rejected drafts changed the tokens")
