@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -105,7 +105,7 @@ def soak(
     """Ask ``count`` times; ``tell`` hears of it at every sample."""
     rng, outcome, clock = Random(seed), Outcome(), perf_counter()
     every = max(count // SAMPLES, 1)
-    with closing(Apps(folders)) as apps:
+    with _set_aside(), closing(Apps(folders)) as apps:
         for number in range(1, count + 1):
             app = rng.choice(list(folders))
             # Each kind once, then by their weights: no short run leaves one out.
@@ -123,6 +123,17 @@ def soak(
                 tell(number, outcome)
     outcome.seconds = perf_counter() - clock
     return outcome
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Within this context collections look at what is new alone: what was there before may be much."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _once(
