@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 # Before any test module can import torch, onnxruntime or transformers: they read these at import.
@@ -24,12 +23,6 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("local", deadline=None, max_examples=60)
 settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-
-def pytest_collection_finish() -> None:
-    """What importing made stays as long as the process: collections of garbage need not look at it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
