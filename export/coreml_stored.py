@@ -63,13 +63,14 @@ def adopt_weights(
             raise ParityError(f"{where}: weight {names[0]} is not in the package")
         if array.shape != tuple(weight.shape):
             raise ParityError(f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
-        if quant is not None:
-            _check_close(where, names[0], weight, array, CLOSE[quant])
-        if saved is not None:
-            saved.append((weight, weight.data))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the array cannot be written; neither does the reference
-            weight.data = torch.from_numpy(array).to(weight.dtype)
+            tensor = torch.from_numpy(array)
+        if quant is not None:
+            _check_close(where, names[0], weight, tensor, CLOSE[quant])
+        if saved is not None:
+            saved.append((weight, weight.data))
+        weight.data = tensor.to(weight.dtype)
 
 
 def drop_matrices(model: StreamModel) -> None:
@@ -85,12 +86,9 @@ def sketch(matrix: Tensor) -> Tensor:
     return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
 
 
-def _check_close(where: Path, name: str, weight: nn.Parameter, array: Array, bound: float) -> None:
+def _check_close(where: Path, name: str, weight: nn.Parameter, stored: Tensor, bound: float) -> None:
     own = _dropped[weight] if weight in _dropped else sketch(weight.data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        other = sketch(torch.from_numpy(array))
-    off = float((other - own).norm() / own.norm().clamp_min(1e-12))
+    off = float((sketch(stored) - own).norm() / own.norm().clamp_min(1e-12))
     if not off <= bound:
         raise ParityError(
             f"{where}: weight {name} is {off:.2g} of itself from the model's, at most {bound} can be rounding"

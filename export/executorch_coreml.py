@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
@@ -23,28 +22,13 @@ from ssdevice.export.coreml_convert import quiet
 from ssdevice.export.coreml_graph import simplify
 from ssdevice.export.coreml_half import half_precision
 from ssdevice.export.coreml_weights import compress, matrices, plan_weights
-from ssdevice.export.executorch_graph import delegation, write_last
-from ssdevice.export.executorch_lowering import Lowered, memory
-from ssdevice.export.executorch_state import kept_logits
+from ssdevice.export.executorch_lowering import Lowered, finished, to_edge, traced
+from ssdevice.export.executorch_state import LogitsForm
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
-from ssdevice.export.state_form import StateForm
-from ssdevice.model.step import PrefillModule, StreamModel
+from ssdevice.model.step import StreamModel
 
 WRITE = "aten.index_put.default"
-
-
-class WholeForm(StateForm):
-    """A function of the contract over layer states, every row of which it reads: Core ML's shapes are static.
-
-    ``step`` and ``step_plain`` also give ``logits [T, V]``, as in ``executorch_state.VisibleForm``.
-    """
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See StateForm."""
-        with kept_logits(self.module.model.backbone) as logits:
-            result = super().forward(*tensors)
-        return result if isinstance(self.module, PrefillModule) else (*result, logits[0][0])
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
@@ -52,7 +36,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     with torch.no_grad(), half_precision(model):
         module = function_module(name, model, plan.geometry, plan.schedule)
-        form = WholeForm(name, module, plan.geometry, stacked=False).eval()
+        form = LogitsForm(name, module, plan.geometry).eval()  # every row is read: Core ML's shapes are static
         return torch.export.export(form, arguments, strict=False)
 
 
@@ -67,7 +51,6 @@ def lower(
     import coremltools as ct
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     coreml_ops.register()
     chosen = plan.options.coreml
@@ -86,24 +69,11 @@ def lower(
         return made
 
     with quiet(), _silent():
-        programs = {}
-        for number, (name, spec) in enumerate(specs.items()):
-            report(number, f"trace {name}")
-            programs[name] = trace(name, spec, model, plan)
+        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         report(len(specs), "lower to Core ML")
         with _conversion(CoreMLBackend, convert):
-            edge = to_edge_transform_and_lower(
-                programs,
-                partitioner=[partitioner],
-                constant_methods=dict(constants),
-                compile_config=EdgeCompileConfig(_check_ir_validity=False),
-            )
-        for name in specs:
-            write_last(edge.exported_program(name))
-        delegations = {name: delegation(edge.exported_program(name)) for name in specs}
-        report(len(specs) + 1, "lay out the memory")
-        program = edge.to_executorch(memory())
-    return Lowered(bytes(program.buffer), delegations), tuple(notes)
+            edge = to_edge(programs, partitioner, constants)
+        return finished(edge, list(specs), report), tuple(notes)
 
 
 def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[str, ...]]:

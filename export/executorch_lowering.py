@@ -80,46 +80,63 @@ def lower(
 
     Where the model has slots they are state too, and ``set_adapter`` fills them.
     """
-    try:
-        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("executorch", error.name or "executorch") from error
     with quiet(), faster():
-        programs = {}
-        for number, (name, spec) in enumerate(specs.items()):
-            report(number, f"trace {name}")
-            programs[name] = trace(name, spec, model, plan)
+        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         slots = [name for name, _ in slots_of(model)]
         if slots:
             programs[SET_ADAPTER] = trace(SET_ADAPTER, next(iter(specs.values())), model, plan)
         report(len(specs), "lower to XNNPACK")
-        edge = to_edge_transform_and_lower(
-            programs,
-            partitioner=[partitioner()],
-            constant_methods=dict(constants),
-            # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
-        for name in specs:
-            write_last(edge.exported_program(name))
-            untouch(edge.exported_program(name), slots)
-        delegations = {name: delegation(edge.exported_program(name)) for name in specs}
-        report(len(specs) + 1, "lay out the memory")
-        program = edge.to_executorch(memory())
-    return Lowered(bytes(program.buffer), delegations)
+        edge = to_edge(programs, partitioner(), constants)
+        return finished(edge, list(specs), report, slots)
 
 
-def memory() -> Any:
-    """How a program's memory is laid out: methods share the cache, under its names, and write it in place."""
+def traced(
+    specs: Mapping[str, FunctionSpec],
+    trace: Callable[[str, FunctionSpec], ExportedProgram],
+    report: Callable[[int, str], None],
+) -> dict[str, ExportedProgram]:
+    """Every function of ``specs``, each reported as it begins."""
+    programs = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        report(number, f"trace {name}")
+        programs[name] = trace(name, spec)
+    return programs
+
+
+def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants: Mapping[str, Any]) -> Any:
+    """The programs in ExecuTorch's dialect, lowered as the partitioner says; raises MissingExtraError."""
+    try:
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("executorch", error.name or "executorch") from error
+    return to_edge_transform_and_lower(
+        dict(programs),
+        partitioner=[partitioner],
+        constant_methods=dict(constants),
+        # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+
+
+def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None], slots: Sequence[str] = ()) -> Lowered:
+    """The program: functions ``names`` share the cache, under its names, and write it in place behind all else."""
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
-    return ExecutorchBackendConfig(
-        emit_mutable_buffer_names=True,
-        run_reinplace_pass=True,
-        do_quant_fusion_and_const_prop=True,
-        memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
+    for name in names:
+        write_last(edge.exported_program(name))
+        untouch(edge.exported_program(name), slots)
+    delegations = {name: delegation(edge.exported_program(name)) for name in names}
+    report(len(names) + 1, "lay out the memory")
+    program = edge.to_executorch(
+        ExecutorchBackendConfig(
+            emit_mutable_buffer_names=True,
+            run_reinplace_pass=True,
+            do_quant_fusion_and_const_prop=True,
+            memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
+        )
     )
+    return Lowered(bytes(program.buffer), delegations)
 
 
 def partitioner() -> Any:

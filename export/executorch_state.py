@@ -31,18 +31,31 @@ lays its memory out anew.
 """
 
 
-class VisibleForm(StateForm):
-    """A function of the contract over layer states of which it reads the committed rows alone.
+class LogitsForm(StateForm):
+    """A function of the contract over layer states.
 
     ``step`` and ``step_plain`` also give what they chose their tokens from, ``logits [T, V]``, as a last output: a
     delegate gives it anyway. Hosts may leave it; whoever compares ways to decode needs it.
     """
 
+    def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
+        super().__init__(name, module, geometry, stacked=False)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See StateForm."""
+        with kept_logits(self.module.model.backbone) as logits:
+            result = super().forward(*tensors)
+        return result if isinstance(self.module, PrefillModule) else (*result, logits[0][0])
+
+
+class VisibleForm(LogitsForm):
+    """A LogitsForm that reads the committed rows alone."""
+
     keys: LayerStates
     values: LayerStates
 
     def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
-        super().__init__(name, module, geometry, stacked=False)
+        super().__init__(name, module, geometry)
         self._visible: Any = geometry.capacity
         self.span = span_of(module)
 
@@ -55,10 +68,9 @@ class VisibleForm(StateForm):
         torch._check(visible >= least)  # type: ignore[no-untyped-call]
         torch._check(visible <= capacity)  # type: ignore[no-untyped-call]
         self._visible = visible
-        with kept_logits(self.module.model.backbone) as logits:
-            result = super().forward(*tensors)
+        result = super().forward(*tensors)
         touch(self.module.model)
-        return result if isinstance(self.module, PrefillModule) else (*result, logits[0][0])
+        return result
 
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.

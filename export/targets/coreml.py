@@ -34,6 +34,7 @@ GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
 TOLERANCE = Tolerance(rows=0.02, tie=0.15)
 """Ceilings for float16 against the float32 model with the package's weights."""
+WEIGHTS_ALONE = "weights alone are compressed: activations are float16"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class CoreMLExporter:
             notes += [added[app.name].describe(app.name, len(table[app.name])) for app in plan.apps if app.folder]
         _write_settings(plan, folder / SETTINGS)
         if plan.options.quant is not Quant.FP16:
-            notes.append("weights alone are compressed: activations are float16")
+            notes.append(WEIGHTS_ALONE)
         notes += _device_notes(package, plan.options.coreml.compute_units)
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}

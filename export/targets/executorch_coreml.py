@@ -15,7 +15,7 @@ from ssdevice.export.executorch_driver import ExecutorchDriver
 from ssdevice.export.executorch_lowering import constants_of
 from ssdevice.export.parity import check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
-from ssdevice.export.targets.coreml import TOLERANCE
+from ssdevice.export.targets.coreml import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
 from ssdevice.export.targets.executorch import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines.executorch import CACHE_DTYPE, PROGRAM
@@ -25,7 +25,7 @@ from ssdevice.runtime.engines.executorch_delegates import open_delegates
 class CoreMLDelegateExporter:
     """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
 
-    quants = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
+    quants = CoreMLExporter.quants
     schedule = Schedule.FUSED
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
@@ -41,7 +41,7 @@ class CoreMLDelegateExporter:
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         said = [describe(name, found) for name, found in lowered.delegations.items()]
         if plan.options.quant is not Quant.FP16:
-            said.insert(0, "weights alone are compressed: activations are float16")
+            said.insert(0, WEIGHTS_ALONE)
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
 

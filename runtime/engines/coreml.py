@@ -172,7 +172,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         settings = json.loads(bundle.file(SETTINGS).read_text("utf-8"))
         program = AppleProgram(package, str(settings.get("compute_units", "all")))
     else:
-        _say_once(SLOW)
+        say_once(SLOW)
         program = NumPyProgram(opened)
     return CoreMLEngine(program, bundle.geometry, names)
 
@@ -207,7 +207,8 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
                 )
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Tell on stderr what a process need not hear twice."""
     if text not in _said:
         _said.add(text)
         print(text, file=sys.stderr)

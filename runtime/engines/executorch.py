@@ -83,8 +83,10 @@ class ExecutorchEngine(Engine):
         if len(found.files) > 1:
             raise BundleError(f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one")
         specs = specs_of(bundle.geometry, list(bundle.functions))
-        program = LoadedProgram(file, bundle.geometry, specs, options) if copy else None
-        program = program or LoadedProgram.of(bundle, file, specs, options)
+        if copy:
+            program = LoadedProgram(file, bundle.geometry, specs, options)
+        else:
+            program = LoadedProgram.of(bundle, file, specs, options)
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 

@@ -7,7 +7,6 @@ So the very file that a phone gets can be run here: instruction by instruction a
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.mil.program import Program as Interpreter
+from ssdevice.runtime.engines.coreml import say_once
 from ssdevice.runtime.engines.executorch_delegates import Delegate, Method, open_delegates
 
 SLOW = "ssdevice: Core ML delegates run on Apple's systems alone; here their operations run in NumPy one by one, slowly"
@@ -30,6 +30,7 @@ class InterpretedProgram:
     """
 
     def __init__(self, file: Path, program: Any) -> None:
+        say_once(SLOW)
         self._program = program
         self.method_names: set[str] = program.method_names
         self._methods, self.interpreter = open_delegates(file)
@@ -91,13 +92,3 @@ class InterpretedMethod:
                     raise RuntimeError(f"rows {at.tolist()} in a cache of {state.shape[1]}")
                 state[:, at] = held[instruction.rows]
         return [self._from_numpy(held[place]) for place in method.outputs]
-
-
-def say_slow() -> None:
-    """Tell once that this is not how fast a device is."""
-    if SLOW not in _said:
-        _said.add(SLOW)
-        print(SLOW, file=sys.stderr)
-
-
-_said: set[str] = set()

@@ -20,10 +20,9 @@ import numpy as np
 from ssdevice.errors import BundleError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.engines.executorch_file import DELEGATE, KERNEL, SEGMENT
+from ssdevice.runtime.engines.executorch_file import COREML, DELEGATE, KERNEL, SEGMENT, is_coreml
 from ssdevice.runtime.engines.executorch_flatbuffer import Data, Table, read_program, segment
 
-BACKEND = "CoreMLBackend"
 WRITE = "aten::index_put_"
 REFERENCE = b"CMJR"
 """Begins the data of a delegate that shares its package with others, and says where that is."""
@@ -73,11 +72,6 @@ class Method:
     instructions: tuple[Delegate | Write, ...]
 
 
-def has_delegates(file: Path) -> bool:
-    """Whether a program has Core ML delegates; raises BundleError for a file that is no whole program."""
-    return read_program(file, lambda _, root: any(_is_delegated(plan) for plan in root.tables(1)))
-
-
 def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
     """Methods with Core ML delegates by name, and their package, whose files are kept as long as it is.
 
@@ -116,10 +110,6 @@ def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
                     )
 
 
-def _is_delegated(plan: Table) -> bool:
-    return any(entry.text(0) == BACKEND for entry in plan.tables(7))
-
-
 class _Reader:
     """The methods of a program, and the package that they share, written into a folder."""
 
@@ -127,12 +117,12 @@ class _Reader:
         self.data, self.root, self.folder = data, root, folder
         self.segments = [segment(data, entry) for entry in root.tables(4)]
         self.named = {entry.text(0): entry.integer(1) for entry in root.tables(7)}
-        self.keys: set[str] = set()
+        self.key = ""
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
     def methods(self) -> dict[str, Method]:
         """By name, those with delegates."""
-        return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if _is_delegated(plan)}
+        return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
 
     def _method(self, plan: Table) -> Method:
         entries = list(plan.tables(2))
@@ -157,7 +147,7 @@ class _Reader:
         place = entry.table(1)
         start, size = self.segments[place.integer(1)]
         payload = self.data[start : start + size]
-        if entry.text(0) != BACKEND or place.byte(0) != SEGMENT or payload[:4] != REFERENCE:
+        if entry.text(0) != COREML or place.byte(0) != SEGMENT or payload[:4] != REFERENCE:
             raise ValueError(f"a delegate {entry.text(0)!r} without a package that methods share")
         reference = json.loads(payload[4:].rstrip(b"\0"))
         function, key = str(reference["functionName"]), str(reference["key"])
@@ -174,11 +164,11 @@ class _Reader:
 
     def _unpack(self, key: str) -> None:
         """Write the folder that a segment holds: its files, then backwards a directory of them in JSON."""
-        if key in self.keys:
+        if key == self.key:
             return
-        if self.keys:
+        if self.key:
             raise ValueError("delegates of several packages")
-        self.keys.add(key)
+        self.key = key
         start, size = self.segments[self.named[key]]
         blob = self.data[start : start + size]
         text = blob[-MAX_DIRECTORY_BYTES:][::-1].decode("latin-1")

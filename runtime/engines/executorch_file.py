@@ -20,6 +20,7 @@ OTHERS = {3: "move", 4: JUMP, 5: "free"}
 SEGMENT = 1
 """DataLocation: a delegate's data are a segment rather than part of the flatbuffer."""
 XNNPACK = b"XH00"
+COREML = "CoreMLBackend"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ class MethodCalls:
 def read_calls(file: Path) -> dict[str, MethodCalls]:
     """The methods of a program that take inputs, by name; raises BundleError for a file that is no whole program."""
     return read_program(file, _methods)
+
+
+def has_coreml(file: Path) -> bool:
+    """Whether a program has Core ML delegates; raises BundleError for a file that is no whole program."""
+    return read_program(file, lambda _, root: any(is_coreml(plan) for plan in root.tables(1)))
+
+
+def is_coreml(plan: Table) -> bool:
+    """Whether a method has Core ML delegates."""
+    return any(entry.text(0) == COREML for entry in plan.tables(7))
 
 
 def _methods(data: Data, program: Table) -> dict[str, MethodCalls]:

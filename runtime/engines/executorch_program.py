@@ -23,9 +23,7 @@ from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.manifest import SCHEMA_VERSION
 from ssdevice.runtime.engines import EngineOptions
-from ssdevice.runtime.engines.executorch_coreml import InterpretedProgram, say_slow
-from ssdevice.runtime.engines.executorch_delegates import BACKEND, has_delegates
-from ssdevice.runtime.engines.executorch_file import read_calls
+from ssdevice.runtime.engines.executorch_file import COREML, has_coreml, read_calls
 from ssdevice.safetensors_file import read_tensors
 
 if TYPE_CHECKING:
@@ -275,8 +273,10 @@ def load_program(file: Path) -> Any:
         program = opened.load_program(file)
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
-    if has_delegates(file) and not opened.backend_registry.is_available(BACKEND):
-        say_slow()
+    if has_coreml(file) and not opened.backend_registry.is_available(COREML):
+        # Here, because other programs do without the interpreter.
+        from ssdevice.runtime.engines.executorch_coreml import InterpretedProgram
+
         return InterpretedProgram(file, program)
     return program
 

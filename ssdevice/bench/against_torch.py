@@ -116,9 +116,10 @@ def as_stored(
     if manifest.target is Target.EXECUTORCH:
         from ssdevice.export.coreml_stored import stored_weights
         from ssdevice.runtime.engines.executorch import PROGRAM
-        from ssdevice.runtime.engines.executorch_delegates import has_delegates, open_delegates
+        from ssdevice.runtime.engines.executorch_delegates import open_delegates
+        from ssdevice.runtime.engines.executorch_file import has_coreml
 
-        if has_delegates(bundle.file(PROGRAM)):
+        if has_coreml(bundle.file(PROGRAM)):
             _, package = open_delegates(bundle.file(PROGRAM))
             return stored_weights(model, package, tuple(bundle.functions)), Precision.FP16
     return None, manifest.precision

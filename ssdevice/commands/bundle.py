@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.commands import economics
+from ssdevice.commands.export import ADAPTER_QUANTS
 from ssdevice.commands.opening import add_signature, open_bundle
 from ssdevice.errors import InputError
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("app", metavar="NAME=ADAPTER", help="app and its adapter folder")
     adding.add_argument(
         "--adapter-precision",
-        choices=("fp32", "fp16", "int8"),
+        choices=ADAPTER_QUANTS,
         default="fp32",
         help="how its floats are stored (default fp32)",
     )

@@ -33,9 +33,10 @@ def describe_program(file: Path) -> dict[str, Any]:
 def describe_delegates(file: Path) -> dict[str, Any] | None:
     """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it, if any."""
     from ssdevice.commands.package_audit import describe_package
-    from ssdevice.runtime.engines.executorch_delegates import has_delegates, open_delegates
+    from ssdevice.runtime.engines.executorch_delegates import open_delegates
+    from ssdevice.runtime.engines.executorch_file import has_coreml
 
-    if not has_delegates(file):
+    if not has_coreml(file):
         return None
     _, interpreter = open_delegates(file)
     return describe_package(interpreter.package.path)

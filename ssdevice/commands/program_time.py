@@ -31,9 +31,9 @@ def check_timed(bundle: Bundle) -> None:
             "use `ssdevice bench BUNDLE --data FILE --profile`"
         )
     from ssdevice.runtime.engines.executorch import PROGRAM
-    from ssdevice.runtime.engines.executorch_delegates import has_delegates
+    from ssdevice.runtime.engines.executorch_file import has_coreml
 
-    if has_delegates(bundle.file(PROGRAM)) and sys.platform != "darwin":
+    if has_coreml(bundle.file(PROGRAM)) and sys.platform != "darwin":
         raise InputError(f"--time: the Core ML delegates of {bundle.folder} run on Apple's systems alone")
 
 

@@ -26,8 +26,8 @@ from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engines import EngineOptions, open_engine
 from ssdevice.runtime.engines.executorch import PROGRAM, ExecutorchEngine
-from ssdevice.runtime.engines.executorch_delegates import BACKEND, open_delegates
-from ssdevice.runtime.engines.executorch_file import read_calls
+from ssdevice.runtime.engines.executorch_delegates import open_delegates
+from ssdevice.runtime.engines.executorch_file import COREML, read_calls
 from tests.conformance.oracle import check, drive
 from tests.executorch import programs
 from tests.executorch.drivers import OracleDriver
@@ -75,7 +75,7 @@ def test_every_method_is_one_delegate_and_writes_of_the_cache() -> None:
     calls = read_calls(made.file(PROGRAM))
     assert set(calls) == set(made.functions)
     for found in calls.values():
-        assert [one.backend for one in found.delegates] == [BACKEND]
+        assert [one.backend for one in found.delegates] == [COREML]
         assert dict(found.kernels) == {"aten::index_put_": 2 * made.geometry.layers}
 
 
