@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ssdevice.adapter_storage import PRECISIONS
+from ssdevice.adapters.storage import PRECISIONS
+from ssdevice.bundle.integrity import check_rule, repeated_name
+from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
 from ssdevice.config import Mode, Schedule, Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
-from ssdevice.export.coreml_options import CoreMLOptions, KVWrite
-from ssdevice.export.executorch_options import Delegate
-from ssdevice.integrity import check_rule, repeated_name
-from ssdevice.manifest import NAME, AdapterKind, Precision
+from ssdevice.export.coreml.options import CoreMLOptions, KVWrite
+from ssdevice.export.executorch.options import Delegate
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ExportOptions:
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
-    ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapter_storage``.
+    ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapters.storage``.
     """
 
     model: str

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ssdevice import __version__
-from ssdevice.bundle import Bundle, BundleWriter
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.manifest import (
+    AdapterKind,
+    App,
+    CacheDtype,
+    GeometrySpec,
+    Manifest,
+    ModelIdentity,
+)
 from ssdevice.export.plan import (
     AppPlan,
     AppResult,
@@ -20,15 +28,7 @@ from ssdevice.export.plan import (
     make_plan,
 )
 from ssdevice.export.targets import exporter
-from ssdevice.manifest import (
-    AdapterKind,
-    App,
-    CacheDtype,
-    GeometrySpec,
-    Manifest,
-    ModelIdentity,
-)
-from ssdevice.text import TOKENIZER_FILE, ChatTokenizer
+from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 
 TOKENIZER_ROLE = "tokenizer"
 

@@ -28,6 +28,12 @@ def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
     return best
 
 
+def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int]:
+    """The tree's nodes whose rows decided a step's tokens, from the root on; ``drafts``: what the step was given."""
+    path = accepted_path(tree, drafts, tokens[:-1])
+    return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
+
+
 @dataclass(frozen=True)
 class Run:
     """What one target call added to an answer: ``tokens`` that count, and the ``text`` that became certain.

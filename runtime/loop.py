@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from enum import StrEnum
 
 from ssdevice.errors import ContextOverflowError, InputError
-from ssdevice.runtime.engines import Conversation
+from ssdevice.runtime.engine import Conversation
 
 Advance = Callable[[Conversation, int], Sequence[int]]
 """``(conversation, root) -> run``: the tokens after ``root`` that one target call gives."""

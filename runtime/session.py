@@ -10,16 +10,16 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ssdevice.chat_template import ChatTemplate
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import InputError
-from ssdevice.runtime.engines import Conversation, Engine, EngineOptions, open_engine
+from ssdevice.runtime.engine import Conversation, Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Run
 from ssdevice.runtime.loop import Advance, Reason, check_prompt, decode, plain, plain_step, prefill, speculative
-from ssdevice.text import ChatTokenizer, user_content
+from ssdevice.text.chat_template import ChatTemplate
+from ssdevice.text.tokenizer import ChatTokenizer, user_content
 
 if TYPE_CHECKING:
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
 DEFAULT_MAX_TOKENS = 256
 TOKENIZER = "tokenizer"
@@ -75,7 +75,7 @@ class Session:
 
         Raises BundleError for a folder that is no sound bundle, InputError for an app it does not have.
         """
-        from ssdevice.bundle import Bundle
+        from ssdevice.bundle.folder import Bundle
 
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         options = options or EngineOptions(threads=threads)

@@ -23,10 +23,10 @@ from ssdevice.bench.equality import (
     first_difference,
     led,
 )
+from ssdevice.bundle.manifest import Manifest, Precision
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
-from ssdevice.manifest import Manifest, Precision
-from ssdevice.runtime.engines import Engine
+from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, plain, plain_step
 
 OTHER = "other bundle"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ssdevice.bundle import Bundle
+from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.config import Target
 from ssdevice.errors import InputError
-from ssdevice.manifest import AdapterKind, Precision
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, within
@@ -100,24 +100,24 @@ def as_stored(
     """A context in which the model rounds as the bundle does, if that is known; the precision of what then differs."""
     manifest = bundle.manifest
     if manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4):
-        from ssdevice.export.onnx_reference import simulated
+        from ssdevice.export.onnx.reference import simulated
 
         slotted = bundle.app(app).kind is AdapterKind.SLOT
         return simulated(model, manifest.precision, slotted), manifest.precision
     if manifest.target is Target.COREML:
-        from ssdevice.export.coreml_stored import stored_weights
+        from ssdevice.export.coreml.stored import stored_weights
         from ssdevice.mil.program import Program
         from ssdevice.mil.reader import Package
-        from ssdevice.runtime.engines.coreml import MODEL, app_functions
+        from ssdevice.runtime.coreml.engine import MODEL, app_functions
 
         # With the package's own weights, what is left is the rounding of activations to float16.
         package = Program(Package.open(bundle.file(MODEL)))
         return stored_weights(model, package, tuple(app_functions(bundle, app).values())), Precision.FP16
     if manifest.target is Target.EXECUTORCH:
-        from ssdevice.export.coreml_stored import stored_weights
-        from ssdevice.runtime.engines.executorch import PROGRAM
-        from ssdevice.runtime.engines.executorch_delegates import open_delegates
-        from ssdevice.runtime.engines.executorch_file import has_coreml
+        from ssdevice.export.coreml.stored import stored_weights
+        from ssdevice.runtime.executorch.delegates import open_delegates
+        from ssdevice.runtime.executorch.engine import PROGRAM
+        from ssdevice.runtime.executorch.file import has_coreml
 
         if has_coreml(bundle.file(PROGRAM)):
             _, package = open_delegates(bundle.file(PROGRAM))

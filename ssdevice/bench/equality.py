@@ -20,12 +20,10 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
-from ssdevice.manifest import Precision
-from ssdevice.runtime.engines import Conversation, Engine
-from ssdevice.runtime.generation import Drafts, accepted_path
+from ssdevice.runtime.engine import Conversation, Engine
 from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
-from ssdevice.tree import Tree
 
 PLANTED = "planted"
 MARGIN_PROMPTS = 2
@@ -226,12 +224,6 @@ def logit_change(
         change = max(change, float(np.abs(rows[:count] - other[:count]).max(initial=0.0)))
     best = np.partition(rows, -2, axis=1)[:, -2:] if len(rows) else np.zeros((0, 2), np.float32)
     return change, best[:, 1] - best[:, 0]
-
-
-def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int]:
-    """The tree's nodes whose rows decided a step's tokens, from the root on; ``drafts``: what the step was given."""
-    path = accepted_path(tree, drafts, tokens[:-1])
-    return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:

@@ -10,16 +10,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ssdevice.adapter_settings import BaseIdentity
-from ssdevice.adapter_storage import stored
-from ssdevice.bundle import OWN_FILES, Bundle, BundleWriter
+from ssdevice.adapters.safetensors_file import write_tensors
+from ssdevice.adapters.settings import BaseIdentity
+from ssdevice.adapters.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
+from ssdevice.adapters.storage import stored
+from ssdevice.adapters.weights import AdapterWeights, fill, fill_program
+from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
+from ssdevice.bundle.integrity import check_rule
+from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.config import Target
 from ssdevice.errors import InputError
-from ssdevice.integrity import check_rule
-from ssdevice.manifest import NAME, AdapterKind, App, Precision
-from ssdevice.safetensors_file import write_tensors
-from ssdevice.slot_weights import AdapterWeights, fill, fill_program
-from ssdevice.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
@@ -76,7 +76,7 @@ class _Addition:
 def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
     """For graphs whose slots are inputs."""
     # Here, because the runtime of the target is not needed to refuse an adapter.
-    from ssdevice.runtime.engines.onnx_adapter import ADAPTER_FILE, ADAPTERS, write_adapter
+    from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, write_adapter
 
     layout = read_layout(file)
     variant = _variant(bundle, layout, weights)
@@ -90,7 +90,7 @@ def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Additio
 
 def _for_program(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
     """For a program whose slots are state."""
-    from ssdevice.runtime.engines.executorch_adapters import ADAPTER_FILE, ADAPTERS, functions_of
+    from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 
     layout, wanted = read_program_layout(file), weights.variant
     _check_base(bundle, weights)

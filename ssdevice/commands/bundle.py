@@ -14,8 +14,8 @@ from ssdevice.commands.opening import add_signature, open_bundle
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
-    from ssdevice.bundle import Bundle
-    from ssdevice.manifest import App, Manifest
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import App, Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> str:
-    from ssdevice.archive import read_packed_manifest
-    from ssdevice.bundle import PACKED_SUFFIX, Bundle
+    from ssdevice.bundle.archive import read_packed_manifest
+    from ssdevice.bundle.folder import PACKED_SUFFIX, Bundle
 
     if args.bundle.suffix == PACKED_SUFFIX and args.bundle.is_file():
         manifest = read_packed_manifest(args.bundle)
@@ -127,23 +127,23 @@ def _bytes(manifest: Manifest, app: App) -> int:
 
 
 def _pack(args: argparse.Namespace) -> str:
-    from ssdevice.archive import pack
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.archive import pack
+    from ssdevice.bundle.folder import Bundle
 
     out = pack(Bundle.open(args.bundle, verify=False), args.out)  # packing hashes every file
     return f"packed {args.bundle} into {out} ({out.stat().st_size} bytes)"
 
 
 def _unpack(args: argparse.Namespace) -> str:
-    from ssdevice.archive import unpack
+    from ssdevice.bundle.archive import unpack
 
     bundle = unpack(args.bundle, args.out, overwrite=args.overwrite, require_signature=args.require_signature)
     return f"unpacked {args.bundle} to {args.out}: {_checked(bundle, args.require_signature)}"
 
 
 def _sign(args: argparse.Namespace) -> str:
-    from ssdevice.bundle import Bundle
-    from ssdevice.signature import sign_bundle
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.signature import sign_bundle
 
     bundle = Bundle.open(args.bundle)  # a signature vouches for the files: not for damaged ones
     return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
@@ -159,9 +159,9 @@ def _checked(bundle: Bundle, key: Path | None) -> str:
 
 
 def _add_app(args: argparse.Namespace) -> str:
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import Precision
     from ssdevice.commands.adding import add_app
-    from ssdevice.manifest import Precision
 
     name, equals, folder = args.app.partition("=")
     if not (name and equals and folder):
@@ -170,8 +170,8 @@ def _add_app(args: argparse.Namespace) -> str:
 
 
 def _remove_app(args: argparse.Namespace) -> str:
-    from ssdevice.bundle import OWN_FILES, Bundle, BundleWriter
-    from ssdevice.manifest import AdapterKind
+    from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
+    from ssdevice.bundle.manifest import AdapterKind
 
     bundle = Bundle.open(args.bundle)
     manifest, app = bundle.manifest, bundle.app(args.app)

@@ -14,7 +14,7 @@ from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, out: Path) -> Bundle:
     """The bundle as ``ssdevice export`` makes it."""
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
     from ssdevice.commands import export
 
     command = [
@@ -68,7 +68,7 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
     from ssdevice.bench.runner import BenchOptions, measure
     from ssdevice.commands.progress import Progress
     from ssdevice.commands.trace import ACCEPTED, REJECTED, Trace
-    from ssdevice.runtime.engines import EngineOptions
+    from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
 
     with Session.open(bundle, options=EngineOptions(threads=args.threads)) as session:

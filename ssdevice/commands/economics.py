@@ -86,7 +86,7 @@ def _present(folder: Path, names: tuple[str, ...]) -> int:
 def _apps(folder: Path) -> list[Row]:
     """The apps of a bundle whose weights are files of their own; raises InputError if there is none."""
     from ssdevice.bench.economics import Row
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
     manifest = Bundle.open(folder, verify=False).manifest  # sizes alone are used
     sizes = {app.name: sum(manifest.files[path].size for path in app.files) for app in manifest.apps if app.files}

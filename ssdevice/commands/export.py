@@ -13,8 +13,8 @@ from types import FrameType
 
 from ssdevice.config import Schedule, Target
 from ssdevice.errors import InputError, MissingExtraError
-from ssdevice.export.coreml_options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
-from ssdevice.export.executorch_options import Delegate
+from ssdevice.export.coreml.options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
+from ssdevice.export.executorch.options import Delegate
 from ssdevice.tree import FORMS, Tree
 
 QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         from ssdevice.export.targets import exporter
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", error.name or "torch") from error
-    from ssdevice.bundle import check_out
+    from ssdevice.bundle.folder import check_out
     from ssdevice.commands.progress import Progress
 
     if args.threads:

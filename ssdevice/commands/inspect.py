@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.package_audit import describe_package, print_package
-from ssdevice.commands.program_audit import describe_delegates, describe_program, print_program
-from ssdevice.commands.program_time import check_timed, describe_times, print_times
 from ssdevice.config import Target
+from ssdevice.runtime.coreml.description import describe_package, print_package
+from ssdevice.runtime.executorch.description import describe_delegates, describe_program, print_program
+from ssdevice.runtime.executorch.time_report import check_timed, describe_times, print_times
 
 if TYPE_CHECKING:
-    from ssdevice.bundle import Bundle
-    from ssdevice.manifest import Manifest
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import Manifest
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
     bundle = Bundle.open(args.bundle)
     if args.time:

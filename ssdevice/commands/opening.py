@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
-    from ssdevice.bundle import Bundle
-    from ssdevice.runtime.engines import EngineOptions
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
 
 
@@ -38,14 +38,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """What ``add_engine`` read."""
-    from ssdevice.runtime.engines import EngineOptions
+    from ssdevice.runtime.engine import EngineOptions
 
     return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
     """The bundle of ``add_bundle``, or another in ``folder``, checked."""
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
     return Bundle.open(folder or args.bundle, require_signature=args.require_signature)
 

@@ -14,7 +14,7 @@ from ssdevice.config import Target
 from ssdevice.contract import STEP
 from ssdevice.data import Example
 from ssdevice.errors import MissingExtraError
-from ssdevice.runtime.engines import Kernel
+from ssdevice.runtime.engine import Kernel
 from ssdevice.runtime.session import Session
 
 SHOWN = 12
@@ -69,8 +69,8 @@ def _parts(session: Session) -> dict[str, str]:
     """What each node of the step works for, where that can be told."""
     if session.bundle is None or session.bundle.manifest.target is not Target.ONNX:
         return {}
-    from ssdevice.bench.onnx_parts import parts_of
-    from ssdevice.runtime.engines.onnx import OnnxEngine
+    from ssdevice.export.onnx.parts import parts_of
+    from ssdevice.runtime.onnx.engine import OnnxEngine
 
     assert isinstance(session.engine, OnnxEngine)
     try:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ssdevice.runtime.generation import Run, accepted_path
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 
 ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"

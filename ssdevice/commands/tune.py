@@ -18,7 +18,7 @@ from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.bench.tuning import Choice, Cost
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
     from ssdevice.commands.progress import Progress
 
 SIZES = range(2, 17)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bundle]]:
     """The bundles to time; the first is the one whose drafts are observed."""
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
 
     others = [Bundle.open(folder) for folder in args.cost_of]
     if args.bundle is not None:

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.bundle.manifest import AdapterKind, App, Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
 from ssdevice.config import Mode, Target
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import MissingExtraError, ParityError
-from ssdevice.manifest import AdapterKind, App, Precision
 
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Comparison, Equality
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
     from ssdevice.commands.progress import Progress
-    from ssdevice.runtime.engines import Engine
+    from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
 
 # Any text will do: arms are compared with each other. Lengths differ so that chunks and cache sizes do.
@@ -150,7 +150,7 @@ def _against(
     lines: list[str],
 ) -> list[str]:
     from ssdevice.bench.against_bundle import against_bundle
-    from ssdevice.runtime.engines import open_engine
+    from ssdevice.runtime.engine import open_engine
 
     agreement = against_bundle(
         shown,
@@ -220,11 +220,11 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
     if (
         bundle.manifest.target is Target.COREML and sys.platform != "darwin"
     ):  # there Core ML itself runs, and hides them
-        from ssdevice.bench import coreml_logits
+        from ssdevice.export.coreml import logits as coreml_logits
 
         return coreml_logits.LogitsEngine(bundle, args.app)
     if bundle.manifest.target is Target.EXECUTORCH:
-        from ssdevice.bench import executorch_logits
+        from ssdevice.export.executorch import logits as executorch_logits
 
         return executorch_logits.LogitsEngine.of(bundle, args.app, engine_options(args))
     if bundle.manifest.target is not Target.ONNX:
@@ -233,7 +233,7 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
         import onnx  # noqa: F401
     except ModuleNotFoundError:
         return None  # said in the output: margins are then not measured, and a difference is a fault
-    from ssdevice.bench.onnx_logits import LogitsEngine
+    from ssdevice.export.onnx.logits import LogitsEngine
 
     return LogitsEngine.of(bundle, args.app, engine_options(args))
 

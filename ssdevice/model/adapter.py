@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ssdevice.adapter_settings import (
+from ssdevice.adapters.settings import (
     PEFT_CONFIG,
     SETTINGS,
     WEIGHTS,

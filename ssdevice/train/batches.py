@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssdevice.data import Example
 from ssdevice.errors import InputError
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer
 
 WIDTH_MULTIPLE = 16
 """Few distinct shapes let the memory allocator reuse its blocks: on CPUs that is worth more than the padding costs."""

@@ -20,7 +20,7 @@ from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, 
 from ssdevice.model.lora import merge_lora, open_lora
 from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.acceptance import stream_ranks
 from ssdevice.train.batches import BatchOrder, Sample, tokenize

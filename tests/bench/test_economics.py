@@ -115,7 +115,7 @@ def test_the_command_measures_files_of_adapters(base: Path, capsys: pytest.Captu
 
 
 def test_the_command_measures_apps_of_a_bundle(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.core.bundle_samples import write_sample
+    from tests.bundle.samples import write_sample
 
     folder = write_sample(base.parent / "bundle").folder
     assert main(["bundle", "economics", "--model", str(base), "--bundle", str(folder), "--json"]) == 0

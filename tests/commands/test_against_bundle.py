@@ -9,10 +9,10 @@ import pytest
 
 from ssdevice.bench.against_bundle import Agreement, against_bundle, check_same_model
 from ssdevice.bench.equality import Difference
-from ssdevice.bench.onnx_logits import LogitsEngine
+from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import InputError
-from ssdevice.manifest import Precision
-from ssdevice.runtime.engines import EngineOptions
+from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.runtime.engine import EngineOptions
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
 

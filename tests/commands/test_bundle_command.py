@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bundle import Bundle, BundleWriter
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
 from ssdevice.config import Target
-from ssdevice.manifest import AdapterKind
-from tests.core.bundle_samples import fill, sample_manifest, write_sample
+from tests.bundle.samples import fill, sample_manifest, write_sample
 
 
 def call(*args: object) -> int:

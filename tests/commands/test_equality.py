@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from ssdevice.bench.equality import PLANTED, Difference, Equality, compare
-from ssdevice.manifest import Precision
-from ssdevice.runtime.engines import Conversation
+from ssdevice.bundle.manifest import Precision
+from ssdevice.runtime.engine import Conversation
 from ssdevice.tree import Tree
 from tests.runtime.scripted import ScriptedConversation, ScriptedEngine, make_geometry, random_drafter
 

@@ -103,8 +103,8 @@ def _change_packed(rng: Random, folder: Path, packed: Path) -> tuple[Oracle, str
 
 
 def _pack_well(folder: Path, packed: Path) -> None:
-    from ssdevice.archive import pack
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.archive import pack
+    from ssdevice.bundle.folder import Bundle
 
     pack(Bundle.open(folder, verify=False), packed)
 

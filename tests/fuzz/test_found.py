@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.chat_template import ChatFormat
 from ssdevice.cli import MAX_MESSAGE, one_line
 from ssdevice.config import MAX_RANK, StreamConfig
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.chat_template import ChatFormat
+from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime.scripted import make_tokenizer
 
 CHAT = ChatFormat("{{ messages[0].content }}", {}, (0,))

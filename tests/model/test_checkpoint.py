@@ -12,7 +12,7 @@ from ssdevice.data import read_examples
 from ssdevice.model.adapter import SETTINGS, read_settings
 from ssdevice.model.loading import load, load_hf
 from ssdevice.model.reference import Reference
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,11 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from ssdevice.chat_template import ChatFormat
 from ssdevice.contract import FUNCTIONS, Geometry
-from ssdevice.runtime.engines import Conversation, Engine
+from ssdevice.runtime.engine import Conversation, Engine
 from ssdevice.runtime.session import Session
-from ssdevice.text import ChatTokenizer
+from ssdevice.text.chat_template import ChatFormat
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 
 GARBAGE = -7

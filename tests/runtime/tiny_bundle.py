@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from ssdevice.bundle import Bundle
+from ssdevice.bundle.folder import Bundle
 from ssdevice.config import StreamConfig, Target
 from ssdevice.tree import Tree
 from tests.runtime.scripted import TEMPLATE, make_tokenizer

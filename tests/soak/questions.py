@@ -62,7 +62,7 @@ def fresh_answers(
 
 def open_app(folder: Path, app: str) -> Session:
     """A session of a bundle for an app it has, or for its default one where ``app`` names the bundle itself."""
-    from ssdevice.bundle import Bundle
+    from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.session import Session
 
     bundle = Bundle.open(folder)

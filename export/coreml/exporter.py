@@ -1,0 +1,159 @@
+"""Core ML: one multifunction package whose functions share weights and a float16 state."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.config import Schedule
+from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
+from ssdevice.export.coreml.compact import compact
+from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, quiet, release_memory
+from ssdevice.export.coreml.driver import CoreMLDriver
+from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
+from ssdevice.export.coreml.options import ComputeUnits
+from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
+from ssdevice.export.coreml.weights import compress, matrices, plan_weights
+from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.mil.audit import audit
+from ssdevice.mil.program import Program
+from ssdevice.mil.reader import Package
+from ssdevice.model.step import StreamModel
+from ssdevice.text.tokenizer import ChatTokenizer
+
+PACKAGE = "model.mlpackage"
+SETTINGS = "coreml.json"
+GOLDEN = "golden.json"
+TOOLS = ("torch", "transformers", "coremltools")
+TOLERANCE = Tolerance(rows=0.02, tie=0.15)
+"""Ceilings for float16 against the float32 model with the package's weights."""
+WEIGHTS_ALONE = "weights alone are compressed: activations are float16"
+
+
+@dataclass(frozen=True)
+class CoreMLExporter:
+    """Writes the package, its settings for hosts, and golden integers to check a host with.
+
+    Several apps become functions of one package, which holds the base's weights once.
+    """
+
+    quants: tuple[Quant, ...] = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
+    schedule: Schedule = Schedule.FUSED
+    several_apps: bool = True
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """See Exporter."""
+        plan, package = job.plan, folder / PACKAGE
+        table = function_names(plan)
+        notes: list[str] = []
+        with tempfile.TemporaryDirectory(prefix="ssdevice-") as scratch:
+            parts = _Parts(job, table, Path(scratch))
+            parts.write()
+            notes += parts.notes
+            job.report("write the graphs", parts.total, parts.total + 1, "merge")
+            names = table[plan.apps[0].name]
+            merge(parts.paths, package, names.get(STEP, names[PREFILL]))
+            release_memory()
+        if not plan.merged:
+            program = compact(package)
+            added = growth(Package.open(package), table, program, parts.adapter_bytes)
+            notes += [added[app.name].describe(app.name, len(table[app.name])) for app in plan.apps if app.folder]
+        _write_settings(plan, folder / SETTINGS)
+        if plan.options.quant is not Quant.FP16:
+            notes.append(WEIGHTS_ALONE)
+        notes += _device_notes(package, plan.options.coreml.compute_units)
+        files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
+        tools = {name: version(name) for name in TOOLS}
+        apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
+        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps)
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.
+
+        The models of the job have the package's weights afterwards: nothing holds their weights twice.
+        """
+        table = function_names(job.plan)
+        program = Program(Package.open(folder / PACKAGE))
+        facts: dict[str, float] = {}
+        golden = []
+        for app, one in jobs(job):
+            names = table[app.name]
+            adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
+            found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
+            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
+            golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))
+        write_golden(job.plan, golden, folder / GOLDEN)
+        return facts
+
+
+class _Parts:
+    """Every function as a package of its own: ``paths`` by function, what apps bring, and what differs from wishes."""
+
+    def __init__(self, job: ExportJob, table: Mapping[str, Names], scratch: Path) -> None:
+        self.job, self.table, self.scratch = job, table, scratch
+        self.total = len({name for names in table.values() for name in names.values()})
+        self.paths: dict[str, Path] = {}
+        self.adapter_bytes: dict[str, int] = {}
+        self.notes: list[str] = []
+
+    def write(self) -> None:
+        """Convert and compress the functions of one app after another."""
+        for app, one in jobs(self.job):
+            model = one.loaded.model
+            self.adapter_bytes[app.name] = adapter_bytes(model)
+            for function, name in self.table[app.name].items():
+                if name not in self.paths:
+                    self.job.report("write the graphs", len(self.paths), self.total + 1, name)
+                    self.paths[name] = self._function(function, name, model)
+                    release_memory()
+            drop_matrices(model)  # merging needs the memory, and the gate takes the package's values
+            release_memory()
+
+    def _function(self, function: str, name: str, model: StreamModel) -> Path:
+        plan, options = self.job.plan, self.job.plan.options
+        chosen = options.coreml
+        made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
+        weights = matrices(made.get_spec())
+        schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
+        self.notes += [note for note in schemes.notes if note not in self.notes]
+        path = self.scratch / f"{name}.mlpackage"
+        with quiet():
+            compress(made, schemes, {weight.name: weight.shape for weight in weights}).save(str(path))
+        return path
+
+
+def _result(app: AppPlan, names: Names) -> AppResult:
+    return AppResult(AdapterKind.FUNCTION if app.folder else AdapterKind.BASE, functions=dict(names))
+
+
+def _write_settings(plan: ExportPlan, file: Path) -> None:
+    chosen = plan.options.coreml
+    tokenizer = ChatTokenizer.open(plan.folder)
+    frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
+    settings = {
+        "deployment_target": chosen.deployment.value,
+        "compute_units": chosen.compute_units.value,
+        "kv_write": chosen.kv_write.value,
+        "prompts": {name: {"before": before, "after": after} for name, (before, after) in frames.items()},
+    }
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
+    """What is known to go wrong with such a package where the Neural Engine may run it, one sentence a kind."""
+    if units not in (ComputeUnits.ALL, ComputeUnits.CPU_AND_NE):
+        return []
+    first: dict[str, str] = {}
+    for warning in audit(Package.open(package)).warnings:
+        first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
+    return list(first.values())
+
+
+EXPORTER = CoreMLExporter()

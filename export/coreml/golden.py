@@ -1,0 +1,135 @@
+"""golden.json: integers that a correct host gets step by step, whatever language it is written in.
+
+Each case is a conversation of one app: prefill calls, then steps with the drafts to give. Drafts are planted so that
+steps end at different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by
+the interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
+least distance between the two largest logits of any row that decided a token of the step, in the float32 reference
+with the package's weights. ``texts`` are for the host's tokenizer: a text and the ids of it, special tokens read as
+such.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
+from ssdevice.errors import ConfigError
+from ssdevice.export.coreml.driver import CoreMLDriver
+from ssdevice.export.parity import Array, Drafts, TorchDriver, plant
+from ssdevice.export.plan import ExportJob, ExportPlan
+from ssdevice.text.chat_template import ChatTemplate
+from ssdevice.text.tokenizer import ChatTokenizer, user_content
+
+SCHEMA_VERSION = 1
+CASES = 2
+TEXTS = (
+    "List the names of all customers.",
+    "SELECT name FROM table_12 WHERE price >= 3.50 AND city = 'Zürich'",
+    "  two  spaces, a\ttab\nand a line; it's don't we'll",
+    "日本語 и кириллица 🙂",
+)
+MAX_STEPS = 6
+
+
+def cases(job: ExportJob, driver: CoreMLDriver) -> list[dict[str, Any]]:
+    """The cases of a job's only app; its model has the package's weights."""
+    (app,) = job.plan.apps
+    reference = TorchDriver(job)
+    return [{"app": app.name, **_case(driver, reference, job.plan.geometry, seed)} for seed in range(CASES)]
+
+
+def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write the cases of all apps, and texts with their tokens."""
+    tokenizer = ChatTokenizer.open(plan.folder)
+    frames = [prompt_frame(tokenizer, app.instruction) for app in plan.apps]
+    texts = [*TEXTS, *(f"{before}{TEXTS[0]}{after}" for before, after in dict.fromkeys(frames))]
+    golden = {
+        "schema_version": SCHEMA_VERSION,
+        "texts": [{"text": text, "ids": tokenizer.encode(text)} for text in texts],
+        "cases": every,
+    }
+    file.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
+    """What stands before and after the user's text in a prompt of one message, for hosts that render no templates.
+
+    Raises ConfigError if the template does not write the user's text as it is.
+    """
+    mark = "the place of the prompt"
+    messages = [{"role": "user", "content": user_content(instruction, mark)}]
+    text = ChatTemplate(tokenizer.chat).render(messages, add_generation_prompt=True)
+    before, found, after = text.partition(mark)
+    if not found:
+        raise ConfigError("the chat template does not write the user's message as it is")
+    return before, after
+
+
+def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    depth = g.tree.depth
+    most = g.context - MAX_STEPS * (depth + 1) - 1
+    size = max(1, min(g.chunk + 1 if seed else 5, most))
+    prompt = [int(i) for i in draw.integers(min(3, g.vocab - 1), g.vocab, size)]
+    prefills: list[dict[str, Any]] = []
+    length, root = 0, 0
+    drafts: Drafts = []
+    for at in range(0, size, g.chunk):
+        chunk = prompt[at : at + g.chunk]
+        root, drafts = driver.prefill(chunk, at)
+        reference.prefill(chunk, at)
+        prefills.append({CHUNK: chunk, VALID: len(chunk), LENGTH: at, NEXT_ROOT: root, NEXT_DRAFTS: drafts})
+        length = at + len(chunk)
+    case: dict[str, Any] = {"prompt": prompt, "prefill": prefills}
+    truth = _plain(driver, root, length, min(MAX_STEPS * (depth + 1), g.context - length))
+    case["plain"] = truth
+    if not g.gamma:
+        return case
+    for at in range(0, size, g.chunk):  # plain decoding has written its rows behind the prompt
+        driver.prefill(prompt[at : at + g.chunk], at)
+    steps, done = [], 0
+    for number in range(MAX_STEPS):
+        # The first step takes the package's own drafts, the others end at depth 0, 1, 2, ..
+        if number:
+            node = g.tree.depths.index(min((number - 1) % (depth + 1), max(0, len(truth) - done - 2)))
+            drafts = plant(g, node, truth[done + 1 :], draw)
+        if done >= len(truth):
+            break
+        out = driver.step(truth[done], drafts, length + done)
+        steps.append(
+            {
+                ROOT: truth[done],
+                DRAFTS: drafts,
+                LENGTH: length + done,
+                TOKENS: out.tokens,
+                COUNT: len(out.tokens),
+                NEXT_DRAFTS: out.drafts,
+                "margin": _margin(reference, truth[done], drafts, length + done),
+            }
+        )
+        if out.tokens != truth[done + 1 : done + 1 + len(out.tokens)]:
+            break
+        done += len(out.tokens)
+        drafts = out.drafts
+    case["steps"] = steps
+    return case
+
+
+def _plain(driver: CoreMLDriver, root: int, length: int, steps: int) -> list[int]:
+    tokens = [root]
+    for i in range(steps):
+        tokens.append(driver.plain(tokens[-1], length + i))
+    return tokens
+
+
+def _margin(reference: TorchDriver, root: int, drafts: list[list[int]], length: int) -> float:
+    """The least top-2 distance of the rows that decided the step's tokens; the reference commits as it goes."""
+    out = reference.step(root, drafts, length)
+    best: Array = np.sort(reference.main, axis=-1)[:, -2:]
+    rows = range(len(best)) if len(out.tokens) > 1 else range(1)
+    return round(float(min(best[i, 1] - best[i, 0] for i in rows)), 4)

@@ -1,0 +1,1 @@
+"""The ExecuTorch target."""

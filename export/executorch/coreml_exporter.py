@@ -1,0 +1,57 @@
+"""ExecuTorch with Core ML delegates: one program, its functions in one package that shares weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+
+from ssdevice.bundle.manifest import SCHEMA_VERSION
+from ssdevice.config import Schedule
+from ssdevice.contract import CacheForm
+from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
+from ssdevice.export.coreml.stored import adopt_weights
+from ssdevice.export.executorch.coreml_lowering import lower
+from ssdevice.export.executorch.driver import ExecutorchDriver
+from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
+from ssdevice.export.executorch.lowering import constants_of
+from ssdevice.export.parity import check
+from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.runtime.executorch.delegates import open_delegates
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
+
+
+class CoreMLDelegateExporter:
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
+
+    quants = CoreMLExporter.quants
+    schedule = Schedule.FUSED
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write ``model.pte``; see ``plan.Exporter``."""
+        plan = job.plan
+        specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
+        constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
+
+        def report(number: int, what: str) -> None:
+            job.report("write the graphs", number, len(specs) + 2, what)
+
+        lowered, notes = lower(job.loaded.model, plan, specs, constants, report)
+        (folder / PROGRAM_FILE).write_bytes(lowered.data)
+        said = [describe(name, found) for name, found in lowered.delegations.items()]
+        if plan.options.quant is not Quant.FP16:
+            said.insert(0, WEIGHTS_ALONE)
+        files = (TargetFile(PROGRAM, PROGRAM_FILE),)
+        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """The written program, its delegates in the interpreter, against the torch model with the package's weights."""
+        plan, file = job.plan, folder / PROGRAM_FILE
+        with ExecutorchDriver(file, plan.geometry, plan.function_names) as driver:
+            _, package = open_delegates(file)
+            adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
+            return check(job, driver, TOLERANCE)
+
+
+EXPORTER = CoreMLDelegateExporter()

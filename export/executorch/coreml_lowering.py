@@ -1,0 +1,126 @@
+"""From the modules of the step to one ExecuTorch program whose functions are Core ML delegates.
+
+ExecuTorch's partitioner takes everything but the writes of the cache, and its Core ML backend joins the functions in
+one package that holds the weights once. The cache stays ExecuTorch's: a state that Core ML owns would be one for each
+method. Conversion itself is that of the ``coreml`` target: its rewrites, its mended passes, its forms of weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+
+from ssdevice.contract import FunctionSpec
+from ssdevice.export.coreml import ops as coreml_ops
+from ssdevice.export.coreml.convert import quiet
+from ssdevice.export.coreml.graph import simplify
+from ssdevice.export.coreml.half import half_precision
+from ssdevice.export.coreml.weights import compress, matrices, plan_weights
+from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
+from ssdevice.export.executorch.state import LogitsForm
+from ssdevice.export.forms import function_module
+from ssdevice.export.plan import ExportPlan
+from ssdevice.model.step import StreamModel
+
+WRITE = "aten.index_put.default"
+
+
+def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
+    """The exported program of one function with one state tensor per layer, for values that float16 holds."""
+    arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    with torch.no_grad(), half_precision(model):
+        module = function_module(name, model, plan.geometry, plan.schedule)
+        form = LogitsForm(name, module, plan.geometry).eval()  # every row is read: Core ML's shapes are static
+        return torch.export.export(form, arguments, strict=False)
+
+
+def lower(
+    model: StreamModel,
+    plan: ExportPlan,
+    specs: Mapping[str, FunctionSpec],
+    constants: Mapping[str, Any],
+    report: Callable[[int, str], None],
+) -> tuple[Lowered, tuple[str, ...]]:
+    """One program with every function of ``specs``, and what differs from the precision asked for."""
+    import coremltools as ct
+    from executorch.backends.apple.coreml.compiler import CoreMLBackend
+    from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+
+    coreml_ops.register()
+    chosen = plan.options.coreml
+    notes: list[str] = []
+    compile_specs = CoreMLBackend.generate_compile_specs(
+        compute_unit=ct.ComputeUnit[chosen.compute_units.value.upper()],
+        minimum_deployment_target=ct.target[chosen.deployment.value],
+    )
+    partitioner = CoreMLPartitioner(
+        skip_ops_for_coreml_delegation=[WRITE], compile_specs=compile_specs, take_over_mutable_buffer=False
+    )
+
+    def convert(program: ExportedProgram, *_: Any, **__: Any) -> Any:
+        made, found = _converted(program, plan)
+        notes.extend(note for note in found if note not in notes)
+        return made
+
+    with quiet(), _silent():
+        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        report(len(specs), "lower to Core ML")
+        with _conversion(CoreMLBackend, convert):
+            edge = to_edge(programs, partitioner, constants)
+        return finished(edge, list(specs), report), tuple(notes)
+
+
+def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[str, ...]]:
+    """A function's delegate as an MLModel with its weights as asked, and what differs."""
+    import coremltools as ct
+    from executorch.exir.dialects.edge._ops import EdgeOpOverload
+
+    for node in program.graph_module.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
+            node.target = node.target._op
+    simplify(program, ())
+    options, nodes = plan.options, {node.name: node for node in program.graph.nodes}
+    outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
+    made = ct.convert(
+        program,
+        # Else float tensors would come as float16 where ExecuTorch has laid out float32.
+        outputs=[ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs],
+        minimum_deployment_target=ct.target[options.coreml.deployment.value],
+        compute_precision=ct.precision.FLOAT16,
+        skip_model_load=True,
+    )
+    weights = matrices(made.get_spec())
+    schemes = plan_weights(weights, options.quant, options.coreml.per_channel, plan.geometry.vocab)
+    return compress(made, schemes, {weight.name: weight.shape for weight in weights}), schemes.notes
+
+
+@contextmanager
+def _conversion(backend: Any, convert: Callable[..., Any]) -> Iterator[None]:
+    """Within this context ExecuTorch's Core ML backend converts with ``convert``."""
+    before = backend._convert_to_mlmodel
+    backend._convert_to_mlmodel = staticmethod(convert)
+    try:
+        yield
+    finally:
+        backend._convert_to_mlmodel = staticmethod(before)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Within this context ExecuTorch's Core ML backend tells nothing of every operator it passes over."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("executorch.backends.apple")]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

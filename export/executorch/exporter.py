@@ -1,0 +1,155 @@
+"""The ExecuTorch target: one program for phones, whose functions share weights on disk and the cache in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+
+from ssdevice.adapters.safetensors_file import write_tensors
+from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
+from ssdevice.adapters.storage import stored
+from ssdevice.adapters.weights import AdapterWeights, fill_program
+from ssdevice.bundle.manifest import SCHEMA_VERSION, AdapterKind
+from ssdevice.config import Schedule, to_json
+from ssdevice.contract import CacheForm
+from ssdevice.errors import ParityError
+from ssdevice.export.executorch.driver import ExecutorchDriver
+from ssdevice.export.executorch.graph import Delegation
+from ssdevice.export.executorch.lowering import constants_of, lower
+from ssdevice.export.executorch.quantization import quantized
+from ssdevice.export.executorch.slots import slot_model
+from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
+from ssdevice.text.tokenizer import ChatTokenizer
+
+PROGRAM_FILE = "model.pte"
+TOOLS = ("torch", "transformers", "executorch", "torchao")
+# Rows: of the range of a layer's keys or values. XNNPACK rounds a row's scale in another order than torchao's
+# simulation, so a value on a rounding edge may take the next of 255 codes.
+TOLERANCES = {
+    Quant.FP32: Tolerance(rows=1e-4, tie=1e-3),
+    Quant.INT8: Tolerance(rows=0.05, tie=0.5),
+    Quant.INT4: Tolerance(rows=0.05, tie=0.5),
+}
+SHOWN = 6
+
+
+class ExecutorchExporter:
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
+
+    quants = (Quant.FP32, Quant.INT8, Quant.INT4)
+    schedule = Schedule.DEFERRED
+    several_apps = True
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write ``model.pte``, and where apps stand apart a file for each; see ``plan.Exporter``."""
+        plan = job.plan
+        specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
+        constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
+        stages = len(specs) + 2
+        files = [TargetFile(PROGRAM, PROGRAM_FILE)]
+        apps: dict[str, AppResult] = {}
+        source = job.loaded.model
+        if not plan.merged:
+            weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
+            slots = slot_model(job, list(weights.values()))
+            apps = {app.name: _write_app(plan, slots.layout, app, weights.get(app.name), folder) for app in plan.apps}
+            (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
+            files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
+            source = slots.model
+        # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
+        alone = plan.merged and plan.schedule is Schedule.DEFERRED
+        folded = alone and source.streams is not None and source.streams.merge()
+
+        def report(number: int, what: str) -> None:
+            job.report("write the graphs", number, stages, what)
+
+        model = quantized(source, plan.options.quant)
+        lowered = lower(model.model, plan, specs, constants, report)
+        (folder / PROGRAM_FILE).write_bytes(lowered.data)
+        notes = [
+            *model.notes,
+            *((FOLDED,) if folded else ()),
+            *(describe(name, found) for name, found in lowered.delegations.items()),
+        ]
+        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """The program as the runtime runs it, against the torch model with the same quantized weights.
+
+        Apps that stand apart are compared one by one, each with a reference of its own.
+        """
+        plan = job.plan
+        file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
+        if plan.merged:
+            return _compare(job, file, plan)
+        facts: dict[str, float] = {}
+        for app in plan.apps:
+            kept = result.apps[app.name]
+            adapter = folder / kept.files[0] if kept.files else None
+            try:
+                found = _compare(job.for_app(app, merge=False), file, plan, tuple(kept.functions), adapter)
+            except ParityError as error:
+                raise ParityError(f"app {app.name!r}: {error}") from error
+            facts |= {f"{app.name}.{name}": value for name, value in found.items()}
+        return facts
+
+
+def _compare(
+    job: ExportJob, file: Path, whole: ExportPlan, names: tuple[str, ...] = (), adapter: Path | None = None
+) -> dict[str, float]:
+    """``job``: of one app; ``whole``: the plan of the program, whose cache may serve more streams than the app has."""
+    quant = whole.options.quant
+    reference = replace(job, loaded=replace(job.loaded, model=quantized(job.loaded.model, quant).model))
+    with ExecutorchDriver(file, whole.geometry, names or whole.function_names, adapter) as driver:
+        return check(reference, driver, TOLERANCES[quant])
+
+
+def _write_app(
+    plan: ExportPlan, layout: ProgramLayout, app: AppPlan, weights: AdapterWeights | None, folder: Path
+) -> AppResult:
+    """An app's tensors by slot as safetensors: what a host gives ``set_adapter``."""
+    functions = functions_of(app.settings is not None)
+    if weights is None:
+        return AppResult(AdapterKind.BASE, functions=functions)
+    own = f"{ADAPTERS}/{app.name}"
+    file = f"{own}/{ADAPTER_FILE}"
+    (folder / own).mkdir(parents=True, exist_ok=True)
+    tensors = fill_program(weights, layout, plan.geometry.gamma)
+    write_tensors(folder / file, stored(tensors, plan.options.adapter_precision))
+    return AppResult(AdapterKind.SLOT, own, (file,), functions)
+
+
+def describe(name: str, found: Delegation) -> str:
+    """What a function delegates, as a sentence."""
+    outside = ", ".join(f"{op} {count}" for op, count in found.outside.most_common(SHOWN))
+    return (
+        f"{name}: {found.inside.total()} operators in {found.delegates} delegates, "
+        f"{found.outside.total()} outside (most: {outside})"
+    )
+
+
+def stop_ids(plan: ExportPlan) -> tuple[int, ...]:
+    """Tokens that end an answer, as the model's tokenizer says."""
+    return ChatTokenizer.open(plan.folder).stop_ids
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of installed packages."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+EXPORTER = ExecutorchExporter()

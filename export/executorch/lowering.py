@@ -1,0 +1,169 @@
+"""From the modules of the step to one ExecuTorch program: trace, lower to XNNPACK, lay out the memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.exc import UserError
+from torch.export import ExportedProgram
+
+from ssdevice.contract import FunctionSpec, Geometry
+from ssdevice.errors import MissingExtraError, UnsupportedModelError
+from ssdevice.export.executorch.attention import attending
+from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
+from ssdevice.export.executorch.speed import faster
+from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.forms import function_module
+from ssdevice.export.plan import ExportPlan
+from ssdevice.model.step import StreamModel
+from ssdevice.runtime.executorch.program import SET_ADAPTER
+
+NOISY = ("executorch", "torch.export", "torchao", "root")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program's bytes, and for each function what it delegates."""
+
+    data: bytes
+    delegations: Mapping[str, Delegation]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and notes about what these exports do not use."""
+    levels = {name: logging.getLogger(name).level for name in NOISY}
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
+    """The exported program of one function with one state tensor per layer; raises UnsupportedModelError."""
+    if name == SET_ADAPTER:
+        slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
+        return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
+    module = function_module(name, model, plan.geometry, plan.schedule)
+    form = VisibleForm(name, module, plan.geometry).eval()
+    arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    try:
+        with torch.no_grad(), attending(model, form.span):
+            return tidy(torch.export.export(form, arguments, strict=False))
+    except UserError as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
+        ) from error
+
+
+def lower(
+    model: StreamModel,
+    plan: ExportPlan,
+    specs: Mapping[str, FunctionSpec],
+    constants: Mapping[str, Any],
+    report: Callable[[int, str], None],
+) -> Lowered:
+    """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs.
+
+    Where the model has slots they are state too, and ``set_adapter`` fills them.
+    """
+    with quiet(), faster():
+        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        slots = [name for name, _ in slots_of(model)]
+        if slots:
+            programs[SET_ADAPTER] = trace(SET_ADAPTER, next(iter(specs.values())), model, plan)
+        report(len(specs), "lower to XNNPACK")
+        edge = to_edge(programs, partitioner(), constants)
+        return finished(edge, list(specs), report, slots)
+
+
+def traced(
+    specs: Mapping[str, FunctionSpec],
+    trace: Callable[[str, FunctionSpec], ExportedProgram],
+    report: Callable[[int, str], None],
+) -> dict[str, ExportedProgram]:
+    """Every function of ``specs``, each reported as it begins."""
+    programs = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        report(number, f"trace {name}")
+        programs[name] = trace(name, spec)
+    return programs
+
+
+def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants: Mapping[str, Any]) -> Any:
+    """The programs in ExecuTorch's dialect, lowered as the partitioner says; raises MissingExtraError."""
+    try:
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("executorch", error.name or "executorch") from error
+    return to_edge_transform_and_lower(
+        dict(programs),
+        partitioner=[partitioner],
+        constant_methods=dict(constants),
+        # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+
+
+def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None], slots: Sequence[str] = ()) -> Lowered:
+    """The program: functions ``names`` share the cache, under its names, and write it in place behind all else."""
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+
+    for name in names:
+        write_last(edge.exported_program(name))
+        untouch(edge.exported_program(name), slots)
+    delegations = {name: delegation(edge.exported_program(name)) for name in names}
+    report(len(names) + 1, "lay out the memory")
+    program = edge.to_executorch(
+        ExecutorchBackendConfig(
+            emit_mutable_buffer_names=True,
+            run_reinplace_pass=True,
+            do_quant_fusion_and_const_prop=True,
+            memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
+        )
+    )
+    return Lowered(bytes(program.buffer), delegations)
+
+
+def partitioner() -> Any:
+    """What decides which operators XNNPACK takes: all it can, but for delegates that would only copy."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
+        """Leaves out delegates whose call costs more than their operators."""
+
+        def generate_partitions(self, ep: Any) -> list[Any]:
+            return [part for part in super().generate_partitions(ep) if worthwhile(part.nodes)]
+
+    return Worthwhile()
+
+
+def constants_of(geometry: Geometry, stop_ids: Sequence[int], schema: int) -> dict[str, Any]:
+    """What a host must know, as methods of the program: see ``ssdevice.runtime.executorch.engine``."""
+    return {
+        "schema_version": schema,
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "tree_size": geometry.tree.size,
+        "emitted": geometry.tree.emitted,
+        "context": geometry.context,
+        "capacity": geometry.capacity,
+        "chunk": geometry.chunk,
+        "vocab": geometry.vocab,
+        "layers": geometry.layers,
+        "stop_tokens": torch.tensor(list(stop_ids), dtype=torch.int32),
+    }

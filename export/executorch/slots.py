@@ -1,0 +1,179 @@
+"""LoRA slots of one program: the factors of apps as state that a host fills, instead of weights.
+
+All apps of a bundle share one program, so they share its shape: mode, N_s, what streams start with, and one rank, the
+largest of all; smaller ones are filled up with zeros, which change nothing. A slot's factors stand as the right
+operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, under the names of their states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, SlotKind, StateSlot
+from ssdevice.adapters.weights import AdapterWeights
+from ssdevice.errors import ConfigError
+from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.export.variants import layers_path, template, variant_of
+from ssdevice.model.lora import LoraLinear
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import LowRank
+
+OWNER = "module.model"
+"""Where a program's functions hold the model; names of slots begin with it."""
+
+
+class SlotFactors(nn.Module):
+    """``LowRank`` whose factors are state: ``down [1, inputs, rank]``, ``up [1, rank, outputs]``."""
+
+    down: Tensor
+    up: Tensor
+
+    def __init__(self, inputs: int, outputs: int, rank: int, activation: bool) -> None:
+        super().__init__()
+        self.register_buffer("down", torch.zeros(1, inputs, rank))
+        self.register_buffer("up", torch.zeros(1, rank, outputs))
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[1, R, inputs] -> [1, R, outputs]``."""
+        h = torch.bmm(x.reshape(1, -1, x.shape[-1]), self.down)
+        y = torch.bmm(nn.functional.silu(h) if self.activation else h, self.up)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@dataclass(frozen=True)
+class SlotModel:
+    """A model with slots. ``layout``: what its bundle says about them, so that apps can be added later."""
+
+    model: StreamModel
+    layout: ProgramLayout
+
+
+def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the slots below a model, as a program's functions name them."""
+    for name, part in model.named_modules():
+        if isinstance(part, SlotFactors):
+            yield f"{OWNER}.{name}.down", part.down
+            yield f"{OWNER}.{name}.up", part.up
+    streams = getattr(model, "streams", None)
+    if streams is not None and "identifiers" in dict(streams.named_buffers(recurse=False)):
+        yield f"{OWNER}.{IDENTIFIERS}", streams.identifiers
+
+
+def check_apps(plan: ExportPlan) -> AppPlan:
+    """The app whose kind the program takes; raises ConfigError for apps that cannot share one."""
+    apps = [app for app in plan.apps if app.folder is not None]
+    streaming = [app for app in apps if app.settings is not None]
+    if not streaming:
+        return apps[0] if apps else plan.apps[0]
+    first = streaming[0]
+    for app in apps:
+        if app.settings is None and variant_of(first).lora:
+            continue  # a LoRA without streams is plain decoding in the same slots
+        if variant_of(app) != variant_of(first):
+            raise ConfigError(
+                f"apps {first.name!r} ({variant_of(first).described}) and {app.name!r} ({variant_of(app).described}) "
+                "cannot share one ExecuTorch program; export a bundle for each"
+            )
+    return first
+
+
+def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
+    """The base with a slot wherever one of these adapters has factors."""
+    plan = job.plan
+    variant = variant_of(check_apps(plan))
+    model = template(job, variant).loaded.model
+    ranks = {kind: 0 for kind in SlotKind}
+    for weights in read:
+        for (kind, _), pair in weights.factors.items():
+            ranks[kind] = max(ranks[kind], len(pair.down))
+    wanted = {key for weights in read for key in weights.factors}
+    prefix = layers_path(plan.identity.model_type)
+    places: dict[tuple[SlotKind, str], SlotFactors] = {}
+    for name, part in list(model.backbone.layers.named_modules()):
+        if not isinstance(part, LoraLinear):
+            continue
+        key = (SlotKind.LORA, f"{prefix}.{name}")
+        owner, _, leaf = name.rpartition(".")
+        if key in wanted:
+            part.adapter = places[key] = _slot(part.adapter, ranks[SlotKind.LORA])  # type: ignore[assignment]
+        else:
+            setattr(model.backbone.layers.get_submodule(owner), leaf, part.base)
+    if model.streams is not None:
+        _open_streams(model, ranks[SlotKind.STREAM], places)
+    names = {id(part): name for name, part in model.named_modules()}
+    slots = tuple(
+        StateSlot(kind, source, f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
+        for (kind, source), part in places.items()
+    )
+    identifiers = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
+    return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, identifiers))
+
+
+def _open_streams(model: StreamModel, rank: int, places: dict[tuple[SlotKind, str], SlotFactors]) -> None:
+    streams = model.streams
+    assert streams is not None
+    identifiers = streams.identifiers.detach()[: model.gamma]
+    del streams.identifiers
+    streams.register_buffer("identifiers", torch.zeros_like(identifiers))
+    made = {}
+    for name, part in list(streams.named_modules()):
+        if isinstance(part, LowRank):
+            made[id(part)] = places[SlotKind.STREAM, name] = _slot(part, rank)
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if id(child) in made:
+                setattr(owner, name, made[id(child)])
+
+
+def _slot(factors: LowRank, rank: int) -> SlotFactors:
+    down, up = factors.down, factors.up
+    return SlotFactors(down.in_features, up.out_features, max(rank, 1), factors.activation)
+
+
+def touch(model: nn.Module) -> None:
+    """Write to every slot, so that a trace takes it for state that changes; ``untouch`` takes the writes out again."""
+    at = torch.zeros(1, dtype=torch.int64)
+    for _, state in slots_of(model):
+        torch.ops.aten.index_put_(state, [at], torch.zeros(()))
+
+
+def untouch(program: ExportedProgram, names: Sequence[str]) -> None:
+    """Take the writes of ``touch`` out of a lowered program; its slots stay state."""
+    signature, graph = program.graph_signature, program.graph_module.graph
+    output = graph.output_node()
+    inputs = {buffer: name for name, buffer in signature.inputs_to_buffers.items()}
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    results = list(cast(Sequence[Any], output.args[0]))
+    for i, spec in enumerate(signature.output_specs):
+        if spec.kind is OutputKind.BUFFER_MUTATION and spec.target in names:
+            results[i] = placeholders[inputs[spec.target]]
+            spec.arg = copy.copy(spec.arg)
+            spec.arg.name = results[i].name
+    output.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+class SetAdapter(nn.Module):
+    """``set_adapter``: every slot by its input, in the order of their names."""
+
+    def __init__(self, model: StreamModel) -> None:
+        super().__init__()
+        self.module = nn.Module()
+        self.module.model = model
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The slots' new values; nothing comes back but how many there are."""
+        slots = sorted(slots_of(cast(nn.Module, self.module.model)))
+        for (_, state), value in zip(slots, tensors, strict=True):
+            state.copy_(value)
+        return (torch.full((1,), len(slots), dtype=torch.int32),)

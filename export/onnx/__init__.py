@@ -1,0 +1,1 @@
+"""The ONNX target: graphs for ONNX Runtime."""

@@ -1,0 +1,259 @@
+"""The ONNX target: three graphs with the cache passed in as rows, one file of weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
+from ssdevice.adapters.storage import stored
+from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.config import Schedule, to_json
+from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec
+from ssdevice.errors import ParityError, UnsupportedModelError
+from ssdevice.export.forms import RowsForm, exportable, function_module
+from ssdevice.export.onnx.attention import permuted_heads
+from ssdevice.export.onnx.driver import OnnxDriver
+from ssdevice.export.onnx.files import WeightFile, save_graph
+from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.slots import SlotBook, slot_inputs
+from ssdevice.export.onnx.translations import TRANSLATIONS
+from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.variants import (
+    OpenIdentifiers,
+    app_functions,
+    graph_file,
+    layers_path,
+    template,
+    variant_of,
+    variants_of,
+)
+from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
+
+OPSET = 23
+WEIGHTS = "weights"
+WEIGHTS_FILE = "weights.bin"
+CACHE_DTYPE = "float32"
+EXAMPLE_PAST = 7
+TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
+# Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
+TOLERANCES = {
+    Quant.FP32: Tolerance(rows=1e-4, typical=1e-5, tie=1e-3),
+    Quant.INT8: Tolerance(rows=0.15, typical=0.05, tie=0.5),
+    Quant.INT4: Tolerance(rows=0.15, typical=0.05, tie=0.5),
+}
+
+
+class OnnxExporter:
+    """``step``, ``prefill`` and ``step_plain`` for ONNX Runtime on CPUs."""
+
+    quants = (Quant.FP32, Quant.INT8, Quant.INT4)
+    schedule = Schedule.DEFERRED
+    several_apps = True
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write the graphs and ``weights.bin``; see ``plan.Exporter``."""
+        plan = job.plan
+        if not plan.merged:
+            return self._export_slots(job, folder)
+        specs = plan.functions(CacheForm.ROWS, CACHE_DTYPE)
+        store = WeightStore()
+        streams = job.loaded.model.streams
+        folded = plan.schedule is Schedule.DEFERRED and streams is not None and streams.merge()
+        with WeightFile(folder / WEIGHTS_FILE) as weights:
+            for number, (name, spec) in enumerate(specs.items()):
+                job.report("write the graphs", number, len(specs), name)
+                write_graph(trace(job, spec), spec, plan.options.quant, store, folder / FILES[name], weights)
+        files = [TargetFile(name, FILES[name]) for name in specs]
+        return TargetResult(
+            (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
+            CacheForm.ROWS,
+            CACHE_DTYPE,
+            (*_notes(plan.options.quant, store), *((FOLDED,) if folded else ())),
+            _tools(),
+        )
+
+    def _export_slots(self, job: ExportJob, folder: Path) -> TargetResult:
+        """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
+        plan = job.plan
+        store = WeightStore()
+        files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
+        wanted = variants_of(plan.apps)
+        steps = sum(len(traced.functions) for traced in wanted)
+        made = []
+        with WeightFile(folder / WEIGHTS_FILE) as weights:
+            for traced in wanted:
+                variant = traced.variant
+                model = template(job, variant)
+                specs = model.plan.functions(CacheForm.ROWS, CACHE_DTYPE)
+                slots: dict[str, Slot] = {}
+                for name in traced.functions:
+                    file = graph_file(name, variant)
+                    job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
+                    book = _book(plan)
+                    graph = trace(model, specs[name], variant)
+                    write_graph(graph, specs[name], plan.options.quant, store, folder / file, weights, book)
+                    files.append(TargetFile(f"{name}:{variant.name}", file))
+                    slots |= book.slots
+                made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
+        # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
+        plain = {v.name: v.slots for v in made if v.mode is None}
+        for i, variant in enumerate(made):
+            every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
+            made[i] = replace(variant, slots=tuple(every.values()))
+        layout = SlotLayout(plan.identity.hidden_size, tuple(made))
+        (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
+        apps = {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
+        return TargetResult(
+            tuple(files), CacheForm.ROWS, CACHE_DTYPE, _notes(plan.options.quant, store), _tools(), apps
+        )
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """Compare with the torch reference under the same quantization; see ``plan.Exporter``.
+
+        Apps that stand apart are compared one by one, each with a reference of its own.
+        """
+        plan, quant = job.plan, job.plan.options.quant
+        if plan.merged:
+            files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
+            with simulated(job.loaded.model, quant):
+                return check(job, OnnxDriver(files, plan.geometry), TOLERANCES[quant])
+        facts: dict[str, float] = {}
+        for app in plan.apps:
+            alone, kept = job.for_app(app, merge=False), result.apps[app.name]
+            files = {function: folder / path for function, path in kept.functions.items()}
+            tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256).values if kept.files else {}
+            driver = OnnxDriver(files, alone.plan.geometry, adapter=tensors)
+            with simulated(alone.loaded.model, quant, slotted=True):
+                try:
+                    found = check(alone, driver, TOLERANCES[quant])
+                except ParityError as error:
+                    raise ParityError(f"app {app.name!r}: {error}") from error
+            facts |= {f"{app.name}.{name}": value for name, value in found.items()}
+        return facts
+
+
+def write_graph(
+    model: Any,
+    spec: FunctionSpec,
+    quant: Quant,
+    store: WeightStore,
+    file: Path,
+    weights: WeightFile,
+    book: SlotBook | None = None,
+) -> None:
+    """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
+    edit = simplify(model, (permuted_heads,))
+    quantize(edit, quant, store, book)
+    finish(edit)
+    more = slot_inputs(edit, spec, book) if book is not None else ()
+    save_graph(model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
+
+
+def _book(plan: ExportPlan) -> SlotBook:
+    g = plan.geometry
+    groups = plan.query_heads // g.kv_heads
+    exact = plan.options.quant is not Quant.FP32
+    return SlotBook(layers_path(plan.identity.model_type), (g.kv_heads, groups, g.head_dim), exact)
+
+
+def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path) -> AppResult:
+    variant = layout.variant(variant_of(app).name)
+    assert variant is not None
+    if app.folder is None:
+        return AppResult(AdapterKind.BASE, functions=variant.functions)
+    own = f"{ADAPTERS}/{app.name}"
+    file = f"{own}/{ADAPTER_FILE}"
+    tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
+    write_adapter(folder / file, stored(tensors, plan.options.adapter_precision), plan.identity.sha256)
+    return AppResult(AdapterKind.SLOT, own, (file,), variant.functions)
+
+
+def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Any:
+    """The ONNX model of one function as the exporter gives it, linears as placeholders; an ``onnx_ir`` model.
+
+    ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
+    """
+    plan, model = job.plan, job.loaded.model
+    module = function_module(spec.name, model, plan.geometry, plan.schedule)
+    form: torch.nn.Module = RowsForm(spec.name, module, plan.geometry.kv_heads).eval()
+    names = [tensor.name for tensor in spec.inputs]
+    past = torch.export.Dim(PAST, min=1, max=plan.geometry.capacity)
+    arguments, dynamic = [], []
+    for tensor in spec.inputs:
+        shape = tuple(EXAMPLE_PAST if size == PAST else int(size) for size in tensor.shape)
+        kind = torch.int32 if tensor.dtype == "int32" else torch.float32
+        arguments.append(torch.ones(shape, dtype=kind))
+        dynamic.append({0: past} if PAST in tensor.shape else None)
+    if variant is not None and variant.mode is not None:
+        assert model.streams is not None
+        form = OpenIdentifiers(form, model.streams)
+        arguments.append(torch.zeros_like(model.streams.identifiers))
+        dynamic.append(None)
+        names.append(IDENTIFIERS)
+    try:
+        with torch.no_grad(), quiet(), exportable(model):
+            program = torch.export.export(form, tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
+            onnx_program = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=names,
+                output_names=[tensor.name for tensor in spec.outputs],
+                custom_translation_table=TRANSLATIONS,
+                verbose=False,
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        reason = str(error).split("## Exception summary")[-1].strip().splitlines()
+        raise UnsupportedModelError(
+            f"{plan.identity.model_type}: the {spec.name} graph has no ONNX form ({reason[0] if reason else error})"
+        ) from error
+    assert onnx_program is not None
+    return onnx_program.model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the exporter's warnings, which concern packages this export does not use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
+    notes = []
+    if quant is Quant.INT4:
+        notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
+    if store.kept:
+        total = sum(store.kept.values())
+        names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")
+        notes.append(f"{len(store.kept)} small weights ({total} elements) stay float32: {names}")
+    return tuple(notes)
+
+
+def _tools() -> dict[str, str]:
+    return {name: version(name) for name in TOOLS}
+
+
+EXPORTER = OnnxExporter()

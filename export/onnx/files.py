@@ -1,0 +1,93 @@
+"""Files of an ONNX bundle: graphs without weights, and one file of weights that all of them point into."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from ssdevice.contract import FunctionSpec
+from ssdevice.errors import SSDeviceError
+from ssdevice.export.onnx.graph import CONTRIB
+from ssdevice.export.onnx.linears import LINEAR_DOMAIN
+
+INLINE = 1024
+"""Constants of fewer bytes stay in the graph."""
+ALIGNMENT, PAGE = 64, 4096
+IR_VERSION = 11
+PRODUCER = "ssdevice"
+
+
+class WeightFile:
+    """Tensors one after another, each content once; large ones begin on a page so that they can be mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+        self._places: dict[tuple[bytes, int], int] = {}
+
+    def __enter__(self) -> WeightFile:
+        self._file = self.path.open("wb")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, content: bytes) -> int:
+        """Where these bytes begin; written now unless they are there already."""
+        key = (hashlib.sha256(content).digest(), len(content))
+        if key not in self._places:
+            step = PAGE if len(content) >= PAGE else ALIGNMENT
+            end = self._file.tell()
+            at = -(-end // step) * step
+            self._file.write(b"\0" * (at - end))
+            self._file.write(content)
+            self._places[key] = at
+        return self._places[key]
+
+
+def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightFile) -> None:
+    """Write a graph that reads its large constants from ``weights``; tensors are named and typed as in the contract."""
+    graph = model.graph
+    for tensor, value in zip((*spec.inputs, *spec.outputs), (*graph.inputs, *graph.outputs), strict=True):
+        found = value.dtype.numpy().name if value.dtype is not None else "unknown"
+        if value.name != tensor.name or found != tensor.dtype:
+            raise SSDeviceError(f"{spec.name}: the graph has {value.name} {found}, not {tensor.name} {tensor.dtype}")
+        value.shape = ir.Shape(list(tensor.shape))
+    for value in graph.initializers.values():
+        constant = value.const_value
+        assert constant is not None
+        if constant.nbytes >= INLINE:
+            content = constant.tobytes()
+            value.const_value = ir.ExternalTensor(
+                weights.path.name,
+                weights.add(content),
+                len(content),
+                constant.dtype,
+                shape=ir.Shape(constant.numpy().shape),
+                name=value.name or "",
+                base_dir=weights.path.parent,
+            )
+    _strip(model)
+    for node in model.graph:
+        for output in node.outputs:
+            if output.type is None:
+                output.shape = None  # a shape without an element type has no place in the file
+    ir.save(model, path)
+
+
+def _strip(model: ir.Model) -> None:
+    """Leave out where the graph came from: traces name files of the machine that made it."""
+    passes.ClearMetadataAndDocStringPass()(model)
+    model.opset_imports.pop(LINEAR_DOMAIN, None)
+    model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
+    model.opset_imports[CONTRIB] = 1
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = PRODUCER, None
+    model.graph.name = PRODUCER

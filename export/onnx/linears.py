@@ -1,0 +1,150 @@
+"""Linears of an ONNX graph: found, merged where several read the same input, and lowered to MatMul.
+
+``torch`` linears arrive as ``ssdevice.Linear(x, weight [outputs, inputs], bias)`` placeholders under the weights' own
+names, so that three graphs agree on what is the same weight and quantization sees each weight whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ssdevice.export.onnx.graph import Editor, constant_of, shape_of
+
+LINEAR_DOMAIN = "ssdevice"
+LINEAR = "Linear"
+ADAPTER_MARK = "adapter"
+"""Part of the names of stream adapters' weights: these never merge with the base's, which other rows use alone."""
+SMALL = 1 << 14
+"""Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``."""
+
+    node: ir.Node
+    name: str
+    weight: Array
+
+    @property
+    def output(self) -> ir.Value:
+        """What it computes, before anything is replaced."""
+        return self.node.outputs[0]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Placeholders that read one input and become one product; usually one, or q/k/v, or gate/up.
+
+    ``weight [inputs, sum of outputs]`` is made when asked for.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def source(self) -> ir.Value:
+        """The input, ``[1, rows, inputs]``."""
+        value = self.parts[0].node.inputs[0]
+        assert value is not None
+        return value
+
+    @property
+    def name(self) -> str:
+        """Identifies the weight across graphs."""
+        return "|".join(part.name for part in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return int(self.parts[0].weight.shape[1])
+
+    @property
+    def outputs(self) -> int:
+        """N, of all parts together."""
+        return sum(int(part.weight.shape[0]) for part in self.parts)
+
+    @property
+    def small(self) -> bool:
+        """Whether it stays float32 in every quantization; parts of both kinds are never merged."""
+        return int(self.parts[0].weight.size) < SMALL
+
+    def weight(self) -> Array:
+        """``[K, N]`` float32."""
+        return np.ascontiguousarray(np.concatenate([part.weight for part in self.parts], axis=0).T)
+
+
+def linears(edit: Editor) -> list[Linear]:
+    """All linears of a graph, those of one input together, in graph order."""
+    groups: dict[tuple[int, bool, bool], list[Part]] = {}
+    for node in edit.graph:
+        if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
+            continue
+        source, weight = node.inputs[0], node.inputs[1]
+        content = constant_of(weight)
+        if weight is None or content is None:
+            raise ValueError(f"linear {node.name} has no constant weight")
+        name = weight.name or ""
+        key = (id(source), ADAPTER_MARK in name, content.size < SMALL)
+        groups.setdefault(key, []).append(Part(node, name, content))
+    return [Linear(tuple(parts)) for parts in groups.values()]
+
+
+Product = Callable[[Editor, Linear, ir.Node], ir.Value]
+"""Makes ``source @ weight`` before a node, ``[1, rows, N]``."""
+
+
+def lower(edit: Editor, linear: Linear, product: Product, terms: Mapping[int, ir.Node] | None = None) -> None:
+    """Replace a linear's placeholders by one product, a split of its columns and the biases.
+
+    ``terms``: by the id of a placeholder, the addition of a low-rank term that the product already has.
+    """
+    first = linear.parts[0].node
+    whole = product(edit, linear, first)
+    values = [whole] if len(linear.parts) == 1 else _split(edit, linear, whole, first)
+    for part, value in zip(linear.parts, values, strict=True):
+        bias = part.node.inputs[2] if len(part.node.inputs) > 2 else None
+        if bias is not None:
+            shape = shape_of(part.output)
+            value = edit.insert(first, "Add", [value, bias], shape, ir.DataType.FLOAT)
+        edit.replace(part.node, value)
+        if terms and id(part.node) in terms:
+            edit.replace(terms[id(part.node)], value)
+
+
+def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Sequence[ir.Value]:
+    widths = edit.ints(*(part.weight.shape[0] for part in linear.parts))
+    count = len(linear.parts)
+    first = edit.insert(before, "Split", [whole, widths], attributes={"axis": -1}, outputs=count)
+    node = first.producer()
+    assert node is not None
+    for value, part in zip(node.outputs, linear.parts, strict=True):
+        value.shape, value.type = part.output.shape, ir.TensorType(ir.DataType.FLOAT)
+    return node.outputs
+
+
+def plain_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+    """A float32 MatMul."""
+    name = transposed_name(linear)
+    known = edit.graph.initializers.get(name)
+    weight = known if known is not None else edit.constant(linear.weight(), name)
+    return edit.insert(before, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
+
+
+def transposed_name(linear: Linear) -> str:
+    """Name of a float32 weight as ``[K, N]``."""
+    return f"{linear.name}.T"
+
+
+def out_shape(linear: Linear) -> tuple[int | None, ...]:
+    """Shape of a linear's product."""
+    lead = shape_of(linear.source)
+    if lead is None:
+        raise ValueError(f"linear {linear.name} reads a value of unknown rank")
+    return (*lead[:-1], linear.outputs)

@@ -1,0 +1,110 @@
+"""The ONNX engine with its logits shown, for telling near-ties from faults. Needs the onnx package.
+
+The graphs in the bundle end in the choice of a token and copy no logits; here what is chosen from is made an output of
+a copy in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from ssdevice.bundle.folder import Bundle
+from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
+from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.export.onnx.nodes import ancestors, makers
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.generation import emitted_nodes
+from ssdevice.runtime.onnx.adapter import AdapterTensors
+from ssdevice.runtime.onnx.engine import OnnxConversation, OnnxEngine, app_adapter, app_graphs
+from ssdevice.runtime.onnx.sessions import SharedBase
+
+LOGITS = "shown_logits"
+CHOICES = ("ArgMax", "TopK")
+"""Operators that choose a token."""
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+class LogitsEngine(OnnxEngine):
+    """An OnnxEngine whose conversations keep the logits of what the last step emitted."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        geometry: Geometry,
+        cache_dtype: str,
+        options: EngineOptions,
+        adapter: AdapterTensors | None = None,
+    ) -> None:
+        super().__init__(files, geometry, cache_dtype, options, adapter=adapter)
+        for name in (STEP, PLAIN):
+            spec = self.specs[name]
+            rows = geometry.tree.size if name == STEP else 1
+            shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
+            self.specs[name] = type(spec)(spec.name, spec.inputs, (*spec.outputs, shown), spec.states)
+
+    @classmethod
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
+        """The engine of an app; its graphs are its own."""
+        files, geometry = app_graphs(bundle, app)
+        adapter = app_adapter(bundle, app, SharedBase.of(bundle, options))
+        return cls(files, geometry, bundle.manifest.cache_dtype, options, adapter)
+
+    def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
+        if function not in (STEP, PLAIN):
+            return super().model(function, options)
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(self.files[function].parent))
+        return show_logits(self.files[function], self.specs[function].outputs[-1])
+
+    def new_conversation(self) -> LogitsConversation:
+        return LogitsConversation(self)
+
+
+class LogitsConversation(OnnxConversation):
+    """``logits [emitted, vocab]``: what the last ``step`` or ``step_plain`` chose its tokens from."""
+
+    def __init__(self, engine: LogitsEngine) -> None:
+        super().__init__(engine)
+        self.logits: NDArray[np.float32] = np.zeros((0, engine.geometry.vocab), np.float32)
+
+    def step(self, root: int) -> list[int]:
+        drafts = self.drafts.tolist()
+        tokens = super().step(root)
+        nodes = emitted_nodes(self.geometry.tree, drafts, tokens)
+        self.logits = self.calls[STEP].tensors[LOGITS][nodes].copy()
+        return tokens
+
+    def step_plain(self, root: int) -> int:
+        token = super().step_plain(root)
+        self.logits = self.calls[PLAIN].tensors[LOGITS].copy()
+        return token
+
+
+def show_logits(file: Path, shown: TensorSpec) -> bytes:
+    """The graph in ``file`` with the logits that decide TOKENS as the further output ``shown``.
+
+    Raises MissingExtraError without onnx, BundleError for a graph in which they are not found.
+    """
+    try:
+        import onnx
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", "onnx") from error
+    model = onnx.load(str(file), load_external_data=False)
+    graph = model.graph
+    maker = makers(graph)
+    # Of the choices behind the tokens, the one that depends on no other is made on the main logits: the other picks
+    # the end node from what the first said.
+    choices = [node for node in ancestors(maker, [TOKENS]) if node.op_type in CHOICES]
+    first = [node for node in choices if not any(n.op_type in CHOICES for n in ancestors(maker, node.input[:1]))]
+    if len(first) != 1:
+        raise BundleError(f"{file}: {len(first)} nodes of {' or '.join(CHOICES)} decide the tokens, expected one")
+    ints, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    graph.initializer.append(onnx.helper.make_tensor(f"{LOGITS}_shape", ints, [2], [int(size) for size in shown.shape]))
+    graph.node.append(onnx.helper.make_node("Reshape", [first[0].input[0], f"{LOGITS}_shape"], [LOGITS]))
+    graph.output.append(onnx.helper.make_tensor_value_info(LOGITS, floats, list(shown.shape)))
+    content: bytes = model.SerializeToString()
+    return content

@@ -1,0 +1,66 @@
+"""Which part of the method a node of an exported step works for, told from what depends on what.
+
+=============  =================================================================================================
+part           its nodes
+=============  =================================================================================================
+layers         embedding and layers of the rows to verify; in the fused schedule with all that streams share
+head           from the last norm to the model's own tokens
+verification   what the accepted tokens and their count need beyond that
+streams        layers of the streams; deferred: all of them, fused: what is not shared
+stream head    from the streams' last norm to the next draft
+rows           what only the cache's new rows need
+=============  =================================================================================================
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdevice.contract import COUNT, NEXT_DRAFTS, ROWS, TOKENS
+from ssdevice.errors import MissingExtraError
+from ssdevice.export.onnx.nodes import ancestors, makers
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+CHOICE = "TopK"
+"""The operator that makes tokens of logits, of the model's own and of the streams'."""
+NORM = "Normalization"
+PARTS = ("layers", "head", "verification", "streams", "stream head", "rows")
+
+
+def parts_of(file: Path) -> dict[str, str]:
+    """The part of every node of a ``step`` graph by node name; empty for a graph that is not built as expected.
+
+    Raises MissingExtraError without the onnx package.
+    """
+    try:
+        import onnx
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", "onnx") from error
+    graph = onnx.load(str(file), load_external_data=False).graph
+    maker = makers(graph)
+
+    def head(choice: NodeProto) -> list[NodeProto]:
+        return ancestors(maker, choice.output, stop=lambda node: NORM in node.op_type)
+
+    accepted, drafted = ancestors(maker, [TOKENS, COUNT]), ancestors(maker, [NEXT_DRAFTS])
+    known = {node.name for node in accepted}
+    own = [node for node in accepted if node.op_type == CHOICE]
+    streams = [node for node in drafted if node.op_type == CHOICE and node.name not in known]
+    if len(own) != 1 or len(streams) != 1:
+        return {}
+    claims = {
+        "head": head(own[0]),
+        "layers": ancestors(maker, own[0].output),
+        "verification": accepted,
+        "stream head": head(streams[0]),
+        "streams": drafted,
+        "rows": ancestors(maker, [ROWS]),
+    }
+    parts: dict[str, str] = {}
+    for part, nodes in claims.items():
+        for node in nodes:
+            parts.setdefault(node.name, part)
+    return parts

@@ -1,0 +1,303 @@
+"""Quantized linears and embeddings for ONNX Runtime.
+
+int8: weights per output column, symmetric; inputs per row, symmetric around 128 in uint8 (signed inputs take a path
+that is many times slower on x86). Rows never share a scale, so a draft row cannot change a verified one. int4: blocks
+of 32 along the inputs for linears; embedding and head stay int8, where four bits cost most accuracy and save least
+time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ssdevice.adapters.slots import Slot
+from ssdevice.adapters.weights import LEVELS, int8_columns
+from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, shape_of
+from ssdevice.export.onnx.linears import (
+    SMALL,
+    Linear,
+    Product,
+    linears,
+    lower,
+    out_shape,
+    plain_product,
+    transposed_name,
+)
+from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
+from ssdevice.export.plan import Quant
+
+Array = np.ndarray[Any, Any]
+ZERO_POINT = 128
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """``values [K, N]`` int8 and ``scale [N]`` float32 with ``weight ≈ values * scale``."""
+
+    values: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, weight: Array) -> Int8Weight:
+        """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
+        return cls(*int8_columns(weight))
+
+    def dequantized(self) -> Array:
+        """``[K, N]`` float32."""
+        return self.values.astype(np.float32) * self.scale
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """``packed [N, K / 32, 16]`` uint8 (low nibble first, zero at 8) and ``scale [N, K / 32]`` float32."""
+
+    packed: Array
+    scale: Array
+    inputs: int
+
+    @classmethod
+    def of(cls, weight: Array) -> Int4Weight:
+        """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded with zeros.
+
+        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used.
+        """
+        inputs, outputs = weight.shape
+        blocks = -(-inputs // BLOCK)
+        padded = np.zeros((outputs, blocks * BLOCK), np.float32)
+        padded[:, :inputs] = weight.T
+        grouped = padded.reshape(outputs, blocks, BLOCK)
+        at = np.abs(grouped).argmax(axis=2)[..., None]
+        peak = np.take_along_axis(grouped, at, axis=2)[..., 0]
+        scale = np.where(peak != 0, peak / np.float32(-8), np.float32(1)).astype(np.float32)
+        codes = np.clip(np.rint(grouped / scale[..., None]) + 8, 0, 15).astype(np.uint8)
+        return cls(codes[..., 0::2] | codes[..., 1::2] << 4, scale, inputs)
+
+    def dequantized(self) -> Array:
+        """``[K, N]`` float32."""
+        codes = np.stack([self.packed & 15, self.packed >> 4], axis=-1).reshape(*self.scale.shape, BLOCK)
+        values = (codes.astype(np.float32) - 8) * self.scale[..., None]
+        return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
+
+
+@dataclass
+class WeightStore:
+    """Quantized weights by name, shared by the graphs of one export so that each is quantized once."""
+
+    int8: dict[str, Int8Weight] = field(default_factory=dict)
+    int4: dict[str, Int4Weight] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    """Float32 weights that stayed so: name -> elements."""
+
+    def as_int8(self, name: str, weight: Array) -> Int8Weight:
+        """The int8 form of a weight ``[K, N]``."""
+        if name not in self.int8:
+            self.int8[name] = Int8Weight.of(weight)
+        return self.int8[name]
+
+    def as_int4(self, name: str, weight: Array) -> Int4Weight:
+        """The int4 form of a weight ``[K, N]``."""
+        if name not in self.int4:
+            self.int4[name] = Int4Weight.of(weight)
+        return self.int4[name]
+
+
+def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | None = None) -> None:
+    """Lower every linear and embedding of a graph to the form ``quant`` asks for.
+
+    ``book``: low-rank terms become slots, which are entered in it; without one they are weights like all others.
+    """
+    if quant is Quant.FP32:
+        _share_tied_table(edit)
+    tied = _quantize_embeddings(edit, store) if quant in (Quant.INT8, Quant.INT4) else set()
+    inputs = _RowQuantizer(edit)
+    pairs = book.pairs(edit) if book is not None else {}
+    terms = {node: pair.add for node, pair in pairs.items() if pair.add is not None}
+    for linear in linears(edit):
+        if book is not None and book.side(linear.parts[0].name) is not None:
+            continue
+        quantized = quant is not Quant.FP32 and not linear.small
+        slot = book.slot(linear, pairs, quantized) if book is not None else None
+        if quant is not Quant.FP32 and linear.small:
+            store.kept[linear.name] = linear.inputs * linear.outputs
+        if not quantized:
+            product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)
+        elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):
+            product = _Int8Product(inputs, store, slot)
+        else:
+            product = _with_slot(_Int4Product(store), slot, inputs, True)
+        lower(edit, linear, product, terms)
+    clean(edit.model)  # the terms that slots stand for
+    if book is not None:
+        lower_alone(edit, book)
+
+
+def _with_slot(product: Product, slot: Slot | None, rows: _RowQuantizer, exact: bool) -> Product:
+    """A product with its slot's low-rank term added."""
+    if slot is None:
+        return product
+
+    def both(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        shape = out_shape(linear)
+        base = product(edit, linear, before)
+        if slot.int8:
+            codes, row_scale = rows(linear.source, before)
+            h = int8_down(edit, slot, codes, edit.constant(np.array(ZERO_POINT, np.uint8)), before)
+            term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
+        else:
+            term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
+        return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
+
+    return both
+
+
+def _is_head(linear: Linear) -> bool:
+    return "lm_head" in linear.name or "embed" in linear.name
+
+
+class _RowQuantizer:
+    """Quantizes a value's rows once, however many linears read it: ``(uint8 values, scale)``."""
+
+    def __init__(self, edit: Editor) -> None:
+        self.edit = edit
+        self._done: dict[int, tuple[ir.Value, ir.Value]] = {}
+
+    def __call__(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+        if id(value) not in self._done:
+            self._done[id(value)] = self._quantize(value, before)
+        return self._done[id(value)]
+
+    def _quantize(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+        edit, shape = self.edit, shape_of(value)
+        if shape is None or None in shape:
+            raise ValueError(f"the rows of {value.name} are not static: {shape}")
+        rows = 1
+        for count in shape[:-1]:
+            rows *= count or 1
+        single = rows == 1
+        size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
+        axes = edit.ints(*range(len(shape))) if single else edit.ints(-1)
+        peak_shape = () if single else (*shape[:-1], 1)
+        keep = {"keepdims": int(not single)}
+        peak = edit.insert(before, "ReduceMax", [size, axes], peak_shape, ir.DataType.FLOAT, keep)
+        step = edit.constant(np.array(1 / LEVELS, np.float32))
+        scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
+        # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
+        if single:
+            zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+            codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8)
+            return codes, scale
+        zeros = edit.constant(np.full(peak_shape, ZERO_POINT, np.uint8))
+        block = {"axis": len(shape) - 1, "block_size": shape[-1]}
+        codes = edit.insert(before, "QuantizeLinear", [value, scale, zeros], shape, ir.DataType.UINT8, block)
+        return codes, scale
+
+
+@dataclass(frozen=True)
+class _Int8Product:
+    """An integer product; a slot's term is added before the rows' scale is multiplied in."""
+
+    rows: _RowQuantizer
+    store: WeightStore
+    slot: Slot | None
+
+    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        weight = self.store.as_int8(linear.name, linear.weight())
+        values = _named(edit, f"{linear.name}.int8", weight.values)
+        scale = _named(edit, f"{linear.name}.scale", weight.scale)
+        codes, row_scale = self.rows(linear.source, before)
+        zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+        # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same,
+        # though it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding
+        # would then differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
+        inputs = [codes, values, edit.scalar(1.0), scale, zero]
+        shape = out_shape(linear)
+        product = edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
+        if self.slot is not None:
+            h = int8_down(edit, self.slot, codes, zero, before)
+            term = up(edit, self.slot, h, before, exact=True)
+            product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
+        return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+
+
+@dataclass(frozen=True)
+class _Int4Product:
+    """A product with blocks of four bits."""
+
+    store: WeightStore
+
+    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+        weight = self.store.as_int4(linear.name, linear.weight())
+        packed = _named(edit, f"{linear.name}.int4", weight.packed)
+        scale = _named(edit, f"{linear.name}.scale", weight.scale)
+        attributes = {
+            "K": linear.inputs,
+            "N": linear.outputs,
+            "bits": 4,
+            "block_size": BLOCK,
+            "accuracy_level": 4,
+        }
+        inputs = [linear.source, packed, scale]
+        return edit.insert(before, "MatMulNBits", inputs, out_shape(linear), ir.DataType.FLOAT, attributes, CONTRIB)
+
+
+def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
+    """Gathers from the float table become gathers from its int8 form, stored as the head's ``[D, V]`` wants it.
+
+    A tied head then shares the bytes. Returns the names of the tables.
+    """
+    names = set()
+    for node in list(edit.graph):
+        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        content = constant_of(table)
+        if table is None or content is None or content.ndim != 2 or content.dtype != np.float32:
+            continue
+        name = table.name or ""
+        if content.size < SMALL or node.attributes.get_int("axis", 0) != 0 or "rope" in name or "position" in name:
+            continue
+        names.add(name)
+        ids = node.inputs[1]
+        shape = shape_of(ids)
+        if ids is None or shape is None or None in shape:
+            raise ValueError(f"the embedding {name} is read with ids of unknown shape")
+        weight = store.as_int8(name, np.ascontiguousarray(content.T))
+        values = _named(edit, f"{name}.int8", weight.values)
+        scale = _named(edit, f"{name}.scale", weight.scale)
+        rows = prod([size or 0 for size in shape])
+        flat = edit.reshape(node, ids, (rows,))
+        columns = edit.insert(node, "Gather", [values, flat], (content.shape[1], rows), ir.DataType.INT8, {"axis": 1})
+        codes = edit.insert(node, "Transpose", [columns], (rows, content.shape[1]), ir.DataType.INT8, {"perm": [1, 0]})
+        scales = edit.insert(node, "Gather", [scale, flat], (rows,), ir.DataType.FLOAT, {"axis": 0})
+        out = edit.insert(
+            node, "DequantizeLinear", [codes, scales], (rows, content.shape[1]), ir.DataType.FLOAT, {"axis": 0}
+        )
+        edit.replace(node, edit.reshape(node, out, (*shape, content.shape[1])))
+    return names
+
+
+def _share_tied_table(edit: Editor) -> None:
+    """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
+    heads = {linear.name: linear for linear in linears(edit) if len(linear.parts) == 1}
+    for node in list(edit.graph):
+        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        ids = node.inputs[1] if table is not None else None
+        shape = shape_of(ids)
+        if table is None or ids is None or table.name not in heads or shape is None or None in shape:
+            continue
+        head = heads[table.name]
+        rows = prod([size or 0 for size in shape])
+        stored = _named(edit, transposed_name(head), head.weight())
+        flat = edit.reshape(node, ids, (rows,))
+        columns = edit.insert(node, "Gather", [stored, flat], (head.inputs, rows), ir.DataType.FLOAT, {"axis": 1})
+        turned = edit.insert(node, "Transpose", [columns], (rows, head.inputs), ir.DataType.FLOAT, {"perm": [1, 0]})
+        edit.replace(node, edit.reshape(node, turned, (*shape, head.inputs)))
+
+
+def _named(edit: Editor, name: str, content: Array) -> ir.Value:
+    known = edit.graph.initializers.get(name)
+    return known if known is not None else edit.constant(content, name)

@@ -1,0 +1,97 @@
+"""The torch reference under the quantization of an ONNX export: the same weights, the same rounding of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ssdevice.adapters.weights import LEVELS
+from ssdevice.export.onnx.linears import SMALL
+from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight
+from ssdevice.export.plan import Quant
+from ssdevice.model.lora import LoraLinear
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import StreamRowAdapter
+
+
+@contextmanager
+def simulated(model: StreamModel, quant: Quant, slotted: bool = False) -> Iterator[None]:
+    """Within this context linears and the embedding compute what their exported forms compute, up to float rounding.
+
+    ``slotted``: low-rank terms beside linears are in slots.
+    """
+    if quant is Quant.FP32:
+        yield
+        return
+    saved: list[tuple[Tensor, Tensor]] = []
+    hooks = []
+    embedding, head = model.backbone.embed_tokens, model.backbone.lm_head
+
+    def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
+        saved.append((weight, weight.data))
+        weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
+
+    try:
+        done: set[int] = set()
+        downs: set[int] = set()
+        floats: set[int] = set()
+        if slotted:
+            downs, floats = _slots(model)
+        for part in model.modules():
+            if not isinstance(part, (nn.Linear, nn.Embedding)) or id(part) in floats:
+                continue
+            if part.weight.numel() < SMALL and id(part) not in downs:
+                continue
+            whole = quant is Quant.INT8 or part is embedding or part is head or id(part) in downs
+            if isinstance(part, nn.Linear):
+                hooks.append(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
+            if id(part.weight) not in done:
+                done.add(id(part.weight))
+                stored = part.weight.detach().float().numpy().T
+                form = Int8Weight.of(stored) if whole else Int4Weight.of(stored)
+                swap(part.weight, form.dequantized().T)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for weight, data in saved:
+            weight.data = data
+
+
+def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
+    """Factors that a slot holds in eight bits and those it holds in float32, by id."""
+    downs: set[int] = set()
+    floats: set[int] = set()
+    for part in model.modules():
+        if isinstance(part, (LoraLinear, StreamRowAdapter)):
+            base = part.base
+            quantized = isinstance(base, nn.Linear) and base.weight.numel() >= SMALL
+            (downs if quantized else floats).add(id(part.adapter.down))
+            floats.add(id(part.adapter.up))
+    transform = model.streams.transform if model.streams is not None else None
+    if transform is not None:
+        floats |= {id(transform.down), id(transform.up)}
+    return downs, floats
+
+
+def _rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each row to 255 levels of its largest magnitude."""
+    x = inputs[0]
+    scale = x.abs().amax(dim=-1, keepdim=True) * (1 / LEVELS)
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (torch.clamp(torch.round(x / safe), -LEVELS - 1, LEVELS) * scale,)
+
+
+def _rounded_blocks(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each block of 32 values of a row to 255 levels of its largest magnitude, as MatMulNBits does."""
+    x = inputs[0]
+    width = x.shape[-1]
+    padded = nn.functional.pad(x, (0, -width % BLOCK)).reshape(*x.shape[:-1], -1, BLOCK)
+    scale = padded.abs().amax(dim=-1, keepdim=True) / LEVELS
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return ((torch.round(padded / safe) * scale).reshape(*x.shape[:-1], -1)[..., :width],)

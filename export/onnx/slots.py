@@ -1,0 +1,255 @@
+"""Low-rank pairs of a traced graph become slots: graph inputs that an app's adapter is bound to.
+
+A pair beside a linear of the base, ``base(x) + up(down(x))``, joins the product its linear belongs to: one ``down`` for
+q/k/v or gate/up together, then an ``up`` for each. A pair that stands alone is two products.
+
+**Equal bits for one row and for several.** Plain decoding runs one row, a step runs T, and both must give the same
+numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
+promise that: for one row it takes another kernel, which sums in another order, and for several rows and threads it cuts
+the inputs into blocks by how many columns a thread got. So in quantized graphs ``down`` is a product of integers, which
+is exact in any order (it also reads the eight-bit rows that the base's product has made already), and ``up`` takes
+its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel for one row and uses the one for several.
+Its inner size is the rank, which fits one block up to 128.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
+from ssdevice.contract import FunctionSpec, TensorSpec
+from ssdevice.export.onnx.attention import SUFFIX
+from ssdevice.export.onnx.graph import CONTRIB, Editor, constant_of, producer, shape_of
+from ssdevice.export.onnx.linears import LINEAR, Linear, Part
+
+LORA_WEIGHT = re.compile(r"\.backbone\.layers\.(?P<source>.+)\.adapter\.(?P<side>down|up)\.weight(~heads)?$")
+KINDS = {"int8": ir.DataType.INT8, "int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
+STREAM_WEIGHT = re.compile(r"\.streams\.(?P<source>.+)\.(?P<side>down|up)\.weight(~heads)?$")
+
+
+@dataclass(frozen=True)
+class Side:
+    """Which factor a placeholder's weight is."""
+
+    kind: SlotKind
+    source: str
+    up: bool
+    permuted: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two placeholders of a low-rank term, and the addition to its linear; None where it stands alone."""
+
+    side: Side
+    down: ir.Node
+    up: ir.Node
+    add: ir.Node | None
+
+
+@dataclass
+class SlotBook:
+    """The slots of one graph. ``layers``: where the model's layers stand in PEFT's names (``model.layers``).
+
+    ``heads``: (key heads, group, head width) of queries. ``exact``: one row must give the bits of several.
+    """
+
+    layers: str
+    heads: tuple[int, int, int]
+    exact: bool
+    slots: dict[str, Slot] = field(default_factory=dict)
+
+    def side(self, name: str) -> Side | None:
+        """Which factor a weight is, by its name in the trace; None: of the base."""
+        found = STREAM_WEIGHT.search(name)
+        if found is not None:
+            return Side(SlotKind.STREAM, found["source"], found["side"] == "up", name.endswith(SUFFIX))
+        found = LORA_WEIGHT.search(name)
+        if found is not None:
+            source = f"{self.layers}.{found['source']}"
+            return Side(SlotKind.LORA, source, found["side"] == "up", name.endswith(SUFFIX))
+        return None
+
+    def pairs(self, edit: Editor) -> dict[int, Pair]:
+        """All low-rank terms of a graph, by the id of the linear's placeholder, or of their own ``up``."""
+        found = {}
+        for node in edit.graph:
+            side = self._side_of(node)
+            if side is None or not side.up:
+                continue
+            down = _placeholder(node.inputs[0])
+            if down is None or self._side_of(down) is None:  # an activation stands between
+                continue
+            add, base = self._beside(node, down)
+            found[id(base if base is not None else node)] = Pair(side, down, node, add)
+        return found
+
+    def slot(self, linear: Linear, pairs: dict[int, Pair], int8: bool) -> Slot | None:
+        """The slot beside a linear of the base; None if no part of it has one."""
+        beside = [pairs.get(id(part.node)) for part in linear.parts]
+        sides = [pair.side for pair in beside if pair is not None]
+        if not sides:
+            return None
+        if len({side.kind for side in sides}) > 1:
+            raise ValueError(f"{linear.name} has slots of two kinds")
+        parts = tuple(
+            self._part(part, pair.side if pair else None) for part, pair in zip(linear.parts, beside, strict=True)
+        )
+        return self._keep(Slot(sides[0].kind, linear.inputs, int8, parts))
+
+    def _keep(self, slot: Slot) -> Slot:
+        known = self.slots.setdefault(slot.name, slot)
+        if known != slot:
+            raise ValueError(f"slot {slot.name} stands in the graph in two forms")
+        return slot
+
+    def _part(self, part: Part, side: Side | None) -> SlotPart:
+        outputs = int(part.weight.shape[0])
+        if side is None:
+            return SlotPart("", outputs)
+        return SlotPart(side.source, outputs, self.heads if side.permuted else ())
+
+    def alone(self, edit: Editor) -> list[tuple[ir.Node, Slot, Side]]:
+        """Placeholders that are left once the base's linears are lowered: factors that stand alone."""
+        nodes = [(node, side) for node in edit.graph if (side := self._side_of(node)) is not None]
+        shapes: dict[tuple[SlotKind, str], dict[bool, tuple[int, ...]]] = {}
+        permuted = {(side.kind, side.source) for _, side in nodes if side.permuted}
+        for node, side in nodes:
+            weight = constant_of(node.inputs[1])
+            assert weight is not None
+            shapes.setdefault((side.kind, side.source), {})[side.up] = weight.shape
+        found = []
+        for node, side in nodes:
+            shape = shapes[side.kind, side.source]
+            heads = self.heads if (side.kind, side.source) in permuted else ()
+            part = SlotPart(side.source, shape[True][0], heads)
+            found.append((node, self._keep(Slot(side.kind, shape[False][1], False, (part,))), side))
+        return found
+
+    def _side_of(self, node: ir.Node) -> Side | None:
+        if node.op_type != LINEAR or node.inputs[1] is None:
+            return None
+        return self.side(node.inputs[1].name or "")
+
+    def _beside(self, up: ir.Node, down: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
+        uses = list(up.outputs[0].uses())
+        if len(uses) != 1 or uses[0].node.op_type != "Add":
+            return None, None
+        add = uses[0].node
+        for value in add.inputs:
+            base = _placeholder(value)
+            if base is None or base is up or self._side_of(base) is not None:
+                continue
+            if base.inputs[0] is down.inputs[0] and len(list(base.outputs[0].uses())) == 1:
+                return add, base
+        return None, None
+
+
+def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
+    """The graph's inputs behind those of the contract, as they stand: slots, and the stream identifiers."""
+    known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
+    found = []
+    for value in edit.graph.inputs[len(spec.inputs) :]:
+        name = value.name or ""
+        shape = tuple(size or 0 for size in shape_of(value) or ()) if name == IDENTIFIERS else known[name].shape
+        found.append(known.get(name) or TensorSpec(IDENTIFIERS, shape, "float32"))
+    return tuple(found)
+
+
+def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
+    """The graph's input of this name, added if it is not there."""
+    for value in edit.graph.inputs:
+        if value.name == tensor.name:
+            return value
+    value = ir.Value(name=tensor.name, shape=ir.Shape(list(tensor.shape)), type=ir.TensorType(KINDS[tensor.dtype]))
+    edit.graph.inputs.append(value)
+    return value
+
+
+def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``x @ down`` in float32."""
+    weight = graph_input(edit, slot.down)
+    if not _single(x, exact):
+        return _product(edit, x, weight, None, before)
+    return _from_column(edit, _column(edit, x, before), weight, None, before)
+
+
+def int8_down(edit: Editor, slot: Slot, codes: ir.Value, zero: ir.Value, before: ir.Node) -> ir.Value:
+    """``codes @ down`` without the rows' scale, from rows in eight bits."""
+    one = edit.scalar(1.0)
+    inputs = [codes, graph_input(edit, slot.down), one, graph_input(edit, slot.down_scale), zero]
+    shape = (*_lead(codes), None)
+    return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
+
+
+def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``h @ up`` of every part, side by side."""
+    single = _single(h, exact)
+    lead = _lead(h)
+    whole = _column(edit, h, before) if single else h
+    pieces = [whole]
+    if len(slot.parts) > 1:
+        ranks = graph_input(edit, slot.ranks)
+        axis = {"axis": len(lead) - 1 if single else len(lead)}
+        split = edit.insert(before, "Split", [whole, ranks], None, None, axis, outputs=len(slot.parts)).producer()
+        assert split is not None
+        pieces = list(split.outputs)
+        for piece in pieces:
+            piece.shape = ir.Shape([*lead[:-1], None, 1] if single else [*lead, None])
+            piece.type = ir.TensorType(ir.DataType.FLOAT)
+    made = []
+    for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True):
+        weight = graph_input(edit, spec)
+        make = _from_column if single else _product
+        made.append(make(edit, piece, weight, part.outputs, before))
+    if len(made) == 1:
+        return made[0]
+    return edit.insert(before, "Concat", made, (*lead, slot.outputs), ir.DataType.FLOAT, {"axis": -1})
+
+
+def _lead(value: ir.Value) -> tuple[int, ...]:
+    shape = shape_of(value)
+    if shape is None or None in shape[:-1]:
+        raise ValueError(f"the rows of {value.name} are not static: {shape}")
+    return tuple(size or 0 for size in shape[:-1])
+
+
+def _single(x: ir.Value, exact: bool) -> bool:
+    """Whether ``x`` is one row that must have the bits it has among several."""
+    return exact and all(size == 1 for size in _lead(x))
+
+
+def _column(edit: Editor, x: ir.Value, before: ir.Node) -> ir.Value:
+    """One row ``[.., 1, K]`` as ``[.., K, 1]``."""
+    lead, shape = _lead(x), shape_of(x)
+    assert shape is not None
+    target = edit.ints(*lead[:-1], -1, 1)
+    return edit.insert(before, "Reshape", [x, target], (*lead[:-1], shape[-1], 1), ir.DataType.FLOAT)
+
+
+def _from_column(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
+    """``[.., K, 1]`` transposed, times ``weight [K, N]``: ``[.., 1, N]``."""
+    shape = (*(shape_of(x) or ())[:-2], 1, outputs)
+    transposed = {"transA": 1, "transB": 0}
+    return edit.insert(before, "FusedMatMul", [x, weight], shape, ir.DataType.FLOAT, transposed, CONTRIB)
+
+
+def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
+    """``x [.., K] @ weight [K, N]``."""
+    return edit.insert(before, "MatMul", [x, weight], (*_lead(x), outputs), ir.DataType.FLOAT)
+
+
+def lower_alone(edit: Editor, book: SlotBook) -> None:
+    """Every factor that is left becomes a product with a graph input."""
+    for node, slot, side in book.alone(edit):
+        x = node.inputs[0]
+        assert x is not None
+        made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
+        edit.replace(node, made)
+
+
+def _placeholder(value: ir.Value | None) -> ir.Node | None:
+    return producer(value, LINEAR)

@@ -1,0 +1,122 @@
+"""The graphs of a bundle whose apps stand apart: a set for each kind of app, traced with placeholders for adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.adapters.slots import Variant
+from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.model.families import family_of
+from ssdevice.model.loading import LoadedModel, build, load_hf
+from ssdevice.model.lora import LoraLinear
+from ssdevice.model.streams import LowRank, Streams
+
+EXAMPLE_RANK = 3
+"""Rank of the factors a variant is traced with; it stands nowhere in its graphs."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A variant and those of the contract's functions that it brings; the others are another variant's graphs."""
+
+    variant: Variant
+    functions: tuple[str, ...]
+
+
+def variants_of(apps: tuple[AppPlan, ...]) -> list[Traced]:
+    """The variants that these apps need, and both of plain decoding, so that any LoRA can be added later.
+
+    The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA.
+    """
+    found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
+    for app in apps:
+        wanted = variant_of(app)
+        found.setdefault(wanted.name, wanted)
+    return [Traced(v, (PREFILL, PLAIN) if v.mode is None else (STEP, PREFILL)) for v in found.values()]
+
+
+def variant_of(app: AppPlan) -> Variant:
+    """The variant that an app needs, without graphs."""
+    return Variant.of(app.settings.streams if app.settings is not None else None, app.has_lora)
+
+
+def graph_file(function: str, variant: Variant) -> str:
+    """The file of a function's graph in the bundle."""
+    return f"{function}.{variant.name}.onnx"
+
+
+def app_functions(variant: Variant) -> dict[str, str]:
+    """The graphs of an app with this variant, by function."""
+    plain = graph_file(PLAIN, Variant(lora=variant.lora))
+    if variant.mode is None:
+        return {PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
+    return {STEP: graph_file(STEP, variant), PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
+
+
+def template(job: ExportJob, variant: Variant) -> ExportJob:
+    """A job whose model has the base's weights and a placeholder wherever an app's would stand."""
+    plan = variant_plan(job.plan, variant)
+    hf = load_hf(plan.folder)
+    config = None
+    if variant.mode is not None:
+        config = StreamConfig(
+            mode=variant.mode,
+            gamma=plan.geometry.gamma,
+            msa_layers=variant.msa_layers,
+            init_rank=EXAMPLE_RANK if variant.transform else 0,
+            adapter_rank=EXAMPLE_RANK,
+            stream_mlp=variant.stream_mlp or StreamMLP.BASE_ADAPTER,
+            lora_rank=0,
+        )
+    model = build(hf, config, plan.geometry.context)
+    if variant.lora:
+        assert variant.mode is not Mode.LOSSLESS
+        open_slots(model.backbone.layers)
+    for part in model.modules():
+        if isinstance(part, LowRank):  # zeros, as they begin, would be taken for one weight
+            nn.init.normal_(part.up.weight, std=0.1)
+    return ExportJob(plan, LoadedModel(plan.folder, plan.identity, model.eval(), None), job.report)
+
+
+def variant_plan(plan: ExportPlan, variant: Variant) -> ExportPlan:
+    """The plan of one variant: its geometry is the bundle's, without streams that of plain decoding."""
+    if variant.mode is not None:
+        return plan
+    return plan.of(AppPlan(variant.name, None, None, variant.lora))
+
+
+def open_slots(layers: nn.ModuleList) -> None:
+    """Put a low-rank term beside every linear of the layers."""
+    for owner in list(layers.modules()):
+        if isinstance(owner, LoraLinear):
+            continue
+        for name, child in list(owner.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(owner, name, LoraLinear(child, LowRank(child.in_features, child.out_features, EXAMPLE_RANK)))
+
+
+class OpenIdentifiers(nn.Module):
+    """A function whose stream identifiers are its last argument instead of a weight."""
+
+    def __init__(self, form: nn.Module, streams: Streams) -> None:
+        super().__init__()
+        self.form = form
+        owner = next(name for name, module in form.named_modules() if module is streams)
+        self.name = f"{owner}.identifiers"
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The function's inputs, then ``[γ, hidden]``."""
+        call = torch.func.functional_call(self.form, {self.name: tensors[-1]}, tensors[:-1])
+        return cast(tuple[Tensor, ...], call)
+
+
+def layers_path(model_type: str) -> str:
+    """Where a family's layers stand in its model, as PEFT names modules: ``model.layers``."""
+    family = family_of(model_type)
+    return f"{family.decoder}.{family.layers}"

@@ -1,0 +1,223 @@
+"""What a program with Core ML delegates says: its methods, and the package that they share.
+
+ExecuTorch's Core ML backend puts one package of a function per method into a segment of the file, as a folder written
+flat. The only operator outside delegates is the write of new rows into the cache; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssdevice.errors import BundleError
+from ssdevice.mil.program import Program as Interpreter
+from ssdevice.mil.reader import Package
+from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, SEGMENT, is_coreml
+from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+
+WRITE = "aten::index_put_"
+REFERENCE = b"CMJR"
+"""Begins the data of a delegate that shares its package with others, and says where that is."""
+PACKAGE = "model.mlpackage"
+METADATA = "metadata.json"
+MAX_DIRECTORY_BYTES = 1 << 20
+SCALARS: Mapping[int, type[np.generic]] = {3: np.int32, 4: np.int64, 6: np.float32}
+"""Numpy's types by ExecuTorch's ScalarType, as far as a step's tensors need them."""
+TENSOR, OPTIONAL_TENSORS = 5, 11
+"""Members of the union KernelTypes."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a method. ``name``: of one that outlives a call."""
+
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
+    name: str
+
+
+@dataclass(frozen=True)
+class Delegate:
+    """A call of a function of the package; ``inputs``, ``outputs``: its names, and the values that stand for them."""
+
+    function: str
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """``state[:, at] = rows``, in place."""
+
+    state: int
+    at: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as its flatbuffer has it; integers are places among ``values``."""
+
+    values: Mapping[int, Value]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    instructions: tuple[Delegate | Write, ...]
+
+
+def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
+    """Methods with Core ML delegates by name, and their package, whose files are kept as long as it is.
+
+    Raises BundleError for a program that calls anything but such delegates and writes of the cache.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ssdevice-"))
+    try:
+        methods = read_program(file, lambda data, root: _Reader(data, root, folder).methods())
+        package = Package.open(folder / PACKAGE)
+        _check(file, package, methods)
+        interpreter = Interpreter(package)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, BundleError):  # the folder is nobody's but ours
+            raise BundleError(str(error).replace(str(folder), str(file))) from error
+        raise
+    weakref.finalize(interpreter, shutil.rmtree, folder, ignore_errors=True)
+    return methods, interpreter
+
+
+def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
+    """Raise BundleError unless delegates take and give what the program has laid out memory for."""
+    for name, method in methods.items():
+        for call in method.instructions:
+            if not isinstance(call, Delegate):
+                continue
+            spec = package.spec(call.function)
+            given = {tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)}
+            for tensor, place in (*call.inputs, *call.outputs):
+                value = method.values[place]
+                wanted = value.shape, np.dtype(value.dtype).name
+                if given.get(tensor) != wanted:
+                    raise BundleError(
+                        f"{file}: {name} has {tensor!r} as {wanted}, its delegate as {given.get(tensor)}; "
+                        "export the bundle again"
+                    )
+
+
+class _Reader:
+    """The methods of a program, and the package that they share, written into a folder."""
+
+    def __init__(self, data: Data, root: Table, folder: Path) -> None:
+        self.data, self.root, self.folder = data, root, folder
+        self.segments = [segment(data, entry) for entry in root.tables(4)]
+        self.named = {entry.text(0): entry.integer(1) for entry in root.tables(7)}
+        self.key = ""
+        self.names: dict[str, tuple[list[str], list[str]]] = {}
+
+    def methods(self) -> dict[str, Method]:
+        """By name, those with delegates."""
+        return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
+
+    def _method(self, plan: Table) -> Method:
+        entries = list(plan.tables(2))
+        values = {place: _value(entry.table(1)) for place, entry in enumerate(entries) if entry.byte(0) == TENSOR}
+        operators = [entry.text(0) for entry in plan.tables(6)]
+        delegates = list(plan.tables(7))
+        made: list[Delegate | Write] = []
+        for chain in plan.tables(5):
+            for instruction in chain.tables(2):
+                kind, call = instruction.byte(0), instruction.table(1)
+                arguments = call.integers(1)
+                if kind == DELEGATE:
+                    made.append(self._delegate(delegates[call.integer(0)], arguments))
+                elif kind == KERNEL and operators[call.integer(0)] == WRITE:
+                    made.append(_write(entries, arguments))
+                else:
+                    what = operators[call.integer(0)] if kind == KERNEL else f"an instruction of kind {kind}"
+                    raise ValueError(f"{plan.text(0)} calls {what} outside its delegates")
+        return Method(values, tuple(plan.integers(3)), tuple(plan.integers(4)), tuple(made))
+
+    def _delegate(self, entry: Table, arguments: Sequence[int]) -> Delegate:
+        place = entry.table(1)
+        start, size = self.segments[place.integer(1)]
+        payload = self.data[start : start + size]
+        if entry.text(0) != COREML or place.byte(0) != SEGMENT or payload[:4] != REFERENCE:
+            raise ValueError(f"a delegate {entry.text(0)!r} without a package that methods share")
+        reference = json.loads(payload[4:].rstrip(b"\0"))
+        function, key = str(reference["functionName"]), str(reference["key"])
+        self._unpack(key)
+        inputs, outputs = self.names[function]
+        if len(inputs) + len(outputs) != len(arguments):
+            raise ValueError(f"{function} has {len(inputs) + len(outputs)} tensors, its call {len(arguments)}")
+        split = len(inputs)
+        return Delegate(
+            function,
+            tuple(zip(inputs, arguments[:split], strict=True)),
+            tuple(zip(outputs, arguments[split:], strict=True)),
+        )
+
+    def _unpack(self, key: str) -> None:
+        """Write the folder that a segment holds: its files, then backwards a directory of them in JSON."""
+        if key == self.key:
+            return
+        if self.key:
+            raise ValueError("delegates of several packages")
+        self.key = key
+        start, size = self.segments[self.named[key]]
+        blob = self.data[start : start + size]
+        text = blob[-MAX_DIRECTORY_BYTES:][::-1].decode("latin-1")
+        nodes = json.JSONDecoder().raw_decode(text)[0]["nodes"]
+        _Folder(nodes, blob).write(len(nodes) - 1, self.folder)
+        methods = json.loads((self.folder / METADATA).read_text("utf-8"))["methods"]
+        self.names = {name: (found["inputNames"], found["outputNames"]) for name, found in methods.items()}
+
+
+class _Folder:
+    """A folder written flat: ``nodes``, the last of them the folder itself, and the bytes of its files."""
+
+    def __init__(self, nodes: Sequence[Any], blob: bytes) -> None:
+        self.nodes, self.blob = nodes, blob
+        self.room = len(blob)
+        self.waiting = set(range(len(nodes)))
+
+    def write(self, number: int, target: Path) -> None:
+        """Write a node where ``target`` says. Each is written once, and all files together are no larger than blob."""
+        self.waiting.remove(number)
+        node = self.nodes[number]
+        if node["kind"] == 0:
+            start, size = int(node["dataRegion"]["offset"]), int(node["dataRegion"]["size"])
+            self.room -= size
+            if not 0 <= start <= start + size <= len(self.blob) or self.room < 0:
+                raise ValueError(f"{target.name} lies at {start} of {len(self.blob)} bytes")
+            target.write_bytes(self.blob[start : start + size])
+            return
+        target.mkdir(exist_ok=True)
+        for name, child in dict(node["children"]).items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise ValueError(f"a folder with an entry {name!r}")
+            self.write(child, target / name)
+
+
+def _value(tensor: Table) -> Value:
+    scalar = tensor.byte(0)
+    if scalar not in SCALARS:
+        raise ValueError(f"a tensor of scalar type {scalar}")
+    name = tensor.table(9).text(1) if tensor.has(9) else ""
+    return Value(tuple(tensor.integers(2)), SCALARS[scalar], name)
+
+
+def _write(entries: Sequence[Table], arguments: Sequence[int]) -> Write:
+    """``index_put_(state, [None, at], rows, accumulate=False)``."""
+    state, indices, rows, accumulate = arguments[:4]
+    if entries[indices].byte(0) != OPTIONAL_TENSORS or entries[accumulate].table(1).byte(0):
+        raise ValueError("a write that is not one of rows")
+    over, at = entries[indices].table(1).integers(0)
+    if over != -1:
+        raise ValueError("a write that is not one of rows")
+    return Write(state, at, rows)

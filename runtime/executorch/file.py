@@ -1,0 +1,126 @@
+"""What an ExecuTorch program holds, read from its file alone: calls of each method, to delegates and to kernels.
+
+What XNNPACK made of the operators it took lies in a segment of its own, again a flatbuffer. Only what is counted here
+is followed, and nothing of ExecuTorch is needed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdevice.runtime.executorch.flatbuffer import LIMIT, Data, Table, read_program, segment
+
+KERNEL, DELEGATE = 1, 2
+"""Members of the union InstructionArguments that are calls; the others move values within the program."""
+JUMP = "jump"
+OTHERS = {3: "move", 4: JUMP, 5: "free"}
+SEGMENT = 1
+"""DataLocation: a delegate's data are a segment rather than part of the flatbuffer."""
+XNNPACK = b"XH00"
+COREML = "CoreMLBackend"
+
+
+@dataclass(frozen=True)
+class DelegateCalls:
+    """A delegate of a method. ``nodes``: operators in it; None for another backend than XNNPACK."""
+
+    backend: str
+    nodes: int | None
+
+
+@dataclass(frozen=True)
+class MethodCalls:
+    """What one method calls, in order. ``kernels``: portable calls by operator; ``runs``: calls of kernels in a row.
+
+    ``runs`` begins with those before the first delegate and ends with those after the last. ``instructions``: calls of
+    delegates, names of kernels and of ``OTHERS``; ``counts_at``: where the file says how many they are, a uint32 for
+    each chain of them.
+    """
+
+    delegates: tuple[DelegateCalls, ...]
+    kernels: Counter[str]
+    runs: tuple[int, ...]
+    instructions: tuple[str | DelegateCalls, ...]
+    counts_at: tuple[int, ...]
+
+    @property
+    def breaks(self) -> int:
+        """Places where kernels run between two delegates."""
+        return sum(count > 0 for count in self.runs[1:-1])
+
+
+def read_calls(file: Path) -> dict[str, MethodCalls]:
+    """The methods of a program that take inputs, by name; raises BundleError for a file that is no whole program."""
+    return read_program(file, _methods)
+
+
+def has_coreml(file: Path) -> bool:
+    """Whether a program has Core ML delegates; raises BundleError for a file that is no whole program."""
+    return read_program(file, lambda _, root: any(is_coreml(plan) for plan in root.tables(1)))
+
+
+def is_coreml(plan: Table) -> bool:
+    """Whether a method has Core ML delegates."""
+    return any(entry.text(0) == COREML for entry in plan.tables(7))
+
+
+def _methods(data: Data, program: Table) -> dict[str, MethodCalls]:
+    plans = [(plan.text(0), plan) for plan in program.tables(1)]
+    return {name: _calls(data, program, plan) for name, plan in plans if plan.length(3)}
+
+
+def _calls(data: Data, program: Table, plan: Table) -> MethodCalls:
+    operators = [_operator(entry) for entry in plan.tables(6)]
+    delegates = [_delegate(data, program, entry) for entry in plan.tables(7)]
+    made: list[str | DelegateCalls] = []
+    kernels, runs, counts_at = Counter[str](), [0], []
+    for chain in plan.tables(5):
+        start, _ = chain.vector(2)
+        counts_at.append(start - 4)
+        for instruction in chain.tables(2):
+            if len(made) >= LIMIT:  # vectors may be shared, so the file's size does not bound this
+                raise ValueError(f"a method of more than {LIMIT} instructions")
+            kind = instruction.byte(0)
+            if kind == DELEGATE:
+                made.append(delegates[_index(instruction.table(1).integer(0))])
+                runs.append(0)
+            elif kind == KERNEL:
+                operator = operators[_index(instruction.table(1).integer(0))]
+                made.append(operator)
+                kernels[operator] += 1
+                runs[-1] += 1
+            else:
+                made.append(OTHERS.get(kind, "?"))
+    called = tuple(one for one in made if isinstance(one, DelegateCalls))
+    return MethodCalls(called, kernels, tuple(runs), tuple(made), tuple(counts_at))
+
+
+def _index(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"an index of {number}")
+    return number
+
+
+def _operator(entry: Table) -> str:
+    name, overload = entry.text(0), entry.text(1)
+    return f"{name}.{overload}" if overload else name
+
+
+def _delegate(data: Data, program: Table, entry: Table) -> DelegateCalls:
+    where = entry.table(1)
+    if where.byte(0) == SEGMENT:
+        start, size = segment(data, list(program.tables(4))[_index(where.integer(1))])
+        payload = data[start : start + size]
+    else:
+        payload = list(program.tables(3))[_index(where.integer(1))].octets(0)
+    return DelegateCalls(entry.text(0), _xnnpack_nodes(payload))
+
+
+def _xnnpack_nodes(payload: bytes) -> int | None:
+    if payload[4:8] != XNNPACK:
+        return None
+    offset, size = struct.unpack_from("<II", payload, 10)
+    return Table.root(payload[offset : offset + size], 0).length(1)

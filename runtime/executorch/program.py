@@ -1,0 +1,300 @@
+"""A loaded ExecuTorch program: its functions, the cache and the slots it owns, and whose turn it is.
+
+The cache and the slots are one each per loaded program. Conversations take turns in them: whoever is called next puts
+the rows of the one before aside and its own back, and its app's adapter into the slots, which copies nothing as long as
+one conversation goes on. ExecuTorch's Python binding takes torch tensors, so torch is loaded here, behind the binding;
+a phone's runtime needs neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.adapters.safetensors_file import read_tensors
+from ssdevice.adapters.storage import restored
+from ssdevice.bundle.manifest import SCHEMA_VERSION
+from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
+from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.file import COREML, has_coreml, read_calls
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+
+OPERATORS = "executorch.kernels.quantized"
+"""Registers the operators of quantized embeddings; a program that has them does not load without."""
+SET_ADAPTER = "set_adapter"
+"""The method that fills the slots, where a program has any: one input for each, in the order of their names."""
+SCHEMA = "schema_version"
+"""The constant method that says how everything else is to be read."""
+Array = NDArray[np.float32]
+
+
+class _ThreadPool:
+    """The number of threads is one per process, and may change only while no function of any program is loaded."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked = 0
+        self.loaded = 0
+
+    def acquire(self, threads: int) -> None:
+        """Before a function is loaded: make the pool this large (0: leave it); raises InputError if it is too late."""
+        portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
+        with self.lock:
+            if threads and self.loaded and threads != portable._threadpool_get_thread_count():
+                raise InputError(
+                    f"{threads} threads: ExecuTorch has one pool per process, and it runs with "
+                    f"{portable._threadpool_get_thread_count()} already; close the other sessions first"
+                )
+            if threads and not self.loaded:
+                portable._unsafe_reset_threadpool(threads)
+            self.loaded += 1
+
+    def release(self, count: int) -> None:
+        """After functions were unloaded."""
+        with self.lock:
+            self.loaded -= count
+
+
+POOL = _ThreadPool()
+
+
+class AdapterSlots:
+    """An app's tensors by slot, from the safetensors file of the app in the bundle; raises InputError."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            self.tensors: dict[str, Array] = restored(read_tensors(file))
+        except ValueError as error:
+            raise InputError(f"{file}: {error}") from error
+        for name, value in self.tensors.items():
+            if value.dtype != np.float32:
+                raise InputError(f"{file}: {name!r} is {value.dtype} without a scale, slots take floats")
+
+
+class Seated(Protocol):
+    """A conversation with the program. ``saved``: its rows while another has the cache; ``written``: how many it wrote.
+
+    ``adapter``: what its app puts into the slots; None for the bare base. ``memory``: conversations of one session have
+    the same, and do not keep their rows for each other.
+    """
+
+    saved: list[Array] | None
+    written: int
+    adapter: AdapterSlots | None
+    memory: object
+
+
+class LoadedProgram:
+    """A program; each function is loaded when it is first called.
+
+    ``lock``: held from a call until its outputs are read. ``users``: engines that have not been closed. Raises
+    BundleError for a file that is no program, lacks a function, or needs what this runtime does not have.
+    """
+
+    _shared: ClassVar[weakref.WeakValueDictionary[Hashable, LoadedProgram]] = weakref.WeakValueDictionary()
+    _table: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self, file: Path, geometry: Geometry, specs: Mapping[str, FunctionSpec], options: EngineOptions
+    ) -> None:
+        self.file, self.geometry, self.options = file, geometry, options
+        self.specs = dict(specs)
+        self.lock = threading.RLock()
+        self.users = 0
+        self._methods: dict[str, Any] = {}
+        self._program: Any = load_program(file)
+        self._torch = importlib.import_module("torch")
+        self._owner: weakref.ref[Any] | None = None
+        self._installed: AdapterSlots | None = None  # slots begin as zeros, which is the bare base
+        self._slots: dict[str, Any] = {}
+        missing = sorted(set(specs) - self._program.method_names)
+        if missing:
+            raise BundleError(
+                f"{file}: the program has no {missing[0]}; it has {', '.join(sorted(self._program.method_names))}"
+            )
+
+    @classmethod
+    def of(cls, bundle: Bundle, file: Path, specs: Mapping[str, FunctionSpec], options: EngineOptions) -> LoadedProgram:
+        """The one that every engine of this program uses; loaded now if none did."""
+        key = (file.resolve(), next(e.sha256 for p, e in bundle.manifest.files.items() if bundle.folder / p == file))
+        with cls._table:
+            found = cls._shared.get((*key, options))
+            if found is None or found.closed:
+                found = cls._shared[(*key, options)] = cls(file, bundle.geometry, specs, options)
+            return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was released."""
+        return self._program is None
+
+    def method(self, function: str) -> Any:
+        """A function's method, loaded now if it was not; raises BundleError."""
+        if function not in self._methods:
+            if self._program is None:
+                raise InputError(f"{self.file}: the session was closed")
+            if function not in self.specs and function != SET_ADAPTER:
+                raise BundleError(f"{self.file}: the bundle has no {function}; it has {', '.join(self.specs)}")
+            if function not in self._program.method_names:
+                raise BundleError(f"{self.file}: the program has no {function}; export the bundle again")
+            POOL.acquire(self.options.threads)
+            try:
+                self._methods[function] = self._load(function)
+            except BundleError:
+                POOL.release(1)
+                raise
+        return self._methods[function]
+
+    def _load(self, function: str) -> Any:
+        """The loaded method; raises BundleError unless it takes what the contract says."""
+        if not self._methods:
+            self._check_schema()
+        try:
+            method = self._program.load_method(function)._method
+        except RuntimeError as error:
+            raise BundleError(explain(self.file, function, error)) from error
+        if function in self.specs:
+            meta = method.method_meta()
+            found = [tuple(meta.input_tensor_meta(i).sizes()) for i in range(meta.num_inputs())]
+            expected = [tuple(tensor.shape) for tensor in self.specs[function].inputs]
+            if found != expected:
+                raise BundleError(
+                    f"{self.file}: {function} takes tensors of shapes {found}, the manifest says {expected}; "
+                    "export the bundle again"
+                )
+        return method
+
+    def _check_schema(self) -> None:
+        """Raise BundleError unless the program says that it is of the schema this runtime reads."""
+        if SCHEMA not in self._program.method_names:
+            raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
+        (found,) = self._program.load_method(SCHEMA).execute([])
+        if found != SCHEMA_VERSION:
+            raise BundleError(
+                f"{self.file}: a program of schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
+            )
+
+    def states(self, function: str) -> list[Any]:
+        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer.
+
+        Raises BundleError for a cache of another form.
+        """
+        method, g = self.method(function), self.geometry
+        found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        for state in found:
+            if tuple(state.shape) != (g.kv_heads, g.capacity, g.head_dim):
+                raise BundleError(f"{self.file}: a cache of shape {tuple(state.shape)}; export the bundle again")
+        return found
+
+    def tensor(self, array: NDArray[Any]) -> Any:
+        """A torch tensor in an array's memory."""
+        return self._torch.from_numpy(array)
+
+    def seat(self, conversation: Seated, function: str) -> None:
+        """Make the program's cache and slots this conversation's."""
+        if self._installed is not conversation.adapter:
+            self._install(conversation.adapter)
+        owner = self._owner() if self._owner is not None else None
+        if owner is conversation:
+            return
+        states = self.states(function)
+        if owner is not None and owner.memory is not conversation.memory:
+            owner.saved = [state[:, : owner.written].numpy().copy() for state in states]
+        if conversation.saved is not None:
+            for state, rows in zip(states, conversation.saved, strict=True):
+                state[:, : rows.shape[1]].copy_(self.tensor(rows))
+        conversation.saved = None
+        self._owner = weakref.ref(conversation)
+
+    def _install(self, adapter: AdapterSlots | None) -> None:
+        """Put an app's tensors into the slots, zeros for None; raises BundleError for what does not fit."""
+        if adapter is None:
+            for state in self._slots.values():
+                state.zero_()
+        else:
+            states = {name: self._slot(adapter, name, value) for name, value in adapter.tensors.items()}
+            slots = self.method(SET_ADAPTER).method_meta().num_inputs()
+            if slots != len(states):
+                raise BundleError(
+                    f"{adapter.file}: {len(states)} tensors, the program has {slots} slots; export the bundle again"
+                )
+            for name, state in states.items():
+                state.copy_(self.tensor(adapter.tensors[name]))
+            self._slots = states
+        self._installed = adapter
+
+    def _slot(self, adapter: AdapterSlots, name: str, value: Array) -> Any:
+        """The live tensor of a slot; raises BundleError unless there is one of this shape."""
+        state = self._slots.get(name)
+        if state is None:
+            try:
+                state = self.method(SET_ADAPTER).get_attribute(name)
+            except RuntimeError as error:
+                raise BundleError(f"{adapter.file}: the program has no slot {name!r}; export it again") from error
+        if tuple(state.shape) != value.shape:
+            raise BundleError(
+                f"{adapter.file}: {name!r} has shape {list(value.shape)}, its slot {list(state.shape)}; "
+                "export the bundle again"
+            )
+        return state
+
+    def release(self) -> None:
+        """One of its users is done; the last releases its memory."""
+        self.users -= 1
+        if self.users <= 0 and self._program is not None:
+            POOL.release(len(self._methods))
+            self._methods.clear()
+            self._slots.clear()
+            self._program = None
+
+
+def load_program(file: Path) -> Any:
+    """ExecuTorch's program in a file; raises BundleError, or MissingExtraError without ExecuTorch."""
+    try:
+        runtime: Any = importlib.import_module("executorch.runtime")
+        importlib.import_module(OPERATORS)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("executorch", error.name or "executorch") from error
+    if not file.is_file():
+        raise BundleError(f"{file}: no such program")
+    try:
+        opened = runtime.Runtime.get()
+        program = opened.load_program(file)
+    except (RuntimeError, OSError) as error:
+        raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
+    if has_coreml(file) and not opened.backend_registry.is_available(COREML):
+        # Here, because other programs do without the interpreter.
+        from ssdevice.runtime.executorch.coreml_delegate import InterpretedProgram
+
+        return InterpretedProgram(file, program)
+    return program
+
+
+def explain(file: Path, function: str, error: Exception) -> str:
+    """Why ExecuTorch cannot run a function, as far as its codes tell."""
+    reason = first_line(error)
+    if "0x14" in reason:
+        reason += ": an operator of the program is not in this runtime; its libraries must be loaded before"
+        if lacking := _lacking(file, function):
+            reason += f" ({', '.join(lacking)})"
+    if "0x20" in reason or "0x30" in reason:
+        reason += ": the program's delegate is not in this runtime, or the file is damaged"
+    return f"{file}: ExecuTorch cannot run {function} ({reason})"
+
+
+def _lacking(file: Path, function: str) -> list[str]:
+    """Kernels that a function calls and no loaded library has; none where the runtime does not say what it has."""
+    portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
+    called = read_calls(file)[function].kernels
+    return sorted(set(called) - set(portable._get_operator_names()))

@@ -1,0 +1,86 @@
+"""``.onnx_adapter`` files: an app's tensors by graph input, in ONNX Runtime's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from ssdevice.adapters.storage import SCALE, restored
+from ssdevice.errors import BundleError
+
+ADAPTERS = "adapters"
+"""Folder of the apps' folders in a bundle."""
+ADAPTER_FILE = "adapter.onnx_adapter"
+ADAPTER_VERSION = 1
+
+
+def model_version(base_sha256: str) -> int:
+    """What the file says of its base: the first 31 bits of the weights' sha256."""
+    return int(base_sha256[:8], 16) & 0x7FFFFFFF
+
+
+def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: str) -> None:
+    """Write an app's tensors as ``adapter_storage.stored`` gives them; they are widened when they are loaded."""
+    adapter = ort.AdapterFormat()
+    adapter.set_adapter_version(ADAPTER_VERSION)
+    adapter.set_model_version(model_version(base_sha256))
+    adapter.set_parameters({name: _value(value) for name, value in tensors.items()})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    adapter.export_adapter(str(file))
+
+
+class AdapterTensors:
+    """An app's tensors in memory, shared by all sessions that use the app; raises BundleError for another base's."""
+
+    def __init__(self, file: Path, base_sha256: str) -> None:
+        self.file = file
+        try:
+            adapter = ort.AdapterFormat.read_adapter(str(file))
+            version, model = adapter.get_adapter_version(), adapter.get_model_version()
+            values = adapter.get_parameters()
+        except Exception as error:  # the bindings derive their errors from Exception itself
+            raise BundleError(f"{file}: ONNX Runtime cannot read it ({str(error).splitlines()[0]})") from error
+        if version != ADAPTER_VERSION:
+            raise BundleError(f"{file}: adapter version {version}, this ssdevice reads {ADAPTER_VERSION}")
+        if model != model_version(base_sha256):
+            raise BundleError(f"{file}: made for another base than the bundle's")
+        try:
+            # What is as graphs take it stays where it is.
+            kept = {name: value for name, value in values.items() if not _is_packed(name, value, values)}
+            packed = restored({name: value.numpy() for name, value in values.items() if name not in kept})
+        except ValueError as error:
+            raise BundleError(f"{file}: {error}") from error
+        self.values = {**kept, **{name: _value(value) for name, value in packed.items()}}
+
+    def check(self, session: ort.InferenceSession, names: frozenset[str], where: str) -> None:
+        """Raise BundleError unless the inputs ``names`` of a graph are here in their types and shapes."""
+        for wanted in session.get_inputs():
+            if wanted.name not in names:
+                continue
+            value = self.values.get(wanted.name)
+            if value is None:
+                raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} asks for; add the app again")
+            shape = value.shape()
+            sizes = [(size, found) for size, found in zip(wanted.shape, shape, strict=False) if isinstance(size, int)]
+            if (
+                value.data_type() != wanted.type
+                or len(shape) != len(wanted.shape)
+                or any(size != found for size, found in sizes)
+            ):
+                raise BundleError(
+                    f"{self.file}: {wanted.name!r} is {value.data_type()} {list(shape)}, "
+                    f"{where} asks for {wanted.type} {list(wanted.shape)}"
+                )
+
+
+def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue]) -> bool:
+    return value.data_type() == "tensor(float16)" or name + SCALE in values or name.endswith(SCALE)
+
+
+def _value(array: NDArray[Any]) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,99 @@
+"""Graphs of ONNX Runtime that several engines of a process use, what is checked of them, and their profiles."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from statistics import median
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+import onnxruntime as ort
+
+from ssdevice.contract import TensorSpec
+from ssdevice.errors import BundleError
+from ssdevice.runtime.engine import EngineOptions, Kernel
+from ssdevice.runtime.onnx.adapter import AdapterTensors
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+
+TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
+KERNEL = "_kernel_time"
+
+
+class SharedBase:
+    """What engines of one bundle have in common in a process: its graphs with their weights, and adapters.
+
+    Engines hold it strongly and the process-wide table weakly, so that whoever opens the same bundle with the same
+    options finds it, and it goes with the last engine that is closed. Graphs are told apart by the hashes of the graph
+    and of all other files they read, not by their place: an ``add-app`` renames a new folder into that place.
+    """
+
+    _all: ClassVar[WeakValueDictionary[Hashable, SharedBase]] = WeakValueDictionary()
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(self) -> None:
+        self._sessions: dict[Path, ort.InferenceSession] = {}
+        self._adapters: WeakValueDictionary[str, AdapterTensors] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: EngineOptions) -> SharedBase:
+        """The one for this bundle and these options."""
+        files = bundle.manifest.files
+        apart = {path for app in bundle.manifest.apps for path in app.files}
+        content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in apart)
+        with cls._lock:
+            key = (bundle.folder.resolve(), content, options)
+            found = cls._all.get(key)
+            if found is None:
+                found = cls._all[key] = cls()
+            return found
+
+    def open(self, file: Path, opening: Callable[[], ort.InferenceSession]) -> ort.InferenceSession:
+        """The session of a graph; opened now if no engine did."""
+        with self._lock:
+            if file not in self._sessions:
+                self._sessions[file] = opening()
+            return self._sessions[file]
+
+    def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
+        """The tensors in an adapter file with this sha256; loaded now if no engine did."""
+        with self._lock:
+            found = self._adapters.get(content)
+            if found is None:
+                found = self._adapters[content] = AdapterTensors(file, base_sha256)
+            return found
+
+
+def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
+    """Raise BundleError unless a graph has the expected tensors in the types and sizes they will be bound in."""
+    found = {tensor.name: tensor for tensor in given}
+    for spec in expected:
+        if spec.name not in found:
+            raise BundleError(f"{where} has no tensor {spec.name!r}; export the bundle again")
+        tensor = found[spec.name]
+        sizes = [size if isinstance(size, int) else None for size in tensor.shape]
+        same = len(sizes) == len(spec.shape) and all(
+            size is None or size == wanted for size, wanted in zip(sizes, spec.shape, strict=True)
+        )
+        if not same or tensor.type != TYPES.get(spec.dtype, spec.dtype):
+            raise BundleError(
+                f"{where} has {spec.name!r} as {tensor.type} {sizes}, the manifest says {spec.dtype} {list(spec.shape)}"
+            )
+
+
+def kernel_times(file: Path) -> list[Kernel]:
+    """The kernels of one call in a profile of ONNX Runtime, which is deleted.
+
+    The median of each node's calls: what interrupts a call on a busy machine would else be taken for work.
+    """
+    nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in json.loads(file.read_text("utf-8")):
+        if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
+            nodes[event["name"].removesuffix(KERNEL), event["args"]["op_name"]].append(event["dur"])
+    file.unlink()
+    return [Kernel(name, operator, median(durations)) for (name, operator), durations in nodes.items()]

@@ -1,0 +1,1 @@
+"""Bundles: folder, manifest, integrity, writing, archive and signature."""

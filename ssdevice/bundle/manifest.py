@@ -1,0 +1,311 @@
+"""The manifest of a bundle as strict dataclasses, and the bounds that hold before any of it is believed.
+
+``manifest.json`` is the one file that is read before anything is verified. So every number, text and list in it has a
+bound, stated as field metadata in the words of JSON Schema: the checks here and the published schema share them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, check_paths, check_rule, parse_strict, repeated_name
+from ssdevice.config import Mode, Schedule, Target, load_strict, to_json
+from ssdevice.contract import FUNCTIONS, MAX_CONTEXT, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.errors import BundleError, ConfigError, SSDeviceError
+from ssdevice.text.chat_template import ChatFormat
+from ssdevice.tree import MAX_NODES, Tree
+
+SCHEMA_VERSION = 1
+MAX_FILES = 4096
+MAX_FILE_BYTES = 1 << 42
+MAX_APPS = 256
+
+
+def within(low: int, high: int) -> Rule:
+    """An integer of ``low`` to ``high``."""
+    return {"minimum": low, "maximum": high}
+
+
+SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$"}
+NAME: Rule = {"maxLength": 64, "pattern": f"^{SEGMENT}$"}
+ROLE: Rule = {"maxLength": 100, "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$"}
+COUNT: Rule = within(0, MAX_FILE_BYTES)
+SHORT: Rule = {"maxLength": 200}
+TEXT: Rule = {"maxLength": 1 << 16}
+
+
+class Precision(StrEnum):
+    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row, but for Core ML.
+
+    ``palette4``: sixteen values a group of channels, chosen for the weight (Core ML alone).
+    """
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+    PALETTE4 = "palette4"
+
+
+class CacheDtype(StrEnum):
+    """Element type of the KV cache."""
+
+    FP32 = "float32"
+    FP16 = "float16"
+    BF16 = "bfloat16"
+
+
+class AdapterKind(StrEnum):
+    """Where an app's weights are: in the graph (``merged``), loaded into its inputs or buffers (``slot``), in
+    functions of their own (``function``), or nowhere (``base``)."""
+
+    MERGED = "merged"
+    SLOT = "slot"
+    FUNCTION = "function"
+    BASE = "base"
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A dataclass whose fields carry a Rule as metadata; raises ConfigError naming the field that breaks its own."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            check_rule(item.name, getattr(self, item.name), item.metadata)
+
+
+@dataclass(frozen=True)
+class ModelIdentity(Ruled):
+    """The base model: ``sha256`` of its weight files, ``parameters`` in elements."""
+
+    model_type: str = field(metadata=NAME)
+    parameters: int = field(metadata=within(1, 1 << 50))
+    layers: int = field(metadata=within(1, 1024))
+    hidden_size: int = field(metadata=within(1, 1 << 20))
+    vocab: int = field(metadata=within(1, 1 << 24))
+    sha256: str = field(metadata=SHA256)
+
+
+@dataclass(frozen=True)
+class GeometrySpec(Ruled):
+    """``contract.Geometry`` as plain values: ``tree`` holds the rank paths below the root, breadth first."""
+
+    layers: int = field(metadata=within(1, 1024))
+    kv_heads: int = field(metadata=within(1, 4096))
+    head_dim: int = field(metadata=within(1, 8192))
+    vocab: int = field(metadata=within(1, 1 << 24))
+    gamma: int = field(metadata=within(0, 32))
+    k: int = field(metadata=within(1, MAX_NODES))
+    tree: tuple[tuple[int, ...], ...] = field(
+        metadata={
+            "maxItems": MAX_NODES - 1,
+            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
+        }
+    )
+    context: int = field(metadata=within(1, MAX_CONTEXT))
+    chunk: int = field(metadata=within(1, 1 << 16))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.geometry
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> GeometrySpec:
+        """The plain values of a geometry."""
+        values = {f.name: getattr(geometry, f.name) for f in dataclasses.fields(cls)}
+        return cls(**{**values, "tree": geometry.tree.paths[1:]})
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The geometry; raises ConfigError if its numbers do not fit each other."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # Not Tree.of, which would forgive paths that repeat or stand out of order.
+        return Geometry(**{**values, "tree": Tree(((), *self.tree))})
+
+
+@dataclass(frozen=True)
+class App(Ruled):
+    """An app of the bundle. ``instruction`` stands before every user message. ``rank``: of its LoRA, 0 without.
+
+    ``folder``: the app's folder in the bundle. ``files``: what an engine loads for it. ``functions``: its names of the
+    contract's functions, where the target has functions per app; those it has none of are not there for it.
+    ``mode``, ``msa_layers``: of its streams, None and 0 without.
+    """
+
+    name: str = field(metadata=NAME)
+    kind: AdapterKind
+    base_sha256: str = field(metadata=SHA256)
+    mode: Mode | None = None
+    msa_layers: int = field(default=0, metadata=within(0, 1023))
+    instruction: str = field(default="", metadata=TEXT)
+    rank: int = field(default=0, metadata=within(0, 1 << 14))
+    folder: str | None = field(default=None, metadata=PATH)
+    files: tuple[str, ...] = field(default=(), metadata={"maxItems": MAX_FILES, "items": PATH})
+    functions: dict[str, str] = field(
+        default_factory=dict, metadata={"maxProperties": 16, "additionalProperties": NAME}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind is AdapterKind.SLOT and not self.files:
+            raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
+        for name in self.functions:
+            if name not in FUNCTIONS:
+                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(FUNCTIONS)})")
+
+
+@dataclass(frozen=True)
+class FileEntry(Ruled):
+    """Size in bytes and sha256 of one file."""
+
+    size: int = field(metadata=COUNT)
+    sha256: str = field(metadata=SHA256)
+
+
+@dataclass(frozen=True)
+class Manifest(Ruled):
+    """What a bundle is. ``tools``: package -> version. ``notes``: what differs from what was asked, one sentence each.
+
+    ``functions``: those of the contract that the bundle has. ``mode``, ``msa_layers``: of the first app with streams;
+    apps that are not merged may differ. ``parity``: the largest differences from the reference
+    that the export saw. ``roles``: role -> the file or folder with it. ``files``: path -> size and hash, all files but
+    the manifest and its signature. Paths are relative, with slashes. A manifest given to ``BundleWriter.commit`` leaves
+    ``files`` and ``roles`` empty: the writer fills them. Raises ConfigError for values that contradict each other.
+    """
+
+    tools: dict[str, str] = field(
+        metadata={"maxProperties": 100, "propertyNames": SHORT, "additionalProperties": SHORT}
+    )
+    model: ModelIdentity
+    target: Target
+    precision: Precision
+    mode: Mode | None
+    schedule: Schedule
+    cache: CacheForm
+    cache_dtype: CacheDtype
+    geometry: GeometrySpec
+    msa_layers: int = field(metadata=within(0, 1023))
+    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS)})
+    chat: ChatFormat
+    apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
+    default_app: str = field(metadata=NAME)
+    notes: tuple[str, ...] = field(default=(), metadata={"maxItems": 1000, "items": TEXT})
+    parity: dict[str, float] = field(default_factory=dict, metadata={"maxProperties": 1000, "propertyNames": SHORT})
+    roles: dict[str, str] = field(
+        default_factory=dict, metadata={"maxProperties": MAX_FILES, "propertyNames": ROLE, "additionalProperties": PATH}
+    )
+    files: dict[str, FileEntry] = field(
+        default_factory=dict, metadata={"maxProperties": MAX_FILES, "propertyNames": PATH}
+    )
+    schema_version: int = field(default=SCHEMA_VERSION, metadata=within(SCHEMA_VERSION, SCHEMA_VERSION))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        g = self.geometry
+        for name in ("layers", "vocab"):
+            if getattr(self.model, name) != getattr(g, name):
+                raise ConfigError(f"model.{name} is {getattr(self.model, name)}, geometry.{name} {getattr(g, name)}")
+        streams = (g.gamma > 0, self.msa_layers > 0, self.mode is not None)
+        if len(set(streams)) > 1:
+            raise ConfigError(
+                f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: "
+                "a bundle has all of them, or with 0, 0 and null no streams"
+            )
+        if self.msa_layers >= g.layers:
+            raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {g.layers} layers")
+        self._check_functions()
+        self._check_apps()
+
+    def _check_functions(self) -> None:
+        expected = functions(self.geometry.geometry, self.cache, self.cache_dtype)
+        names = [spec.name for spec in self.functions]
+        if names != [name for name in expected if name in names]:
+            raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")
+        if PREFILL not in names or len(names) < 2 or (STEP in names and not self.geometry.gamma):
+            raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
+        for spec in self.functions:
+            if spec != expected[spec.name]:
+                raise ConfigError(_first_difference(spec, expected[spec.name]))
+
+    def _check_apps(self) -> None:
+        names = [app.name for app in self.apps]
+        twice = repeated_name(name.lower() for name in names)
+        if twice:
+            raise ConfigError(f"app {twice!r} stands twice")
+        if self.default_app not in names:
+            raise ConfigError(f"default_app {self.default_app!r} is not one of the apps {', '.join(names)[:200]}")
+        for app in self.apps:
+            if app.base_sha256 != self.model.sha256:
+                raise ConfigError(
+                    f"app {app.name!r} is for another base: its base_sha256 is {app.base_sha256[:12]}.., "
+                    f"the model's is {self.model.sha256[:12]}.."
+                )
+            if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
+                raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
+
+    def check_files(self) -> None:
+        """Raise ConfigError unless ``files`` are safe, distinct names and apps and roles refer to them."""
+        if not self.files:
+            raise ConfigError("files: the bundle lists none")
+        folders = check_paths(self.files)
+        if sum(entry.size for entry in self.files.values()) > MAX_FILE_BYTES:
+            raise ConfigError(f"files: more than {MAX_FILE_BYTES} bytes together")
+        for role, path in self.roles.items():
+            if path not in self.files and path not in folders:
+                raise ConfigError(f"roles[{role!r}]: {path!r} is not in files")
+        for app in self.apps:
+            for path in app.files:
+                if path not in self.files:
+                    raise ConfigError(f"app {app.name!r}: {path!r} is not in files")
+            if app.folder is not None and app.folder not in folders:
+                raise ConfigError(f"app {app.name!r}: no file in its folder {app.folder!r}")
+
+
+def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
+    for kind in ("inputs", "outputs", "states"):
+        mine, theirs = getattr(found, kind), getattr(expected, kind)
+        if len(mine) != len(theirs):
+            return f"functions: {found.name} has {len(mine)} {kind}, its geometry asks for {len(theirs)}"
+        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            if one != other:
+                shown = [f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}" for t in (one, other)]
+                return f"functions: {found.name}.{kind}[{i}] is {shown[0]}, its geometry asks for {shown[1]}"
+    return f"functions: {found.name} differs from its geometry"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest file: UTF-8, schema_version first; raises SSDeviceError for NaN and what is not JSON."""
+    values = {"schema_version": manifest.schema_version, **to_json(manifest)}
+    try:
+        return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise SSDeviceError(f"the manifest has a value that JSON cannot hold: {error}") from error
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in these bytes, with every check that needs no other file; ``where`` stands in messages.
+
+    Raises BundleError with one line naming the field.
+    """
+    raw = parse_strict(data, where)
+    version = raw.get("schema_version")
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise BundleError(
+            f"{where}: made by a newer ssdevice: schema {str(version)[:20]}, this one reads {SCHEMA_VERSION}; "
+            "update ssdevice"
+        )
+    if version is None:
+        raise BundleError(f"{where}: 'schema_version' is missing: not the manifest of a bundle")
+    try:
+        manifest = load_strict(Manifest, raw, where)
+    except ConfigError as error:
+        raise BundleError(str(error)) from None
+    try:
+        manifest.check_files()
+    except ConfigError as error:
+        raise BundleError(f"{where}: {error}") from None
+    return manifest

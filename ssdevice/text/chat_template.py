@@ -1,0 +1,239 @@
+"""The chat format of a model: its template, special tokens and stop tokens, and the sandbox that renders it.
+
+Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the names that Hugging
+Face templates may use: ``messages``, ``add_generation_prompt``, ``tools`` and ``documents`` (always None here), the
+special tokens, ``raise_exception``, ``strftime_now``, the ``tojson`` filter, loop controls and ``generation`` blocks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.config import read_json
+from ssdevice.errors import ConfigError
+from ssdevice.text import chat_bounds
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+CONFIG_FILE = "config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TEMPLATE_CHARS = 1 << 20
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """What a bundle keeps of a model's chat format.
+
+    ``template``: jinja2 source. ``special_tokens``: names such as ``bos_token`` and their text. ``stop_ids``: tokens
+    that end an answer. ``variables``: further values for the template, such as ``{"enable_thinking": False}``.
+    """
+
+    template: str
+    special_tokens: dict[str, str]
+    stop_ids: tuple[int, ...]
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.template) > MAX_TEMPLATE_CHARS:
+            raise ConfigError(f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}")
+        for stop in self.stop_ids:
+            if type(stop) is not int or stop < 0:
+                raise ConfigError(f"stop token id {stop!r} is not a whole number of 0 or more")
+
+
+class ChatTemplate:
+    """A compiled chat template. Raises ConfigError if its source cannot be compiled."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        import jinja2
+
+        try:
+            self._template = _environment().from_string(chat.template)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(f"the chat template is not valid jinja2: {error}{line}") from error
+        self._names = {**chat.special_tokens, **chat.variables}
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The text of a conversation; raises ConfigError with the reason if the template refuses it."""
+        import jinja2
+
+        names = {
+            "tools": None,
+            "documents": None,
+            **self._names,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            with chat_bounds.budget():
+                return self._render(names)
+        except (
+            jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+            ValueError,
+        ) as error:  # fmt: skip  # what a template's own expressions can raise
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}") from error
+
+    def _render(self, names: Mapping[str, Any]) -> str:
+        pieces, size = [], 0
+        for piece in self._template.generate(names):
+            size += len(piece)
+            chat_bounds.check_size(size)
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def read_template(folder: Path) -> str:
+    """The chat template of a Hugging Face folder: ``chat_template.jinja``, or the key in ``tokenizer_config.json``.
+
+    Raises ConfigError, saying how to supply one, if there is none.
+    """
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        try:
+            # Bytes first: reading as text would turn \r\n in a template into \n.
+            return file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from error
+    template = read_object(folder / TOKENIZER_CONFIG_FILE, optional=True).get("chat_template")
+    if isinstance(template, list):
+        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and t.keys() >= {"name", "template"}}
+        template = named.get("default")
+    if template is None:
+        raise ConfigError(
+            f"{folder}: no chat template (neither {TEMPLATE_FILE} nor 'chat_template' in {TOKENIZER_CONFIG_FILE}); "
+            f"write the model's prompt format, as jinja2, to {file}"
+        )
+    if not isinstance(template, str):
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: 'chat_template' is {type(template).__name__}, not text")
+    return template
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Special tokens by name, from ``tokenizer_config.json`` and, where that is silent, ``special_tokens_map.json``."""
+    named: dict[str, str] = {}
+    decided: set[str] = set()
+    for file in (folder / TOKENIZER_CONFIG_FILE, folder / SPECIAL_TOKENS_FILE):
+        entries = read_object(file, optional=True)
+        for name in SPECIAL_TOKENS:
+            if name not in entries or name in decided:
+                continue
+            decided.add(name)
+            token = entries[name]
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                named[name] = token
+            elif token is not None:
+                raise ConfigError(f"{file}: {name!r} is {type(token).__name__}, expected text")
+    return named
+
+
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither names one."""
+    generation = read_object(folder / GENERATION_CONFIG_FILE, optional=True)
+    config = read_object(folder / CONFIG_FILE, optional=True)
+    text_config = config.get("text_config")
+    for file, entries in (
+        (GENERATION_CONFIG_FILE, generation),
+        (CONFIG_FILE, config),
+        (CONFIG_FILE, text_config if isinstance(text_config, dict) else {}),
+    ):
+        ids = entries.get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ConfigError(f"{folder / file}: 'eos_token_id' is {ids!r}, expected token ids")
+            return tuple(ids)
+    return ()
+
+
+def read_object(file: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a file, or ``{}`` if it is optional and not there; raises ConfigError."""
+    if optional and not file.exists():
+        return {}
+    value = read_json(file)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _environment() -> jinja2.Environment:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class BoundedEnvironment(ImmutableSandboxedEnvironment):
+        """The sandbox, with bounds on what it makes."""
+
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            chat_bounds.check_operator(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if function is not range:  # the sandbox has a bound of its own for it
+                method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+                name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+                chat_bounds.check_call(name, subject, (*args, *kwargs.values()))
+            return super().call(context, function, *args, **kwargs)
+
+        def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+            chat_bounds.count_turns(source)
+            return super()._generate(source, *args, **kwargs)
+
+    class Generation(Extension):
+        """``{% generation %}`` marks assistant text for training masks; here it only delimits a scope."""
+
+        tags = {"generation"}  # noqa: RUF012  # jinja2's own attribute
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    class PublicNamespace(Namespace):
+        """A namespace that takes no underscore names, which would reach into Python's internals."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise TemplateError(f"namespace attribute {name!r} begins with an underscore")
+            super().__setitem__(name, value)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # jinja2's own filter escapes HTML, which would put \u003c into prompts.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.filters = {name: chat_bounds.bounded(name, made) for name, made in environment.filters.items()}
+    del environment.globals["lipsum"]  # no part of what templates may use
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace)
+    return environment

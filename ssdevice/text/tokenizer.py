@@ -1,0 +1,234 @@
+"""Text to tokens and back: prompts through the chat template, and an answer as text that never changes again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.text.chat_template import (
+    TOKENIZER_CONFIG_FILE,
+    ChatFormat,
+    ChatTemplate,
+    Message,
+    read_eos_ids,
+    read_object,
+    read_special_tokens,
+    read_template,
+)
+from ssdevice.text.stream import Emission, StopStrings, TextOutput, TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["ChatFormat", "ChatTokenizer", "Emission", "StopStrings", "TextOutput", "TextStream", "user_content"]
+
+TOKENIZER_FILE = "tokenizer.json"
+PROBE = "probe"
+MAX_TOKEN_CHARS = 64
+"""More than the tokens of any text have on average."""
+PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
+
+
+def user_content(instruction: str | None, prompt: str) -> str:
+    """What stands in the user's message: an app's instruction on its own line, then the prompt."""
+    return f"{instruction}\n{prompt}" if instruction else prompt
+
+
+class ChatTokenizer:
+    """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``, without transformers.
+
+    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it. Special tokens written out in
+    a prompt are read as special tokens, as transformers reads them. Raises ConfigError for a format without stop tokens
+    or with a template that does not work.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.chat = chat
+        if not chat.stop_ids:
+            raise ConfigError(
+                "the chat format has no stop token: set 'eos_token_id' in generation_config.json, or 'eos_token' in "
+                f"{TOKENIZER_CONFIG_FILE}"
+            )
+        self._template = ChatTemplate(chat)
+
+    @classmethod
+    def open(cls, folder: str | Path, *, variables: dict[str, Any] | None = None) -> ChatTokenizer:
+        """The tokenizer of a Hugging Face folder with ``tokenizer.json`` and a chat template.
+
+        Stop tokens are those of ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token
+        that the template puts after an answer. Raises ConfigError naming the file that is missing or wrong.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
+        file = folder / TOKENIZER_FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
+                "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+            )
+        tokenizer = _tokenizer(file.read_bytes(), str(file))
+        special = read_special_tokens(folder)
+        _add_tokens(tokenizer, folder, special)
+        stops = list(read_eos_ids(folder))
+        if "eos_token" in special:
+            eos = tokenizer.token_to_id(special["eos_token"])
+            if eos is None:
+                raise ConfigError(f"{folder}: eos_token {special['eos_token']!r} is not in {TOKENIZER_FILE}")
+            stops.append(eos)
+        chat = ChatFormat(read_template(folder), special, tuple(dict.fromkeys(stops)), dict(variables or {}))
+        # A model that was taught this template ends its answers with what the template puts there.
+        end = _first_special(tokenizer, _closing_of(ChatTemplate(chat)))
+        if end is not None and end not in stops:
+            chat = replace(chat, stop_ids=(*chat.stop_ids, end))
+        return cls(tokenizer, chat)
+
+    @classmethod
+    def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> ChatTokenizer:
+        """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
+        return cls(_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The tokenizer as ``from_bytes`` reads it."""
+        return self.tokenizer.to_str().encode("utf-8")
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.chat.stop_ids
+
+    def prompt_ids(
+        self, prompt: str, *, instruction: str | None = None, system: str | None = None, most: int | None = None
+    ) -> list[int]:
+        """Ids up to where the model's answer begins.
+
+        ``instruction`` is the app's line before the prompt, ``system`` a system message, ``most`` as in ``encode``.
+        Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
+        take no system message).
+        """
+        if not prompt.strip():
+            raise InputError("the prompt is empty")
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": user_content(instruction, prompt)})
+        return self.encode(self._template.render(messages, add_generation_prompt=True), most)
+
+    def completion_ids(self, text: str) -> list[int]:
+        """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
+
+        What the template puts after the stop token (often a line break) is not part of an answer. If it puts no stop
+        token there, the first of ``stop_ids`` is appended.
+        """
+        head, head_ids = self._head
+        whole = self._template.render([*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        # Some templates open the answer differently when it is still to come (a reasoning mark, for one).
+        tail = whole[len(head) :] if whole.startswith(head) else text + self._closing
+        whole_ids = self.encode(head + tail)
+        # Encoded after the head, so that a tokenizer which begins every text with a space does not do so here.
+        ids = whole_ids[len(head_ids) :] if whole_ids[: len(head_ids)] == head_ids else self.encode(tail)
+        if not self._closing_stops:
+            return [*ids, self.stop_ids[0]]
+        while ids[-1] not in self.stop_ids:
+            ids.pop()
+        return ids
+
+    @cached_property
+    def _head(self) -> tuple[str, list[int]]:
+        head = self._template.render(PROMPT, add_generation_prompt=True)
+        return head, self.encode(head)
+
+    @cached_property
+    def _closing(self) -> str:
+        return _closing_of(self._template)
+
+    @cached_property
+    def _closing_stops(self) -> bool:
+        return any(i in self.stop_ids for i in self.encode(self._closing))
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a text as it stands, no special tokens added; raises InputError for half characters.
+
+        ``most``: tokens there is room for. A text that cannot have so few raises ContextOverflowError unread: tokens
+        take many times the memory of a text.
+        """
+        if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
+            raise ContextOverflowError(
+                f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
+            )
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
+        except Exception as error:  # the library raises plain Exception where a tokenizer.json lacks what it needs
+            raise InputError(f"the tokenizer cannot encode the prompt: {error}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A new TextStream over this tokenizer."""
+        return TextStream(self.tokenizer)
+
+    def output(self, stops: Sequence[str] = ()) -> TextOutput:
+        """A new TextOutput that ends at ``stop_ids`` and at the strings ``stops``."""
+        return TextOutput(self.stream(), self.stop_ids, StopStrings(stops))
+
+
+def _closing_of(template: ChatTemplate) -> str:
+    """What the template puts after an answer."""
+    answer = "an answer to be found again"
+    text = template.render([*PROMPT, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+    _, found, closing = text.rpartition(answer)
+    if not found:
+        raise ConfigError("the chat template does not write the assistant's message; it cannot be used for training")
+    return closing
+
+
+def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
+    """The id that ``text`` begins with if that is a special token."""
+    ids = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids
+    token = tokenizer.get_added_tokens_decoder().get(ids[0]) if ids else None
+    return ids[0] if token is not None and token.special else None
+
+
+def _tokenizer(content: bytes, where: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception for any malformed file
+        raise ConfigError(f"{where}: not a tokenizer this version of tokenizers can read ({error})") from error
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
+    """Add the tokens that only ``tokenizer_config.json`` declares, as transformers does when it loads the folder."""
+    from tokenizers import AddedToken
+
+    file = folder / TOKENIZER_CONFIG_FILE
+    declared = read_object(file, optional=True).get("added_tokens_decoder", {})
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    try:
+        tokens = sorted((int(i), str(entry["content"]), entry) for i, entry in declared.items())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: 'added_tokens_decoder' is not a table of id to token ({error!r})") from error
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for number, content, entry in tokens:
+        if content not in known:
+            tokenizer.add_tokens([AddedToken(content, **{flag: bool(entry.get(flag)) for flag in flags})])
+            if tokenizer.token_to_id(content) != number:
+                raise ConfigError(
+                    f"{file}: token {content!r} has id {number}, which {TOKENIZER_FILE} does not leave free"
+                )
+            known.add(content)
+    # A named special token that is an ordinary vocabulary entry must still be recognised in rendered text.
+    tokenizer.add_special_tokens(
+        [t for t in special.values() if t not in known and tokenizer.token_to_id(t) is not None]
+    )

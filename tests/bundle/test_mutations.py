@@ -1,0 +1,117 @@
+"""Whatever is done to a manifest, it is refused in one line or means what it says: nothing is dropped or guessed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssdevice.bundle.manifest import Manifest, encode_manifest, parse_manifest
+from ssdevice.config import to_json
+from ssdevice.errors import BundleError
+from tests.bundle.samples import leaves, sample_document
+
+DOCUMENT = sample_document()
+BYTES = json.dumps(DOCUMENT).encode()
+# Functions are the largest part and all of a kind: one place in four is in them.
+PLACES = [place for place in leaves(DOCUMENT)[1:] if place[0] != "functions"]
+TENSORS = [place for place in leaves(DOCUMENT)[1:] if place[0] == "functions"]
+OPTIONAL: dict[str, Any] = {"notes": [], "parity": {}, "roles": {}}
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.sampled_from([0, 1, 2**31, 2**63, 10**30, -(10**30), 1.5, 1e308, "", "..", "../a", "/", "base", "sql", "step"]),
+    st.text(max_size=20),
+    st.sampled_from([copy.deepcopy(value) for value in DOCUMENT.values()]),
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """The sample with one to three things changed: replaced, removed, added, repeated, renamed or swapped."""
+    document = copy.deepcopy(DOCUMENT)
+    for _ in range(draw(st.integers(1, 3))):
+        places = st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from(TENSORS)
+        *above, last = draw(st.one_of(*places))
+        parent: Any = document
+        try:
+            for key in above:
+                parent = parent[key]
+            value = parent[last]
+        except (KeyError, IndexError, TypeError):
+            continue  # an earlier change took it away
+        if not isinstance(parent, (dict, list)):
+            continue
+        kind = draw(st.sampled_from(["replace", "replace", "nudge", "remove", "add", "swap"]))
+        if kind == "replace":
+            parent[last] = draw(VALUES)
+        elif kind == "nudge" and type(value) is int:
+            parent[last] = value + draw(st.sampled_from([-1, 1]))
+        elif kind == "nudge" and isinstance(value, str):
+            parent[last] = value + draw(st.sampled_from(["\n", "\0", "x", "/..", " ", "é"]))
+        elif kind == "remove":
+            del parent[last]
+        elif isinstance(parent, list):
+            if kind == "swap":
+                parent.reverse()
+            else:
+                parent.insert(last, copy.deepcopy(value))
+        elif kind == "swap":
+            parent[draw(st.text(max_size=10))] = parent.pop(last)
+        else:
+            parent[draw(st.text(max_size=10))] = value
+    return document
+
+
+def one_line(error: BundleError) -> bool:
+    """Whether a message is fit for a terminal and a log, whatever stood in the file."""
+    text = str(error)
+    return text.startswith("manifest.json") and text.isprintable() and len(text) < 700
+
+
+@settings(max_examples=500)
+@given(mutated())
+def test_a_mutated_manifest_is_refused_or_means_what_it_says(document: dict[str, Any]) -> None:
+    try:
+        manifest = parse_manifest(json.dumps(document).encode(), "manifest.json")
+    except BundleError as error:
+        assert one_line(error), str(error)
+    else:
+        assert to_json(manifest) == {
+            **OPTIONAL,
+            **document,
+            "functions": [{"states": [], **function} for function in document["functions"]],
+            "chat": to_json(manifest.chat),
+            "apps": to_json(manifest.apps),
+        }
+        parts = [(manifest.chat, document["chat"]), *zip(manifest.apps, document["apps"], strict=True)]
+        assert all({**to_json(part), **raw} == to_json(part) for part, raw in parts)
+        assert parse_manifest(encode_manifest(manifest), "manifest.json") == manifest
+
+
+@settings(max_examples=200)
+@given(st.integers(0, len(BYTES) - 1), st.binary(max_size=4), st.integers(0, 40))
+def test_mutated_bytes_are_refused_or_open(at: int, put: bytes, removed: int) -> None:
+    try:
+        manifest = parse_manifest(BYTES[:at] + put + BYTES[at + removed :], "manifest.json")
+    except BundleError as error:
+        assert one_line(error), str(error)
+    else:
+        assert isinstance(manifest, Manifest)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_json_but_a_manifest_is_refused(value: Any) -> None:
+    with pytest.raises(BundleError) as caught:
+        parse_manifest(json.dumps(value).encode(), "manifest.json")
+    assert one_line(caught.value)

@@ -1,0 +1,112 @@
+"""From a model folder to tokens: the whole Core ML export, its files for hosts, and the engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("coremltools", reason="needs the coreml extra")
+pytest.importorskip("torch", reason="needs the export extra")
+
+from ssdevice.bundle.folder import Bundle
+from ssdevice.config import Target
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm
+from ssdevice.export.coreml.options import ComputeUnits, CoreMLOptions
+from ssdevice.export.plan import ExportOptions, Quant
+from ssdevice.export.stages import export_bundle
+from ssdevice.runtime import Session
+from ssdevice.runtime.engine import EngineOptions, open_engine
+from ssdevice.text.tokenizer import ChatTokenizer
+from tests.runtime import tiny_bundle
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "darwin", reason="these run in the interpreter"),
+]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    options = ExportOptions(
+        model=str(tiny_bundle.base_folder()),
+        target=Target.COREML,
+        quant=Quant.INT8,
+        out=tmp_path_factory.mktemp("coreml") / "bundle",
+        adapters=((tiny_bundle.APP, tiny_bundle.adapter_folder()),),
+        tree=tiny_bundle.TREE,
+        context=tiny_bundle.CONTEXT,
+        chunk=tiny_bundle.CHUNK,
+        coreml=CoreMLOptions(compute_units=ComputeUnits.ALL),
+    )
+    return export_bundle(options, lambda *_: None)
+
+
+def golden(bundle: Bundle):
+    return json.loads(bundle.file("golden").read_text("utf-8"))
+
+
+def test_the_manifest_says_what_was_made(bundle: Bundle):
+    manifest = bundle.manifest
+    assert manifest.cache is CacheForm.STATE
+    assert list(bundle.functions) == list(FUNCTIONS)
+    assert manifest.parity["counts"] == tiny_bundle.TREE.emitted
+    assert any("activations are float16" in note for note in manifest.notes)
+    assert any("multiples of 32" in note for note in manifest.notes)  # a head of 8: the Neural Engine may refuse
+
+
+def test_settings_frame_a_prompt_as_the_template_does(bundle: Bundle):
+    settings = json.loads(bundle.file("settings").read_text("utf-8"))
+    assert settings["compute_units"] == "all"
+    tokenizer = ChatTokenizer.from_bytes(bundle.file("tokenizer").read_bytes(), bundle.manifest.chat)
+    frame = settings["prompts"][tiny_bundle.APP]
+    expected = tokenizer.prompt_ids("abc", instruction=bundle.app().instruction)
+    assert tokenizer.encode(frame["before"] + "abc" + frame["after"]) == expected
+
+
+def test_golden_integers_are_what_the_engine_gives(bundle: Bundle):
+    engine = open_engine(bundle, None, EngineOptions())
+    for case in golden(bundle)["cases"]:
+        conversation = engine.new_conversation()
+        for call in case["prefill"]:
+            conversation.length = call["length"]
+            assert conversation.prefill(call["chunk"]) == call["next_root"]
+            assert conversation.drafts.tolist() == call["next_drafts"]
+        assert len(case["steps"]) > 3
+        for step in case["steps"]:
+            conversation.length = step["length"]
+            conversation.drafts[:] = step["drafts"]
+            assert conversation.step(step["root"]) == step["tokens"]
+            assert conversation.drafts.tolist() == step["next_drafts"]
+            assert len(step["tokens"]) == step["count"]
+
+
+def test_golden_steps_end_at_every_depth(bundle: Bundle):
+    counts = {step["count"] for case in golden(bundle)["cases"] for step in case["steps"]}
+    assert counts == set(range(1, tiny_bundle.TREE.emitted + 1))
+
+
+def test_speculation_changes_no_text(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    with Session.open(bundle) as session:
+        fast = "".join(session.generate("abc", max_tokens=24))
+        accepted = session.last.tokens
+        assert "".join(session.generate("abc", max_tokens=24, speculate=False)) == fast
+        assert session.last.tokens == accepted
+    assert capsys.readouterr().err.count("slowly") <= 1  # once a process
+
+
+def test_a_model_without_streams_decodes_plainly(tmp_path):
+    options = ExportOptions(
+        model=str(tiny_bundle.base_folder()),
+        target=Target.COREML,
+        quant=Quant.FP16,
+        out=tmp_path / "plain",
+        context=tiny_bundle.CONTEXT,
+        chunk=tiny_bundle.CHUNK,
+    )
+    made = export_bundle(options, lambda *_: None)
+    assert list(made.functions) == [PREFILL, PLAIN]
+    with Session.open(made) as session:
+        "".join(session.generate("abc", max_tokens=8))
+        assert 1 <= len(session.last.tokens) <= 8

@@ -1,0 +1,114 @@
+"""The pieces of the Core ML export that need no conversion."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the export extra")
+
+from ssdevice.config import Target  # noqa: E402
+from ssdevice.errors import ConfigError  # noqa: E402
+from ssdevice.export.coreml import ops as coreml_ops  # noqa: E402
+from ssdevice.export.coreml.half import HalfNorm, half_norm, half_precision  # noqa: E402
+from ssdevice.export.coreml.options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
+from ssdevice.export.coreml.weights import Scheme, Weight, plan_weights  # noqa: E402
+from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
+from ssdevice.model.loading import build  # noqa: E402
+from tests.model.tiny import MODELS, tiny_model  # noqa: E402
+
+CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
+LINEAR, LOOKUP = ("linear", "weight"), ("gather", "x")
+
+
+def weight(shape: tuple[int, int], *readers: tuple[str, str], name: str = "p_module_model_w_to_fp16") -> Weight:
+    return Weight(name, shape, readers)
+
+
+@pytest.mark.parametrize(
+    ("made", "quant", "per_channel", "scheme"),
+    [
+        (weight((64, 64), LINEAR), Quant.FP16, False, Scheme.FLOAT16),
+        (weight((64, 64), LINEAR), Quant.INT8, False, Scheme.INT8),
+        (weight((64, 64), LINEAR), Quant.INT4, False, Scheme.INT4_BLOCK),
+        (weight((64, 48), LINEAR), Quant.INT4, True, Scheme.INT4_CHANNEL),
+        (weight((64, 64), LINEAR), Quant.PALETTE4, False, Scheme.PALETTE4),
+        (weight((100, 64), LOOKUP), Quant.INT4, False, Scheme.INT8),
+        (weight((100, 64), LOOKUP, LINEAR), Quant.PALETTE4, False, Scheme.INT8),
+        (weight((1072, 8), LOOKUP), Quant.INT8, False, Scheme.FLOAT16),
+        (weight((8, 8), LINEAR), Quant.INT8, False, Scheme.FLOAT16),
+        (weight((64, 64), LINEAR, name="p_model_streams_adapters_1_up"), Quant.INT4, False, Scheme.FLOAT16),
+    ],
+)
+def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, scheme: Scheme):
+    assert plan_weights([made], quant, per_channel, vocab=100).schemes == {made.name: scheme}
+
+
+def test_a_width_that_blocks_do_not_divide_is_noted():
+    plan = plan_weights([weight((64, 48), LINEAR)], Quant.INT4, False, vocab=100)
+    assert list(plan.schemes.values()) == [Scheme.INT8]
+    assert plan.notes == ("w has 48 inputs, no multiple of 32: int8 per channel, not int4",)
+
+
+@pytest.mark.parametrize("length", [0, 3, 9])
+def test_writing_by_mask_is_writing_by_slice(length: int):
+    torch.manual_seed(0)
+    state, rows = torch.randn(2, 3, 12, 4).half(), torch.randn(2, 3, 3, 4).half()
+    at = torch.tensor([length], dtype=torch.int32)
+    sliced, masked = state.clone(), state.clone()
+    coreml_ops.write_slice(sliced, rows, at)
+    coreml_ops.write_masked(masked, rows, at)
+    assert torch.equal(sliced, masked)
+    assert torch.equal(sliced[:, :, length : length + 3], rows)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_norm_is_one_operation_or_has_a_half_form(family: str):
+    backbone = build(tiny_model(family), None, 64).backbone
+    norms = [
+        part
+        for part in backbone.modules()
+        if isinstance(part, torch.nn.LayerNorm) or type(part).__name__.endswith("Norm")
+    ]
+    assert norms
+    for part in norms:
+        one_operation = isinstance(part, torch.nn.LayerNorm) or type(part).__name__ in CALLS_LAYER_NORM
+        assert one_operation or half_norm(part) is not None, type(part).__name__
+
+
+def test_norms_of_large_rows_stay_finite_in_half():
+    x = torch.tensor([[3000.0, 1.0, -2.0, 0.5], [1e-4, 0.0, -1e-4, 2e-4], [0.0, 0.0, 0.0, 0.0]])
+    norm = HalfNorm(torch.ones(4), 1e-6)
+    exact = x * torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6)
+    assert not torch.isfinite(x.half() ** 2).all()
+    assert torch.allclose(norm.half()(x.half()).double(), exact, rtol=4e-3, atol=2e-3)
+
+
+def test_the_model_is_as_before_after_half_precision():
+    model = build(tiny_model("llama"), None, 64)
+    before = [type(part) for part in model.modules()]
+    mask = model.backbone.mask_value
+    with half_precision(model):
+        assert any(isinstance(part, HalfNorm) for part in model.modules())
+        assert model.backbone.mask_value == -1e4
+    assert [type(part) for part in model.modules()] == before
+    assert model.backbone.mask_value == mask
+
+
+def test_core_ml_choices_are_refused_for_other_targets(tmp_path):
+    with pytest.raises(ConfigError, match="--kv-write"):
+        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(KVWrite.MASK))
+    with pytest.raises(ConfigError, match="--per-channel"):
+        ExportOptions("m", Target.COREML, Quant.INT8, tmp_path, coreml=CoreMLOptions(per_channel=True))
+    with pytest.raises(ConfigError, match="--deployment-target"):
+        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(deployment=Deployment.IOS26))
+
+
+@pytest.mark.parametrize(("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")])
+def test_systems_of_one_age_are_one_deployment_target(text: str, target: str):
+    assert Deployment.parse(text) == target
+
+
+@pytest.mark.parametrize("text", ["iOS17", "macOS14", "", "iOS99"])
+def test_a_deployment_target_without_states_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"too old or unknown.*states.*iOS18 \(macOS15\)"):
+        Deployment.parse(text)

@@ -1,0 +1,95 @@
+"""A tiny random llama converted once and stored in every precision: real packages in seconds."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdevice.config import Mode, Schedule, StreamConfig
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
+from ssdevice.export.coreml.convert import convert, merge, quiet
+from ssdevice.export.coreml.options import KVWrite
+from ssdevice.export.coreml.weights import compress, matrices, plan_weights
+from ssdevice.export.plan import Quant
+from ssdevice.model.loading import build
+from ssdevice.model.step import StreamModel
+from ssdevice.tree import Tree
+from tests.model.tiny import VOCAB, randomise, tiny_config
+
+TREE = Tree.of([[0], [1], [0, 0]])
+GEOMETRY = Geometry(
+    layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=TREE.width, tree=TREE, context=24, chunk=5
+)
+
+
+@cache
+def folder() -> Path:
+    """Where packages lie until the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="ssdevice-coreml-")
+    _kept.append(made)
+    return Path(made.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def model(mode: Mode = Mode.SHARED) -> StreamModel:
+    """Two layers of which one is an MSA layer; stream adapters that are not zero."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(
+        "llama", num_hidden_layers=2, intermediate_size=64, tie_word_embeddings=True, attention_bias=True
+    )
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomise(hf, 1)
+    torch.manual_seed(0)
+    made = build(hf.eval(), StreamConfig(mode, TREE.depth, 1, adapter_rank=4), GEOMETRY.context)
+    assert made.streams is not None
+    with torch.no_grad():
+        for value in made.streams.parameters():
+            value.copy_(torch.randn_like(value) * 0.3)
+    return made.eval()
+
+
+@cache
+def converted(name: str, mode: Mode, schedule: Schedule, write: KVWrite) -> Any:
+    """One function in float16. Only ``step`` depends on the schedule."""
+    if name != STEP and schedule is not Schedule.DEFERRED:
+        return converted(name, mode, Schedule.DEFERRED, write)
+    return convert(name, model(mode), GEOMETRY, schedule, write)
+
+
+@cache
+def package(
+    quant: Quant = Quant.FP16,
+    mode: Mode = Mode.SHARED,
+    schedule: Schedule = Schedule.FUSED,
+    write: KVWrite = KVWrite.SLICE,
+    per_channel: bool = False,
+) -> Path:
+    """The three functions merged."""
+    out = folder() / f"{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage"
+    parts = {name: part(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}
+    merge(parts, out, STEP)
+    return out
+
+
+@cache
+def part(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Path:
+    """One function as a package of its own."""
+    made = converted(name, mode, schedule, write)
+    weights = matrices(made.get_spec())
+    plan = plan_weights(weights, quant, per_channel, VOCAB)
+    assert plan.notes == ()
+    path = folder() / f"{name}-{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage"
+    with quiet():
+        compress(made, plan, {weight.name: weight.shape for weight in weights}).save(str(path))
+    return path
+
+
+__all__ = ["FUNCTIONS", "GEOMETRY", "PLAIN", "PREFILL", "STEP", "TREE", "model", "package", "part"]

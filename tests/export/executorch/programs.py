@@ -1,0 +1,73 @@
+"""Tiny models lowered to ExecuTorch once a test run: lowering costs seconds a program."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from ssdevice.bundle.folder import Bundle
+from ssdevice.config import Mode, Schedule, Target
+from ssdevice.export.executorch.exporter import EXPORTER
+from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan
+from ssdevice.export.stages import export_bundle
+from ssdevice.model.loading import load
+from ssdevice.tree import Tree
+from tests.export.models import write_adapter, write_base
+
+TREE = Tree.of([[0], [1], [1, 0]])
+CONTEXT, CHUNK = 24, 5
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def folder() -> Path:
+    """Where all of it lies until the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="ssdevice-executorch-")
+    _kept.append(made)
+    return Path(made.name)
+
+
+@cache
+def base() -> Path:
+    """A llama of two layers."""
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return write_base(folder() / "base", **sizes, initializer_range=0.3)
+
+
+@cache
+def adapter(mode: Mode) -> Path:
+    """Two streams over its upper layer."""
+    return write_adapter(folder() / mode.value, base(), mode, gamma=2, msa_layers=1)
+
+
+def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOptions:
+    """An export of the tiny model."""
+    return ExportOptions(
+        model=str(base()),
+        target=Target.EXECUTORCH,
+        quant=quant,
+        out=out,
+        adapters=(("app", adapter(mode)),),
+        tree=TREE,
+        schedule=schedule,
+        context=CONTEXT,
+        chunk=CHUNK,
+    )
+
+
+def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
+    """The bundle of a combination, exported with its parity gate."""
+    return _bundle(quant, mode, schedule)
+
+
+@cache
+def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
+    out = folder() / f"{quant}-{mode}-{schedule}"
+    return export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+
+
+def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
+    """The same as an ExportJob, for calling the exporter without the stages."""
+    plan = make_plan(options(quant, mode, schedule, out), EXPORTER)
+    return ExportJob(plan, load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma), lambda *_: None)

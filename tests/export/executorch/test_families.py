@@ -1,0 +1,93 @@
+"""Every family's step lowers, and speculative decoding with it commits the rows of plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("executorch")
+
+from ssdevice.bundle.manifest import SCHEMA_VERSION
+from ssdevice.config import Mode, Schedule, StreamConfig
+from ssdevice.contract import CacheForm, Geometry, functions
+from ssdevice.export.coreml.options import CoreMLOptions
+from ssdevice.export.executorch.driver import ExecutorchDriver
+from ssdevice.export.executorch.lowering import constants_of, lower
+from ssdevice.export.plan import ExportPlan, Quant
+from ssdevice.model.loading import build
+from ssdevice.model.step import StreamModel
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE
+from ssdevice.tree import Tree
+from tests.conformance.oracle import check, drive
+from tests.export.executorch.drivers import OracleDriver
+from tests.model.tiny import MODELS, tiny_model
+
+TREE = Tree.of([[0], [1], [1, 0]])
+CONTEXT, CHUNK = 24, 5
+PROMPT = [7, 21, 3, 44, 9, 30, 12]
+PROMPTS = {"opt-after": [15, 37, 32, 30, 57, 35, 18]}
+"""Of families whose answer to the first is one token over and over."""
+
+
+def tiny(family: str) -> tuple[StreamModel, Geometry]:
+    """A model of two streams, and what an export of it would have."""
+    model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
+    backbone = model.backbone
+    geometry = Geometry(
+        backbone.num_layers,
+        backbone.kv_heads,
+        backbone.head_dim,
+        int(backbone.config.vocab_size),
+        TREE.depth,
+        TREE.width,
+        TREE,
+        CONTEXT,
+        CHUNK,
+    )
+    return model, geometry
+
+
+def windows_of(model: StreamModel) -> list[int]:
+    """Of its layers, those that have one."""
+    return [window for window in model.backbone.windows() if window is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
+def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    model, geometry = tiny(family)
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED)
+    specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
+    file = tmp_path / "model.pte"
+    file.write_bytes(lowered.data)
+    windows = windows_of(model)
+    with ExecutorchDriver(file, geometry, list(specs)) as driver:
+        oracle = OracleDriver(driver.conversation, windows)
+        # A window shorter than a run keeps new rows behind the cache, where sums have another order.
+        facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
+        check(facts, oracle, 1e-4 if windows else 0.0, perturbation_tolerance=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
+def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("coremltools", reason="needs the coreml extra")
+    from ssdevice.export.executorch import coreml_lowering as executorch_coreml
+
+    model, geometry = tiny(family)
+    options = SimpleNamespace(quant=Quant.FP16, coreml=CoreMLOptions())
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
+    specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    constants = constants_of(geometry, (), SCHEMA_VERSION)
+    lowered, _ = executorch_coreml.lower(model, plan, specs, constants, lambda *_: None)
+    file = tmp_path / "model.pte"
+    file.write_bytes(lowered.data)
+    assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.delegations.values())
+    with ExecutorchDriver(file, geometry, list(specs)) as driver:
+        oracle = OracleDriver(driver.conversation, windows_of(model))
+        facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
+        check(facts, oracle, 0.0, perturbation_tolerance=0.0)

@@ -1,0 +1,239 @@
+"""``ssdevice export`` to ONNX from end to end, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from ssdevice.bench.equality import compare
+from ssdevice.bundle.folder import Bundle
+from ssdevice.cli import main
+from ssdevice.config import Schedule
+from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.errors import ParityError
+from ssdevice.export import stages
+from ssdevice.export.onnx.driver import OnnxDriver
+from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
+from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.parts import PARTS, parts_of
+from ssdevice.export.plan import ExportJob, TargetResult
+from ssdevice.runtime.engine import EngineOptions
+
+TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
+
+
+def export(base: Path, out: Path, *flags: str) -> list[str]:
+    return [
+        "export", "--model", str(base), "--target", "onnx", "--context", "96", "--chunk", "16",
+        "--out", str(out), "--quiet", *flags,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bundles(base: Path, adapter: Path, lossless: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    """Three exports that between them have every quantization, mode and schedule."""
+    folder = tmp_path_factory.mktemp("bundles")
+    cases = {
+        "fp32": (*("--adapter", f"app={adapter}"), "--quant", "fp32", "--tree", TREE),
+        "int8": (*("--adapter", f"app={lossless}"), "--quant", "int8", "--tree", TREE, "--schedule", "fused"),
+        "int4": (*("--adapter", f"app={lossless}"), "--quant", "int4"),
+    }
+    for name, flags in cases.items():
+        assert main(export(base, folder / name, *flags)) == 0
+    return {name: Bundle.open(folder / name) for name in cases}
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], name: str) -> None:
+    manifest = bundles[name].manifest
+    assert manifest.parity["counts"] == bundles[name].geometry.tree.emitted
+    assert manifest.parity["rows_median"] < (1e-5 if name == "fp32" else 0.02)
+    if name == "fp32":
+        assert manifest.parity["near_ties"] == 0
+    assert [spec.name for spec in manifest.functions] == [STEP, PREFILL, PLAIN]
+    assert manifest.apps[0].instruction == "Do it."
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_weights_are_stored_once_and_graphs_name_no_path(
+    bundles: dict[str, Bundle], base: Path, repository: Path, name: str
+) -> None:
+    bundle = bundles[name]
+    parameters = bundle.manifest.model.parameters
+    files = bundle.manifest.files
+    # Small weights stay float32, as the notes say; beside the weights stand rotary tables and stream adapters.
+    bits = 32 if name == "fp32" else 14
+    beside = 160_000 + (0 if name == "fp32" else 4 * 80_000)
+    assert files[WEIGHTS_FILE].size < parameters * bits / 8 + beside
+    for function in (STEP, PREFILL, PLAIN):
+        graph = bundle.file(function).read_bytes()
+        assert len(graph) < 400_000
+        assert str(repository).encode() not in graph and str(base).encode() not in graph
+    assert bool(bundle.manifest.notes) == (name != "fp32")
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
+    bundle = bundles[name]
+    g = bundle.geometry
+    driver = OnnxDriver({f: bundle.file(f) for f in bundle.functions}, g)
+    root, _ = driver.prefill([5, 6, 7, 8, 9], 0)
+    truth = [root]
+    for i in range(3):
+        truth.append(driver.plain(truth[-1], 5 + i))
+    plain_rows = driver.rows(5, 7)
+    first = [(truth[1] if r == 0 else (truth[1] + r) % g.vocab) for r in range(g.k)]
+    seen = []
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+        others = [[int(i) for i in draw.integers(0, g.vocab, g.k)] for _ in range(g.gamma - 1)]
+        others = [[i if i != truth[2] else i + 1 for i in row] for row in others]
+        out = driver.step(root, [first, *others], 5)
+        seen.append((out, driver.rows(5, 7)))
+        assert out.tokens == truth[1:3]
+    for out, rows in seen[1:]:
+        np.testing.assert_array_equal(rows, seen[0][1])
+        if bundle.manifest.schedule == "deferred":
+            assert out.drafts == seen[0][0].drafts
+    np.testing.assert_allclose(seen[0][1], plain_rows, atol=1e-4 if name == "fp32" else 0.1)
+
+
+def test_without_an_adapter_only_plain_decoding_is_exported(base: Path, tmp_path: Path) -> None:
+    assert main(export(base, tmp_path / "b", "--quant", "fp32")) == 0
+    bundle = Bundle.open(tmp_path / "b")
+    assert sorted(bundle.functions) == [PREFILL, PLAIN]
+    assert bundle.manifest.mode is None and bundle.app().kind == "base"
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(export(base, tmp_path / "b", "--adapter", f"app={adapter}", "--dry-run")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gamma"] == 3 and plan["tree_size"] == 4 and plan["estimated_bytes"] > 100_000
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "/no/such/model"], "no such folder"),
+        (["--adapter", "app"], "expected NAME=DIR"),
+        (["--adapter", "app=/no/such/adapter"], "no such folder"),
+        (["--adapter", "a={adapter}", "--adapter", "A={adapter}"], "two apps have this name"),
+        (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
+        (["--adapter", "a={adapter}", "--tree", "chain:0"], "chain"),
+        (["--tree", "chain:2"], "needs an adapter"),
+        (["--adapter", "a={adapter}", "--context", "4"], "cannot hold"),
+        (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk is 0"),
+        (["--quant", "fp16"], "has no fp16 form"),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    flags = [flag.format(adapter=adapter) for flag in flags]
+    assert main(export(base, tmp_path / "b", *flags)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_bases_that_cannot_be_exported_are_refused(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(change: dict[str, object] | None, remove: str | None, message: str, *flags: str) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(base, folder)
+        if change:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, **change}))
+        if remove:
+            (folder / remove).unlink()
+        assert main(export(folder, tmp_path / "b", *flags)) == 2
+        assert message in capsys.readouterr().err
+        shutil.rmtree(folder)
+        assert not list(tmp_path.iterdir())
+
+    refuse({"model_type": "mamba"}, None, "'mamba' is not supported")
+    refuse(None, "config.json", "no such file")
+    refuse(None, "chat_template.jinja", "no chat template")
+    refuse(None, "tokenizer.json", "tokenizer.json")
+    refuse(None, "model.safetensors", "no .safetensors")
+    refuse({"hidden_size": 64}, None, "another base", "--adapter", f"app={adapter}")
+
+
+def test_an_existing_output_is_kept(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    for flags in ([], ["--overwrite"]):
+        assert main(export(base, tmp_path / "mine", *flags)) == 2
+        assert "mine" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_a_wrong_artifact_is_deleted(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OnnxExporter.export
+
+    def careless(self: OnnxExporter, job: ExportJob, folder: Path) -> TargetResult:
+        result = honest(self, job, folder)
+        weights = bytearray((folder / WEIGHTS_FILE).read_bytes())
+        values = np.frombuffer(weights, np.float32)
+        values[: len(values) // 2] *= 1.05
+        (folder / WEIGHTS_FILE).write_bytes(weights)
+        return result
+
+    monkeypatch.setattr(OnnxExporter, "export", careless)
+    flags = ("--adapter", f"app={adapter}", "--quant", "fp32", "--tree", "chain:1")
+    assert main(export(base, tmp_path / "b", *flags)) == ParityError.exit_code
+    assert "differ by" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("ending", "code"), [(KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 1)])
+def test_an_interrupted_export_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException, code: int
+) -> None:
+    def stop(export: stages.Export) -> None:
+        (export.folder / "half").write_text("x")
+        raise ending
+
+    monkeypatch.setattr(stages, "STAGES", (("stop", stop),))
+    assert main(export(base, tmp_path / "b")) == code
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
+def test_along_a_chain_all_logits_are_those_of_plain_decoding(
+    base: Path, adapter: Path, tmp_path: Path, quant: str
+) -> None:
+    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
+    assert main(export(base, tmp_path / "bundle", *flags)) == 0
+    bundle = Bundle.open(tmp_path / "bundle")
+    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
+    result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    assert result.differences == [] and result.nodes_ended == set(range(4))
+    assert result.largest_change == 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: str) -> None:
+    bundle = bundles[name]
+    parts = parts_of(bundle.file(STEP))
+    assert set(parts.values()) == set(PARTS)
+    graph = onnx.load(str(bundle.file(STEP)), load_external_data=False).graph
+    assert {node.name for node in graph.node} == set(parts)
+    attention = [parts[node.name] for node in graph.node if node.op_type == "Softmax"]
+    # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
+    assert attention.count("layers") >= bundle.manifest.model.layers
+    assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
