@@ -56,14 +56,14 @@ class Driver(Protocol):
     """One conversation with an exported artifact; it commits what a call gives at ``length``."""
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        """Commit 1 to C tokens: (root, drafts)."""
+        """Commit 1 to C tokens: (the next token, drafts)."""
         ...
 
-    def step(self, root: int, drafts: Drafts, length: int) -> StepOut:
-        """One speculative step; its accepted rows are committed."""
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
+        """One speculative step after the token ``last``; its accepted rows are committed."""
         ...
 
-    def plain(self, root: int, length: int) -> int:
+    def plain(self, last: int, length: int) -> int:
         """One plain step; one row is committed."""
         ...
 
@@ -94,22 +94,22 @@ class TorchDriver:
         self.cache.commit(out.rows, len(tokens))
         return int(out.root), out.drafts.tolist()
 
-    def step(self, root: int, drafts: Drafts, length: int) -> StepOut:
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         """See Driver."""
         module = self.modules[STEP]
         assert isinstance(module, StepModule)
         given = torch.tensor(drafts, dtype=torch.int32)
-        out = self._watched(lambda: module(int32(root), given, int32(length), self._past(length)))
+        out = self._watched(lambda: module(int32(last), given, int32(length), self._past(length)))
         count = int(out.count)
         self.cache.commit(out.rows, count)
         return StepOut(out.tokens[:count].tolist(), out.drafts.tolist())
 
-    def plain(self, root: int, length: int) -> int:
+    def plain(self, last: int, length: int) -> int:
         """See Driver."""
         module = self.modules[PLAIN]
         assert isinstance(module, StepModule)
         none = torch.zeros(0, 1, dtype=torch.int32)
-        out = self._watched(lambda: module(int32(root), none, int32(length), self._past(length)))
+        out = self._watched(lambda: module(int32(last), none, int32(length), self._past(length)))
         self.cache.commit(out.rows, 1)
         return int(out.tokens)
 

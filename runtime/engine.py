@@ -1,4 +1,4 @@
-"""What a target's engine is to the loop: three functions that move integers, and where engines are found.
+"""What a target gives the runtime: an engine, whose KV caches its functions are called on, and where engines are found.
 
 ``ssdevice.runtime.TARGET.engine`` offers ``open_engine(bundle, app, options) -> Engine``; nothing else about
 a target is known outside it.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.contract import Geometry
 from ssdevice.errors import ConfigError, InputError, MissingExtraError
+from ssdevice.runtime.conversation import Conversation
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+
+Inputs = Mapping[str, NDArray[np.int32]]
+Outputs = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,35 +43,34 @@ class EngineOptions:
             raise ConfigError(f"threads is {self.threads}, expected 0 (the engine's default) or more")
 
 
-class Conversation(ABC):
-    """One KV cache and the contract's functions on it. None of them changes ``length``: the loop alone does.
+class Cache(ABC):
+    """One KV cache, and the contract's functions called on it.
 
-    ``length``: committed rows, so that going back is lowering it. ``drafts [γ, k] int32``: what the last prefill or
-    step drafted and the next step will verify; anything may be written into it, only speed depends on it.
-    ``native_seconds``: time spent inside the target's own runtime so far; the rest of a step is the host's.
+    ``inputs``: the integers of all functions, by tensor name. A caller writes them in place, so that a target may bind
+    their memory once. ``native_seconds``: time spent inside the target's own runtime so far.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self.length = 0
-        self.drafts: NDArray[np.int32] = np.zeros((geometry.gamma, geometry.k), dtype=np.int32)
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
         self.native_seconds = 0.0
 
     @abstractmethod
-    def prefill(self, chunk: Sequence[int]) -> int:
-        """Write the rows of 1..C prompt tokens at ``length`` on; the next token. Sets ``drafts``."""
+    def call(self, function: str, length: int) -> Outputs:
+        """Run a function on what ``inputs`` hold; its outputs by name, valid until the next call.
 
-    @abstractmethod
-    def step(self, root: int) -> list[int]:
-        """Verify ``drafts`` after ``root``: the 1..A emitted tokens.
-
-        Writes the rows of ``root`` and of all emitted tokens but the last at ``length`` on, and sets ``drafts`` to the
-        next draft, which belongs to the last of these tokens.
+        ``length``: committed rows, also in ``inputs``. New rows are written behind them, unless ``commit`` does it.
         """
 
-    @abstractmethod
-    def step_plain(self, root: int) -> int:
-        """The token after ``root``, whose row is written at ``length``. Leaves ``drafts``."""
+    def commit(self, outputs: Outputs, length: int, count: int) -> None:
+        """Write the first ``count`` new rows in ``outputs`` at ``length``, where the cache is external to the graph."""
+        return
+
+    def rows(self, start: int, end: int) -> NDArray[Any] | None:
+        """Rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
+
+        A copy; None where a target does not let them be read.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -79,30 +83,41 @@ class Kernel:
 
 
 class Engine(ABC):
-    """A bundle opened for one app. ``functions``: which of the contract's functions it has."""
+    """A bundle opened for one app. ``functions``: which of the contract's functions it has.
 
-    def __init__(self, geometry: Geometry, functions: frozenset[str]) -> None:
+    ``source``: the file or folder it was opened from, for messages.
+    """
+
+    def __init__(self, geometry: Geometry, functions: frozenset[str], source: Path) -> None:
         self.geometry = geometry
         self.functions = functions
+        self.source = source
+        self.closed = False
 
     @abstractmethod
-    def new_conversation(self) -> Conversation:
-        """An empty conversation. Where a target holds one state per program, it ends the previous one."""
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> Cache:
+        """An empty cache. ``beside``: one of another app's engine of the same bundle, whose memory it may use.
 
-    def conversation_beside(self, other: Conversation) -> Conversation:
-        """An empty conversation that may use the memory of ``other``, of another app's engine of the same bundle.
-
-        They take turns: whichever goes on begins anew. Targets that cannot share give it memory of its own.
+        Such caches take turns: whichever goes on begins anew. Targets that cannot share memory ignore ``beside``.
         """
-        return self.new_conversation()
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the target's memory; called once, by ``close``."""
+
+    def new_conversation(self, beside: Conversation | None = None) -> Conversation:
+        """An empty conversation; ``beside``: see ``new_cache``. Raises InputError if there is no memory for it."""
+        return Conversation(self, beside)
 
     def warm(self) -> None:
         """Open now what the first calls would open, where a target opens things late."""
         return
 
-    @abstractmethod
     def close(self) -> None:
         """Release the target's memory; the engine and its conversations are then unusable."""
+        if not self.closed:
+            self.closed = True
+            self.release()
 
     def profile(self) -> dict[str, list[Kernel]]:
         """What one call of each function spends in kernels, where the target tells; for ``options.profile``."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.runtime.loop import Reason
 from ssdevice.tree import Ranks, Tree
 
 Drafts = Sequence[Sequence[int]]
 """``[γ, k]`` candidates by stream."""
+
+
+class Reason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT = "context"
+    CANCELLED = "cancelled"
 
 
 def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
@@ -34,16 +43,17 @@ def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What one target call added to an answer: ``tokens`` that count, and the ``text`` that became certain.
 
-    ``drafts [γ, k]``: the candidates that were verified; None for prefill's token, plain decoding, and the last run,
-    which holds text alone.
+    ``reason``: why the answer ends here; None if it goes on. ``drafts [γ, k]``: the candidates that were verified; None
+    for prefill's token and for plain decoding.
     """
 
     tokens: tuple[int, ...]
     text: str
+    reason: Reason | None = None
     drafts: NDArray[np.int32] | None = None
 
 
@@ -64,6 +74,18 @@ class Generation:
     decode_seconds: float = 0.0
     native_seconds: float = 0.0
     reason: Reason | None = None
+
+    def add(self, run: Run, seconds: float, native_seconds: float) -> None:
+        """Add a run and what its call took; the first is prefill's."""
+        if self.tokens:
+            self.accepted.append(len(run.tokens))
+            self.decode_seconds += seconds
+            self.native_seconds += native_seconds
+        else:
+            self.prefill_seconds = seconds
+        self.tokens.extend(run.tokens)
+        self.text += run.text
+        self.reason = run.reason
 
     @property
     def steps(self) -> int:

@@ -1,44 +1,42 @@
-"""The decoding loop: the whole of what a host does beside calling a target (ssdevice/contract.py).
+"""The decoding loop: all that a host does besides calling the contract's functions and turning tokens into text.
 
 It moves integers. Everything that decides which token comes next is behind ``Conversation``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
 
+from ssdevice.contract import Geometry
 from ssdevice.errors import ContextOverflowError, InputError
-from ssdevice.runtime.engine import Conversation
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.generation import Reason, Run
+from ssdevice.text.stream import Emission
 
 Advance = Callable[[Conversation, int], Sequence[int]]
-"""``(conversation, root) -> run``: the tokens after ``root`` that one target call gives."""
-Accept = Callable[[Sequence[int]], tuple[Sequence[int], bool]]
-"""``run -> (the part of it that counts, never empty; whether the answer ends with it)``."""
+"""``(conversation, last) -> run``: the tokens after ``last`` that one target call gives."""
+Accept = Callable[[Sequence[int]], Emission]
+"""``run -> Emission``: how many of its tokens count (one at least), and whether the answer ends with them."""
 
 
-class Reason(StrEnum):
-    """Why an answer ended."""
-
-    STOP = "stop"
-    MAX_TOKENS = "max_tokens"
-    CONTEXT = "context"
-    CANCELLED = "cancelled"
-
-
-def speculative(conversation: Conversation, root: int) -> Sequence[int]:
+def speculative(conversation: Conversation, last: int) -> Sequence[int]:
     """All that the step accepted, and its correction."""
-    return conversation.step(root)
+    return conversation.step(last)
 
 
-def plain_step(conversation: Conversation, root: int) -> Sequence[int]:
+def plain_step(conversation: Conversation, last: int) -> Sequence[int]:
     """Plain decoding through the step: its first token depends on no draft."""
-    return conversation.step(root)[:1]
+    return conversation.step(last)[:1]
 
 
-def plain(conversation: Conversation, root: int) -> Sequence[int]:
+def plain(conversation: Conversation, last: int) -> Sequence[int]:
     """Plain decoding through the T = 1 graph."""
-    return (conversation.step_plain(root),)
+    return (conversation.step_plain(last),)
+
+
+SPECULATIVE = "speculative"
+MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, "plain_step": plain_step}
+"""The decoding modes by name."""
 
 
 def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
@@ -46,48 +44,50 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
 
     Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
     """
-    check_prompt(conversation, prompt)
-    size, root = conversation.geometry.chunk, 0
+    check_prompt(conversation.geometry, prompt, conversation.length)
+    size, token = conversation.geometry.chunk, 0
     for at in range(0, len(prompt), size):
         chunk = prompt[at : at + size]
-        root = conversation.prefill(chunk)
+        token = conversation.prefill(chunk)
         conversation.length += len(chunk)
-    return root
+    return token
 
 
 def decode(
-    conversation: Conversation, root: int, advance: Advance, accept: Accept, max_tokens: int
-) -> Generator[Sequence[int], None, Reason]:
-    """Runs of tokens after a prefill that gave ``root``, the first run; returns why the answer ended.
+    conversation: Conversation, prompt: Sequence[int], advance: Advance, accept: Accept, max_tokens: int
+) -> Iterator[Run]:
+    """The answer to a prompt, call by call; the first run is prefill's token, the last one says why it is the last.
 
-    Whenever this is suspended or closed, every token given out is committed but for the last, with which the next
-    prefill begins.
+    Whenever this is suspended, every token given out is committed but for the last, with which the next prefill begins.
     """
-    run, stopped = accept((root,))
-    yield run
-    emitted = 1
-    while not stopped:
-        room = min(max_tokens - emitted, conversation.geometry.context - conversation.length)
-        if room <= 0:
-            return Reason.MAX_TOKENS if emitted >= max_tokens else Reason.CONTEXT
-        run, stopped = accept(advance(conversation, run[-1])[:room])
-        conversation.length += len(run)  # rows of tokens that do not count are overwritten by the next call
+    run: Sequence[int] = (prefill(conversation, prompt),)
+    start, emitted = conversation.length, 0
+    while True:
+        emission = accept(run)
+        run = run[: emission.used]
         emitted += len(run)
-        yield run
-    return Reason.STOP
+        conversation.length = start + emitted - 1  # rows of tokens that do not count are overwritten by the next call
+        room = min(max_tokens - emitted, conversation.geometry.context - conversation.length)
+        reason = None
+        if emission.stopped or room <= 0:
+            full = Reason.MAX_TOKENS if emitted >= max_tokens else Reason.CONTEXT
+            reason = Reason.STOP if emission.stopped else full
+        yield Run(tuple(run), emission.text, reason)
+        if reason is not None:
+            return
+        run = advance(conversation, run[-1])[:room]
 
 
-def check_prompt(conversation: Conversation, prompt: Sequence[int]) -> None:
-    """Raise InputError or ContextOverflowError unless ``prompt`` can follow what is committed."""
+def check_prompt(geometry: Geometry, prompt: Sequence[int], committed: int) -> None:
+    """Raise InputError or ContextOverflowError unless ``prompt`` can follow that many committed tokens."""
     if not prompt:
         raise InputError("the prompt is empty")
-    context, vocab = conversation.geometry.context, conversation.geometry.vocab
-    if conversation.length + len(prompt) > context:
-        before = f" after {conversation.length} of the conversation so far" if conversation.length else ""
+    if committed + len(prompt) > geometry.context:
+        before = f" after {committed} of the conversation so far" if committed else ""
         raise ContextOverflowError(
-            f"the prompt has {len(prompt)} tokens{before}, the bundle was exported for a context of {context}; "
-            "shorten it, or export again with a larger --context"
+            f"the prompt has {len(prompt)} tokens{before}, the bundle was exported for a context of "
+            f"{geometry.context}; shorten it, or export again with a larger --context"
         )
     for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab:
-            raise InputError(f"token {token} is not one of the model's {vocab}")
+        if not 0 <= token < geometry.vocab:
+            raise InputError(f"token {token} is not one of the model's {geometry.vocab}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import InputError
-from ssdevice.runtime.engine import Conversation, Engine, EngineOptions, open_engine
-from ssdevice.runtime.generation import Generation, Run
-from ssdevice.runtime.loop import Advance, Reason, check_prompt, decode, plain, plain_step, prefill, speculative
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.generation import Generation, Reason, Run
+from ssdevice.runtime.loop import MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.chat_template import ChatTemplate
+from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 TOKENIZER = "tokenizer"
 """Role of ``tokenizer.json`` in a bundle."""
-ADVANCES: dict[str, Advance] = {"speculative": speculative, "plain": plain, "plain_step": plain_step}
-"""The three ways to decode: with drafts, through the T = 1 graph, and through the step without its drafts."""
+LOST = "this answer was ended by a newer one, reset or use: a session has one at a time"
+Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,26 @@ class _Opened:
     instruction: str
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A message of a conversation. ``before``: what was said before it; ``messages``: the same and this message."""
+
+    before: Messages
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for and found good. ``conversation``: of the app in use when it was asked."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    output: TextOutput
+    mode: str
+    conversation: Conversation
+    turn: _Turn | None
+
+
 class Session:
     """Decodes with one bundle, as one of its apps at a time::
 
@@ -45,8 +67,10 @@ class Session:
                 print(piece, end="", flush=True)
             print(session.last.tokens_per_step)
 
-    ``last`` is the Generation of the newest answer, filled while it comes. Closing the iterator of an answer cancels
-    it. Not for several threads at once.
+    A request is checked when it is made, and one that is refused changes nothing. Its answer begins when the first piece
+    is asked for: then it takes the KV cache, and the answer that had it can only raise InputError. ``last`` is the
+    Generation of the answer that began last, filled while it comes. Closing the iterator of an answer cancels it. Not
+    for several threads at once.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
@@ -57,10 +81,10 @@ class Session:
         self._last: Generation | None = None
         self._running: Generation | None = None  # the answer that the cache belongs to
         self._options = EngineOptions()
-        self._conversation: Conversation = engine.new_conversation()
+        self._conversation = engine.new_conversation()
         self._apps: dict[str, _Opened] = {}
-        self._committed: list[int] = []  # what stands in the cache
-        self._messages: list[dict[str, str]] = []
+        self._tokens: list[int] = []  # all of these but the last are in the cache
+        self._messages: Messages = []  # a new list whenever the conversation goes on
 
     @classmethod
     def open(
@@ -79,17 +103,17 @@ class Session:
 
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         options = options or EngineOptions(threads=threads)
-        engine = open_engine(opened, app, options)
-        tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
-        session = cls(engine, tokenizer, opened.app(app).instruction)
-        session.bundle, session._options = opened, options
         found = opened.app(app)
+        tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
+        with _closed_on_error(open_engine(opened, app, options)) as engine:
+            session = cls(engine, tokenizer, found.instruction)
+        session.bundle, session._options = opened, options
         session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
         return session
 
     @property
     def last(self) -> Generation:
-        """The newest answer; raises InputError before the first."""
+        """The answer that began last; raises InputError before the first."""
         if self._last is None:
             raise InputError("nothing was generated yet")
         return self._last
@@ -116,15 +140,15 @@ class Session:
             raise InputError(f"app {app!r}: this session was not opened from a bundle")
         if app not in self._apps:
             instruction = self.bundle.app(app).instruction
-            engine = open_engine(self.bundle, app, self._options)
-            self._apps[app] = _Opened(engine, engine.conversation_beside(self._conversation), instruction)
+            with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
+                self._apps[app] = _Opened(engine, engine.new_conversation(self._conversation), instruction)
         return self._apps[app]
 
     def reset(self) -> None:
         """Forget the conversation."""
         self._conversation.length = 0
         self._running = None
-        self._committed, self._messages = [], []
+        self._tokens, self._messages = [], []
 
     def generate(
         self,
@@ -135,13 +159,13 @@ class Session:
         stop: Sequence[str] = (),
         speculate: bool = True,
     ) -> Iterator[str]:
-        """Pieces of the answer to one prompt; whatever was said before is forgotten.
+        """Pieces of the answer to one prompt; when it begins, whatever was said before is forgotten.
 
         ``stop``: strings that end the answer and are left out of it. The answer is the same with and without
         ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
         """
         ids = self.prompt_ids(prompt, system=system)
-        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, arm=self.arm(speculate)))
+        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=self.mode(speculate)))
 
     def chat(
         self,
@@ -157,30 +181,21 @@ class Session:
         """
         if not prompt.strip():
             raise InputError("the prompt is empty")
-        messages = [*self._messages, {"role": "user", "content": user_content(self.instruction, prompt)}]
-        template = ChatTemplate(self.tokenizer.chat)
-        text = template.render(messages, add_generation_prompt=True)
+        before = self._messages
+        messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
+        text = ChatTemplate(self.tokenizer.chat).render(messages, add_generation_prompt=True)
         ids = self.tokenizer.encode(text, self.engine.geometry.context)
-        runs = self.runs(ids, max_tokens=max_tokens, stop=stop, arm=self.arm(speculate), keep=True)
-        return self._remember(runs, messages)
-
-    def _remember(self, runs: Generator[Run, None, None], messages: list[dict[str, str]]) -> Iterator[str]:
-        answer = self.last
-        try:
-            yield from _pieces(runs)
-        finally:
-            if self._running is answer:
-                self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), _Turn(before, messages)))
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
         """Tokens of a prompt as this app's model was taught to read it."""
         context = self.engine.geometry.context
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
-    def arm(self, speculate: bool) -> str:
-        """How to decode with what the bundle has."""
+    def mode(self, speculate: bool) -> str:
+        """The decoding mode, one of MODES, for what the bundle has."""
         if speculate and STEP in self.engine.functions:
-            return "speculative"
+            return SPECULATIVE
         return "plain" if PLAIN in self.engine.functions else "plain_step"
 
     def runs(
@@ -189,74 +204,54 @@ class Session:
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
-        arm: str = "speculative",
-        keep: bool = False,
+        mode: str = SPECULATIVE,
     ) -> Generator[Run, None, None]:
-        """An answer call by call, for those who want its tokens and drafts.
+        """``generate`` call by call, for those who want tokens and drafts. ``mode``: a decoding mode, one of MODES."""
+        return self._begin_later(prompt, max_tokens, stop, mode)
 
-        ``arm``: one of ADVANCES. ``keep``: use what the cache already holds of this prompt's beginning.
-        """
+    def _begin_later(
+        self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], mode: str, turn: _Turn | None = None
+    ) -> Generator[Run, None, None]:
+        """Check a request without changing anything; ``turn``: None begins a conversation anew."""
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
-        conversation = self._conversation
-        shared = _shared(self._committed, prompt) if keep else 0
-        conversation.length = shared
-        check_prompt(conversation, prompt[shared:])
-        if not keep:
+        if mode not in MODES:
+            raise InputError(f"no decoding mode {mode!r}; there are {', '.join(MODES)}")
+        shared = _shared(self._tokens, prompt) if turn else 0
+        check_prompt(self.engine.geometry, prompt[shared:], shared)
+        return self._runs(_Request(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn))
+
+    def _runs(self, request: _Request) -> Generator[Run, None, None]:
+        """An answer, which begins here: it takes the cache, and goes on as long as it has it."""
+        conversation, turn, prompt = request.conversation, request.turn, request.prompt
+        if self._conversation is not conversation or (turn and self._messages is not turn.before):
+            raise InputError(LOST)
+        conversation.length = shared = _shared(self._tokens, prompt) if turn else 0
+        self._tokens = list(prompt[:shared])
+        if turn is None:
             self._messages = []
-        self._committed = list(prompt[:shared])
-        self._last = self._running = Generation(len(prompt))
-        return self._runs(conversation, self._last, prompt[shared:], max_tokens, stop, arm)
-
-    def _runs(
-        self,
-        conversation: Conversation,
-        answer: Generation,
-        prompt: Sequence[int],
-        max_tokens: int,
-        stop: Sequence[str],
-        arm: str,
-    ) -> Generator[Run, None, None]:
-        output = self.tokenizer.output(stop)
-        text = ""
-
-        def accept(run: Sequence[int]) -> tuple[Sequence[int], bool]:
-            nonlocal text
-            emission = output.push(run)
-            text = emission.text
-            return run[: emission.used], emission.stopped
-
-        drafted = None
+        answer = self._last = self._running = Generation(len(prompt))
+        steps = decode(conversation, prompt[shared:], MODES[request.mode], request.output.push, request.max_tokens)
+        drafts = None
         try:
-            clock = perf_counter()
-            root = prefill(conversation, prompt)
-            self._committed.extend(prompt)
-            steps = decode(conversation, root, ADVANCES[arm], accept, max_tokens)
-            tokens = tuple(next(steps))
-            answer.prefill_seconds = perf_counter() - clock
-            while True:
-                answer.tokens.extend(tokens)
-                answer.text += text
-                yield Run(tokens, text, drafted)
+            while answer.reason is None:
                 if self._running is not answer:
-                    raise InputError("this answer was ended by a newer one, reset or use: a session has one at a time")
-                drafted = conversation.drafts.copy() if arm == "speculative" else None
+                    raise InputError(LOST)
                 clock, native = perf_counter(), conversation.native_seconds
-                try:
-                    tokens = tuple(next(steps))
-                except StopIteration as end:
-                    answer.reason = end.value
-                    break
-                answer.decode_seconds += perf_counter() - clock
-                answer.native_seconds += conversation.native_seconds - native
-                answer.accepted.append(len(tokens))
-            if rest := "" if answer.reason is Reason.STOP else output.finish():
-                answer.text += rest
-                yield Run((), rest)
+                run = next(steps)
+                run.drafts = drafts
+                if run.reason is not None and run.reason is not Reason.STOP:
+                    run.text += request.output.finish()
+                answer.add(run, perf_counter() - clock, conversation.native_seconds - native)
+                if len(answer.tokens) == 1:
+                    self._tokens = list(prompt)
+                self._tokens.extend(run.tokens)
+                yield run
+                drafts = conversation.drafts.copy() if request.mode == SPECULATIVE else None
         finally:
-            if self._running is answer:
-                self._committed.extend(answer.tokens[:-1])  # the last is not in the cache
             answer.reason = answer.reason or Reason.CANCELLED
+            if turn and answer.tokens and self._running is answer:
+                self._messages = [*turn.messages, {"role": "assistant", "content": answer.text}]
 
     def close(self) -> None:
         """Release the target's memory."""
@@ -274,6 +269,15 @@ class Session:
         self.close()
 
 
+@contextmanager
+def _closed_on_error(engine: Engine) -> Iterator[Engine]:
+    try:
+        yield engine
+    except BaseException:
+        engine.close()
+        raise
+
+
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:
     with closing(runs):
         for run in runs:
@@ -281,7 +285,10 @@ def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:
                 yield run.text
 
 
-def _shared(committed: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt are committed; at least its last must be computed, to know what follows."""
-    most = min(len(committed), len(prompt) - 1)
-    return next((i for i in range(most) if committed[i] != prompt[i]), max(most, 0))
+def _shared(tokens: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens of a prompt the cache holds; at least its last must be computed, to know what follows.
+
+    ``tokens``: of the conversation so far; the last of them is not in the cache.
+    """
+    most = max(0, min(len(tokens), len(prompt)) - 1)
+    return next((i for i in range(most) if tokens[i] != prompt[i]), most)

@@ -15,17 +15,18 @@ from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, quiet, release_memory
-from ssdevice.export.coreml.driver import CoreMLDriver
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.options import ComputeUnits
 from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
 from ssdevice.export.coreml.weights import compress, matrices, plan_weights
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
+from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram
 from ssdevice.text.tokenizer import ChatTokenizer
 
 PACKAGE = "model.mlpackage"
@@ -86,9 +87,10 @@ class CoreMLExporter:
         for app, one in jobs(job):
             names = table[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
-            found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
+            engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
+            found = check(one, EngineDriver(engine), TOLERANCE)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
-            golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))
+            golden += cases(one, EngineDriver(engine))
         write_golden(job.plan, golden, folder / GOLDEN)
         return facts
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.errors import ConfigError
-from ssdevice.export.coreml.driver import CoreMLDriver
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity import Array, Drafts, TorchDriver, plant
 from ssdevice.export.plan import ExportJob, ExportPlan
 from ssdevice.text.chat_template import ChatTemplate
@@ -36,7 +36,7 @@ TEXTS = (
 MAX_STEPS = 6
 
 
-def cases(job: ExportJob, driver: CoreMLDriver) -> list[dict[str, Any]]:
+def cases(job: ExportJob, driver: EngineDriver) -> list[dict[str, Any]]:
     """The cases of a job's only app; its model has the package's weights."""
     (app,) = job.plan.apps
     reference = TorchDriver(job)
@@ -70,7 +70,7 @@ def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
     return before, after
 
 
-def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:
+def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
     depth = g.tree.depth
     most = g.context - MAX_STEPS * (depth + 1) - 1
@@ -120,7 +120,7 @@ def _case(driver: CoreMLDriver, reference: TorchDriver, g: Geometry, seed: int) 
     return case
 
 
-def _plain(driver: CoreMLDriver, root: int, length: int, steps: int) -> list[int]:
+def _plain(driver: EngineDriver, root: int, length: int, steps: int) -> list[int]:
     tokens = [root]
     for i in range(steps):
         tokens.append(driver.plain(tokens[-1], length + i))

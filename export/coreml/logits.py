@@ -5,77 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS
 from ssdevice.errors import BundleError
+from ssdevice.export.logits import LogitsConversation
 from ssdevice.mil.program import Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation
-from ssdevice.runtime.coreml import engine as coreml
-from ssdevice.runtime.coreml.engine import MODEL, CoreMLConversation, CoreMLEngine
-from ssdevice.runtime.generation import emitted_nodes
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine, NumPyProgram, app_functions
+from ssdevice.runtime.engine import Inputs, Outputs
 
+LOGITS = "logits"
 CHOICE = "reduce_argmax"
 
 
-class ShownProgram(coreml.Program):
-    """The interpreter, which keeps what each of ``functions`` chose its tokens from, as ``logits [rows, vocab]``."""
+class ShownProgram(NumPyProgram):
+    """The interpreter; those of ``functions`` that step also give what they chose their tokens from, as LOGITS."""
 
     def __init__(self, package: Package, functions: Mapping[str, str]) -> None:
-        self._program = Program(package)
+        super().__init__(Program(package))
         self._watched = {
             function: logits_of(package.function(function))
             for name, function in functions.items()
             if name in (STEP, PLAIN)
         }
-        self.logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
-    def make_state(self, function: str) -> State:
-        return self._program.make_state()
-
-    def run(self, function: str, inputs: coreml.Integers, state: State) -> Mapping[str, NDArray[Any]]:
+    def run(self, function: str, inputs: Inputs, state: State) -> Outputs:
         watched = self._watched.get(function)
+        if watched is None:
+            return super().run(function, inputs, state)
+        shown: dict[str, NDArray[Any]] = {}
 
         def keep(operation: Operation, outputs: tuple[NDArray[Any], ...]) -> None:
             if operation.output == watched:
-                self.logits = outputs[0].reshape(-1, outputs[0].shape[-1]).copy()
+                shown[LOGITS] = outputs[0].copy()
 
-        return self._program.run(function, inputs, state, keep if watched is not None else None)
+        return {**self.interpreter.run(function, inputs, state, keep), **shown}
 
 
 class LogitsEngine(CoreMLEngine):
     """A CoreMLEngine whose conversations keep the logits of what the last step emitted."""
 
     def __init__(self, bundle: Bundle, app: str | None) -> None:
-        names = coreml.app_functions(bundle, app)
-        self.shown = ShownProgram(Package.open(bundle.file(MODEL)), names)
-        super().__init__(self.shown, bundle.geometry, names)
+        names = app_functions(bundle, app)
+        super().__init__(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
 
-    def new_conversation(self) -> LogitsConversation:
-        return LogitsConversation(self)
-
-
-class LogitsConversation(CoreMLConversation):
-    """``logits [emitted, vocab]``: what the last ``step`` or ``step_plain`` chose its tokens from."""
-
-    def __init__(self, engine: LogitsEngine) -> None:
-        super().__init__(engine)
-        self.shown = engine.shown
-        self.logits: NDArray[np.float32] = np.zeros((0, engine.geometry.vocab), np.float32)
-
-    def step(self, root: int) -> list[int]:
-        drafts = self.drafts.tolist()
-        tokens = super().step(root)
-        self.logits = self.shown.logits[emitted_nodes(self.geometry.tree, drafts, tokens)]
-        return tokens
-
-    def step_plain(self, root: int) -> int:
-        token = super().step_plain(root)
-        self.logits = self.shown.logits
-        return token
+    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
+        return LogitsConversation(self, beside, LOGITS)
 
 
 def logits_of(function: Function) -> str:

@@ -13,13 +13,14 @@ from ssdevice.contract import CacheForm
 from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
 from ssdevice.export.coreml.stored import adopt_weights
 from ssdevice.export.executorch.coreml_lowering import lower
-from ssdevice.export.executorch.driver import ExecutorchDriver
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.parity import check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
-from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
 
 
 class CoreMLDelegateExporter:
@@ -48,7 +49,7 @@ class CoreMLDelegateExporter:
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The written program, its delegates in the interpreter, against the torch model with the package's weights."""
         plan, file = job.plan, folder / PROGRAM_FILE
-        with ExecutorchDriver(file, plan.geometry, plan.function_names) as driver:
+        with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
             return check(job, driver, TOLERANCE)

@@ -18,15 +18,17 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
-from ssdevice.export.executorch.driver import ExecutorchDriver
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
-from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
+from ssdevice.runtime.executorch.program import AdapterSlots
 from ssdevice.text.tokenizer import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
@@ -108,7 +110,9 @@ def _compare(
     """``job``: of one app; ``whole``: the plan of the program, whose cache may serve more streams than the app has."""
     quant = whole.options.quant
     reference = replace(job, loaded=replace(job.loaded, model=quantized(job.loaded.model, quant).model))
-    with ExecutorchDriver(file, whole.geometry, names or whole.function_names, adapter) as driver:
+    slots = AdapterSlots(adapter) if adapter is not None else None
+    engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
+    with EngineDriver(engine) as driver:
         return check(reference, driver, TOLERANCES[quant])
 
 

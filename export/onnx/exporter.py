@@ -21,9 +21,9 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec
 from ssdevice.errors import ParityError, UnsupportedModelError
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import RowsForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
-from ssdevice.export.onnx.driver import OnnxDriver
 from ssdevice.export.onnx.files import WeightFile, save_graph
 from ssdevice.export.onnx.graph import finish, simplify
 from ssdevice.export.onnx.quantization import WeightStore, quantize
@@ -41,7 +41,9 @@ from ssdevice.export.variants import (
     variant_of,
     variants_of,
 )
+from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
+from ssdevice.runtime.onnx.engine import OnnxEngine
 
 OPSET = 23
 WEIGHTS = "weights"
@@ -49,6 +51,7 @@ WEIGHTS_FILE = "weights.bin"
 CACHE_DTYPE = "float32"
 EXAMPLE_PAST = 7
 TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+ONE_THREAD = EngineOptions(threads=1)
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
 # Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
 TOLERANCES = {
@@ -131,14 +134,15 @@ class OnnxExporter:
         if plan.merged:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
             with simulated(job.loaded.model, quant):
-                return check(job, OnnxDriver(files, plan.geometry), TOLERANCES[quant])
+                with EngineDriver(OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)) as driver:
+                    return check(job, driver, TOLERANCES[quant])
         facts: dict[str, float] = {}
         for app in plan.apps:
             alone, kept = job.for_app(app, merge=False), result.apps[app.name]
             files = {function: folder / path for function, path in kept.functions.items()}
-            tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256).values if kept.files else {}
-            driver = OnnxDriver(files, alone.plan.geometry, adapter=tensors)
-            with simulated(alone.loaded.model, quant, slotted=True):
+            tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
+            engine = OnnxEngine(files, alone.plan.geometry, CACHE_DTYPE, ONE_THREAD, adapter=tensors)
+            with simulated(alone.loaded.model, quant, slotted=True), EngineDriver(engine) as driver:
                 try:
                     found = check(alone, driver, TOLERANCES[quant])
                 except ParityError as error:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
 from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.export.logits import LogitsConversation
 from ssdevice.export.onnx.nodes import ancestors, makers
+from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.generation import emitted_nodes
 from ssdevice.runtime.onnx.adapter import AdapterTensors
-from ssdevice.runtime.onnx.engine import OnnxConversation, OnnxEngine, app_adapter, app_graphs
+from ssdevice.runtime.onnx.engine import OnnxEngine, app_adapter, app_graphs
 from ssdevice.runtime.onnx.sessions import SharedBase
 
 LOGITS = "shown_logits"
@@ -60,28 +59,8 @@ class LogitsEngine(OnnxEngine):
         options.add_session_config_entry(WEIGHTS_FOLDER, str(self.files[function].parent))
         return show_logits(self.files[function], self.specs[function].outputs[-1])
 
-    def new_conversation(self) -> LogitsConversation:
-        return LogitsConversation(self)
-
-
-class LogitsConversation(OnnxConversation):
-    """``logits [emitted, vocab]``: what the last ``step`` or ``step_plain`` chose its tokens from."""
-
-    def __init__(self, engine: LogitsEngine) -> None:
-        super().__init__(engine)
-        self.logits: NDArray[np.float32] = np.zeros((0, engine.geometry.vocab), np.float32)
-
-    def step(self, root: int) -> list[int]:
-        drafts = self.drafts.tolist()
-        tokens = super().step(root)
-        nodes = emitted_nodes(self.geometry.tree, drafts, tokens)
-        self.logits = self.calls[STEP].tensors[LOGITS][nodes].copy()
-        return tokens
-
-    def step_plain(self, root: int) -> int:
-        token = super().step_plain(root)
-        self.logits = self.calls[PLAIN].tensors[LOGITS].copy()
-        return token
+    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
+        return LogitsConversation(self, beside, LOGITS)
 
 
 def show_logits(file: Path, shown: TensorSpec) -> bytes:

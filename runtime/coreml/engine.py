@@ -1,6 +1,6 @@
 """Core ML bundles: on a Mac through Core ML itself, elsewhere operation by operation in NumPy.
 
-Both keep the cache in the package's own state, so a call moves integers alone.
+Both keep the cache in the package's own state, so a call moves only integers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,28 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFTS,
-    LENGTH,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    STEP,
-    TOKENS,
-    VALID,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-)
+from ssdevice.contract import KEYS, NEXT_DRAFTS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.engine import Conversation, Engine, EngineOptions
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
+from ssdevice.runtime.notice import say_once
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -47,21 +32,25 @@ MODEL = "model"
 SETTINGS = "settings"
 SPECIFICATION = 9
 """Version of a package's model file from which it can have states: iOS 18 and macOS 15."""
-INTERPRETER = "ssdevice.mil"
 SLOW = "ssdevice: Core ML runs on Apple's systems alone; here its operations run in NumPy one by one, slowly"
-Integers = Mapping[str, NDArray[np.int32]]
 
 
 class Program(ABC):
-    """A package ready to run."""
+    """A package ready to run; ``package``: its folder."""
+
+    package: Path
 
     @abstractmethod
     def make_state(self, function: str) -> Any:
         """A new cache, zero; all functions declare the same, but a target may want to know one."""
 
     @abstractmethod
-    def run(self, function: str, inputs: Integers, state: Any) -> Mapping[str, NDArray[Any]]:
+    def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         """Outputs of one call, by name; the state is changed."""
+
+    def read(self, state: Any, name: str) -> NDArray[Any] | None:
+        """A tensor of a state; None where it cannot be read."""
+        return None
 
 
 class AppleProgram(Program):
@@ -72,21 +61,21 @@ class AppleProgram(Program):
             self._coremltools = importlib.import_module("coremltools")
         except ModuleNotFoundError as error:
             raise MissingExtraError("coreml", "coremltools") from error
-        self._package = package
+        self.package = package
         self._units = self._coremltools.ComputeUnit[compute_units.upper()]
         self._models: dict[str, Any] = {}
 
     def make_state(self, function: str) -> Any:
         return self._model(function).make_state()
 
-    def run(self, function: str, inputs: Integers, state: Any) -> Mapping[str, NDArray[Any]]:
+    def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
         return outputs
 
     def _model(self, function: str) -> Any:
         if function not in self._models:
             self._models[function] = self._coremltools.models.MLModel(
-                str(self._package), function_name=function, compute_units=self._units
+                str(self.package), function_name=function, compute_units=self._units
             )
         return self._models[function]
 
@@ -94,67 +83,71 @@ class AppleProgram(Program):
 class NumPyProgram(Program):
     """The interpreter of saved programs."""
 
-    def __init__(self, package: Package) -> None:
-        self._program = Interpreter(package)
+    def __init__(self, interpreter: Interpreter) -> None:
+        self.interpreter = interpreter
+        self.package = interpreter.package.path
 
     def make_state(self, function: str) -> State:
-        return self._program.make_state()
+        return self.interpreter.make_state()
 
-    def run(self, function: str, inputs: Integers, state: State) -> Mapping[str, NDArray[Any]]:
-        return self._program.run(function, inputs, state)
+    def run(self, function: str, inputs: Inputs, state: State) -> Outputs:
+        return self.interpreter.run(function, inputs, state)
+
+    def read(self, state: State, name: str) -> NDArray[Any]:
+        return state.arrays[name]
 
 
 class CoreMLEngine(Engine):
     """A package opened for one app. ``names``: what the package calls the app's functions of the contract."""
 
     def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str]) -> None:
-        super().__init__(geometry, frozenset(names))
+        super().__init__(geometry, frozenset(names), program.package)
         self.names = dict(names)
         self.program: Program | None = program
+        specs = functions(geometry, CacheForm.STATE, "")
+        self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
 
-    def new_conversation(self) -> CoreMLConversation:
-        return CoreMLConversation(self)
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreMLCache:
+        return CoreMLCache(self, inputs)
 
-    def close(self) -> None:
+    def release(self) -> None:
         self.program = None
 
 
-class CoreMLConversation(Conversation):
-    """One state of the package."""
+class CoreMLCache(Cache):
+    """One state of the package; ``state``: made when it is first needed."""
 
-    def __init__(self, engine: CoreMLEngine) -> None:
-        super().__init__(engine.geometry)
+    def __init__(self, engine: CoreMLEngine, inputs: Inputs) -> None:
+        super().__init__(inputs)
         self.engine = engine
+        self._integers = {name: {key: inputs[key] for key in keys} for name, keys in engine.integers.items()}
         self._state: Any = None
 
-    def prefill(self, chunk: Sequence[int]) -> int:
-        ids = np.zeros(self.geometry.chunk, np.int32)
-        ids[: len(chunk)] = chunk
-        out = self._run(PREFILL, {CHUNK: ids, VALID: _int(len(chunk))})
-        if NEXT_DRAFTS in out:
-            self.drafts[:] = out[NEXT_DRAFTS]
-        return int(out[NEXT_ROOT].reshape(-1)[0])
+    @property
+    def program(self) -> Program:
+        assert self.engine.program is not None  # a conversation refuses calls once its engine is closed
+        return self.engine.program
 
-    def step(self, root: int) -> list[int]:
-        out = self._run(STEP, {ROOT: _int(root), DRAFTS: self.drafts.copy()})
-        count = int(out[COUNT].reshape(-1)[0])
-        self.drafts[:] = out[NEXT_DRAFTS]
-        tokens: list[int] = out[TOKENS].reshape(-1)[:count].astype(int).tolist()
-        return tokens
-
-    def step_plain(self, root: int) -> int:
-        return int(self._run(PLAIN, {ROOT: _int(root)})[TOKENS].reshape(-1)[0])
-
-    def _run(self, function: str, integers: dict[str, NDArray[np.int32]]) -> Mapping[str, NDArray[Any]]:
-        program = self.engine.program
-        if program is None or function not in self.engine.functions:
-            raise BundleError(f"the app has no {function}" if program else "the engine is closed")
-        clock = perf_counter()
+    @property
+    def state(self) -> Any:
         if self._state is None:
-            self._state = program.make_state(self.engine.names[PREFILL])
-        out = program.run(self.engine.names[function], {**integers, LENGTH: _int(self.length)}, self._state)
+            self._state = self.program.make_state(self.engine.names[PREFILL])
+        return self._state
+
+    def call(self, function: str, length: int) -> Outputs:
+        clock = perf_counter()
+        out = self.program.run(self.engine.names[function], self._integers[function], self.state)
         self.native_seconds += perf_counter() - clock
         return out
+
+    def rows(self, start: int, end: int) -> NDArray[Any] | None:
+        keys, values = (self.program.read(self.state, name) for name in (KEYS, VALUES))
+        if keys is None or values is None:
+            return None
+        both = np.stack([keys, values], axis=1)[:, :, :, start:end]
+        # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
+        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * self.engine.geometry.layers, end - start, -1)
+        return rows.astype(np.float32)
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
@@ -173,7 +166,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         program = AppleProgram(package, str(settings.get("compute_units", "all")))
     else:
         say_once(SLOW)
-        program = NumPyProgram(opened)
+        program = NumPyProgram(Interpreter(opened))
     return CoreMLEngine(program, bundle.geometry, names)
 
 
@@ -205,17 +198,3 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
                     f"{package.path}: function {function!r} {where} {kind[:-1]} {odd.name!r} "
                     f"({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
                 )
-
-
-def say_once(text: str) -> None:
-    """Tell on stderr what a process need not hear twice."""
-    if text not in _said:
-        _said.add(text)
-        print(text, file=sys.stderr)
-
-
-_said: set[str] = set()
-
-
-def _int(value: int) -> NDArray[np.int32]:
-    return np.array([value], np.int32)

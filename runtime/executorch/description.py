@@ -32,7 +32,7 @@ def describe_program(file: Path) -> dict[str, Any]:
 
 def describe_delegates(file: Path) -> dict[str, Any] | None:
     """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it, if any."""
-    from ssdevice.runtime.coreml.description import describe_package
+    from ssdevice.mil.description import describe_package
     from ssdevice.runtime.executorch.delegates import open_delegates
     from ssdevice.runtime.executorch.file import has_coreml
 

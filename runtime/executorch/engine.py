@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFTS,
-    LENGTH,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    STEP,
-    TOKENS,
-    VALID,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError
-from ssdevice.runtime.engine import Conversation, Engine, EngineOptions
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain, load_program
 
 if TYPE_CHECKING:
@@ -58,13 +40,18 @@ class ExecutorchEngine(Engine):
         program: LoadedProgram | None = None,
         adapter: AdapterSlots | None = None,
     ) -> None:
-        super().__init__(geometry, frozenset(names))
+        super().__init__(geometry, frozenset(names), file)
         self.file = file
         self.specs = specs_of(geometry, names)
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
         self.adapter = adapter
         self.program.users += 1
-        self._open = True
+        self.new_rows = {STEP: geometry.tree.emitted, PREFILL: geometry.chunk, PLAIN: 1}
+        # Tensors without elements are no outputs of a program.
+        self.outputs = {
+            name: [*(tensor.name for tensor in spec.outputs if 0 not in tensor.shape), *(LOGITS,) * (name != PREFILL)]
+            for name, spec in self.specs.items()
+        }
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions, copy: Path | None = None) -> Self:
@@ -90,122 +77,61 @@ class ExecutorchEngine(Engine):
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 
-    def new_conversation(self) -> ExecutorchConversation:
-        return ExecutorchConversation(self)
-
-    def conversation_beside(self, other: Conversation) -> ExecutorchConversation:
-        conversation = self.new_conversation()
-        if isinstance(other, ExecutorchConversation):
-            conversation.memory = other.memory
-        return conversation
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
+        return ExecutorchCache(self, inputs, beside.memory if isinstance(beside, ExecutorchCache) else object())
 
     def warm(self) -> None:
         for function in self.specs:
             self.program.method(function)
 
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self.program.release()
+    def release(self) -> None:
+        self.program.release()
 
 
-class ExecutorchConversation(Conversation):
-    """See ``executorch_program.Seated``."""
+class ExecutorchCache(Cache):
+    """The program's cache while it is this one's turn; see ``program.Seated``. ``logits``: whether calls give them."""
 
-    def __init__(self, engine: ExecutorchEngine) -> None:
-        super().__init__(engine.geometry)
+    logits = False
+
+    def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:
+        super().__init__(inputs)
         self.engine = engine
+        self.memory = memory
         self.saved: list[Array] | None = None
         self.written = 0
         self.adapter = engine.adapter
-        self.memory: object = object()
-        self._calls = {name: _Call(engine, spec) for name, spec in engine.specs.items()}
+        self._tensors = {
+            name: [engine.program.tensor(inputs[tensor.name]) for tensor in spec.inputs]
+            for name, spec in engine.specs.items()
+        }
 
-    def prefill(self, chunk: Sequence[int]) -> int:
-        call, count = self._call(PREFILL), len(chunk)
-        call.inputs[CHUNK][:count] = chunk
-        call.inputs[VALID][0] = count
-        with self.engine.program.lock:
-            out = self._run(call, self.geometry.chunk)
-            self._keep_drafts(out)
-            return int(out[NEXT_ROOT][0])
-
-    def step(self, root: int) -> list[int]:
-        call = self._call(STEP)
-        call.inputs[ROOT][0] = root
-        call.inputs[DRAFTS][:] = self.drafts
-        with self.engine.program.lock:
-            out = self._run(call, self.geometry.tree.emitted)
-            count = int(out[COUNT][0])
-            self._see(out[LOGITS])
-            self._keep_drafts(out)
-            tokens: list[int] = out[TOKENS][:count].tolist()
-        return tokens
-
-    def step_plain(self, root: int) -> int:
-        call = self._call(PLAIN)
-        call.inputs[ROOT][0] = root
-        with self.engine.program.lock:
-            out = self._run(call, 1)
-            self._see(out[LOGITS])
-            return int(out[TOKENS][0])
+    def call(self, function: str, length: int) -> Outputs:
+        engine, program = self.engine, self.engine.program
+        with program.lock:
+            program.seat(self, function)
+            self.written = max(self.written, min(length + engine.new_rows[function], engine.geometry.capacity))
+            clock = perf_counter()
+            try:
+                out = program.method(function).call(self._tensors[function], clone_outputs=False)
+            except RuntimeError as error:
+                raise BundleError(explain(engine.file, function, error)) from error
+            names = engine.outputs[function]
+            if len(out) != len(names):
+                raise BundleError(
+                    f"{engine.file}: {function} gives {len(out)} tensors, expected {len(names)}; export the bundle again"
+                )
+            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or self.logits}
+            self.native_seconds += perf_counter() - clock
+            # The program's next call, whoever makes it, writes over its outputs.
+            return {name: array.copy() for name, array in arrays.items()}
 
     def rows(self, start: int, end: int) -> Array:
-        """Cache rows ``[2 * layers, end - start, kv_heads * head_dim]``: keys and values of layer 0, of layer 1, .."""
-        program, layers = self.engine.program, self.geometry.layers
+        program, layers = self.engine.program, self.engine.geometry.layers
         with program.lock:
             program.seat(self, PREFILL)
             states = program.states(PREFILL)
             pairs = [part for pair in zip(states[:layers], states[layers:], strict=True) for part in pair]
             return np.stack([part[:, start:end].numpy().transpose(1, 0, 2).reshape(end - start, -1) for part in pairs])
-
-    def _call(self, function: str) -> _Call:
-        if function not in self._calls:
-            raise BundleError(f"{self.engine.file}: the bundle has no {function}")
-        return self._calls[function]
-
-    def _run(self, call: _Call, rows: int) -> Mapping[str, NDArray[Any]]:
-        self.engine.program.seat(self, call.spec.name)
-        self.written = max(self.written, min(self.length + rows, self.geometry.capacity))
-        call.inputs[LENGTH][0] = self.length
-        clock = perf_counter()
-        out = call.execute()
-        self.native_seconds += perf_counter() - clock
-        return out
-
-    def _see(self, logits: NDArray[Any]) -> None:
-        """Called with what a step chose its tokens from, valid until the next call."""
-
-    def _keep_drafts(self, out: Mapping[str, NDArray[Any]]) -> None:
-        if NEXT_DRAFTS in out:
-            self.drafts[:] = out[NEXT_DRAFTS]
-
-
-class _Call:
-    """One function: arrays for its inputs, and tensors over the same memory."""
-
-    def __init__(self, engine: ExecutorchEngine, spec: FunctionSpec) -> None:
-        self.engine, self.spec = engine, spec
-        # Sizes are static here: only caches that are inputs have names for them.
-        self.inputs = {t.name: np.zeros([int(size) for size in t.shape], np.int32) for t in spec.inputs}
-        self.names = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
-        if spec.name != PREFILL:
-            self.names.append(LOGITS)
-        self._tensors = [engine.program.tensor(array) for array in self.inputs.values()]
-
-    def execute(self) -> Mapping[str, NDArray[Any]]:
-        """The outputs by name, valid until the function runs again."""
-        method = self.engine.program.method(self.spec.name)
-        try:
-            out = method.call(self._tensors, clone_outputs=False)
-        except RuntimeError as error:
-            raise BundleError(explain(self.engine.file, self.spec.name, error)) from error
-        if len(out) != len(self.names):
-            raise BundleError(
-                f"{self.engine.file}: {self.spec.name} gives {len(out)} tensors, expected {len(self.names)}; "
-                "export the bundle again"
-            )
-        return {name: tensor.numpy() for name, tensor in zip(self.names, out, strict=True)}
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> ExecutorchEngine:

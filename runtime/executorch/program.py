@@ -42,8 +42,7 @@ class _ThreadPool:
     """The number of threads is one per process, and may change only while no function of any program is loaded."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.asked = 0
+        self.lock = threading.RLock()  # a collected program may release it wherever memory is asked for
         self.loaded = 0
 
     def acquire(self, threads: int) -> None:
@@ -83,10 +82,10 @@ class AdapterSlots:
 
 
 class Seated(Protocol):
-    """A conversation with the program. ``saved``: its rows while another has the cache; ``written``: how many it wrote.
+    """Whose turn it may be. ``saved``: its rows while another has the cache; ``written``: how many it wrote.
 
-    ``adapter``: what its app puts into the slots; None for the bare base. ``memory``: conversations of one session have
-    the same, and do not keep their rows for each other.
+    ``adapter``: what its app puts into the slots; None for the bare base. ``memory``: those of one session have the
+    same, and do not keep their rows for each other.
     """
 
     saved: list[Array] | None
@@ -113,6 +112,7 @@ class LoadedProgram:
         self.lock = threading.RLock()
         self.users = 0
         self._methods: dict[str, Any] = {}
+        self._unload = weakref.finalize(self, _unload, self._methods)  # also for programs that nobody closed
         self._program: Any = load_program(file)
         self._torch = importlib.import_module("torch")
         self._owner: weakref.ref[Any] | None = None
@@ -151,7 +151,7 @@ class LoadedProgram:
             POOL.acquire(self.options.threads)
             try:
                 self._methods[function] = self._load(function)
-            except BundleError:
+            except BaseException:
                 POOL.release(1)
                 raise
         return self._methods[function]
@@ -201,21 +201,21 @@ class LoadedProgram:
         """A torch tensor in an array's memory."""
         return self._torch.from_numpy(array)
 
-    def seat(self, conversation: Seated, function: str) -> None:
-        """Make the program's cache and slots this conversation's."""
-        if self._installed is not conversation.adapter:
-            self._install(conversation.adapter)
+    def seat(self, cache: Seated, function: str) -> None:
+        """Make the program's cache and slots those of ``cache``."""
+        if self._installed is not cache.adapter:
+            self._install(cache.adapter)
         owner = self._owner() if self._owner is not None else None
-        if owner is conversation:
+        if owner is cache:
             return
         states = self.states(function)
-        if owner is not None and owner.memory is not conversation.memory:
+        if owner is not None and owner.memory is not cache.memory:
             owner.saved = [state[:, : owner.written].numpy().copy() for state in states]
-        if conversation.saved is not None:
-            for state, rows in zip(states, conversation.saved, strict=True):
+        if cache.saved is not None:
+            for state, rows in zip(states, cache.saved, strict=True):
                 state[:, : rows.shape[1]].copy_(self.tensor(rows))
-        conversation.saved = None
-        self._owner = weakref.ref(conversation)
+        cache.saved = None
+        self._owner = weakref.ref(cache)
 
     def _install(self, adapter: AdapterSlots | None) -> None:
         """Put an app's tensors into the slots, zeros for None; raises BundleError for what does not fit."""
@@ -253,10 +253,14 @@ class LoadedProgram:
         """One of its users is done; the last releases its memory."""
         self.users -= 1
         if self.users <= 0 and self._program is not None:
-            POOL.release(len(self._methods))
-            self._methods.clear()
+            self._unload()
             self._slots.clear()
             self._program = None
+
+
+def _unload(methods: dict[str, Any]) -> None:
+    POOL.release(len(methods))
+    methods.clear()
 
 
 def load_program(file: Path) -> Any:

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from ssdevice.contract import CHUNK, DRAFTS, FUNCTIONS, LENGTH, ROOT, VALID
 from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchConversation, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine
 from ssdevice.runtime.executorch.file import JUMP, DelegateCalls, MethodCalls, read_calls
 from ssdevice.runtime.executorch.program import explain
 
@@ -94,14 +95,14 @@ def time_methods(
         ):
             conversation = _filled(engine, committed)
             names = [name for name in FUNCTIONS if name in engine.functions]
-            methods = {name: _Method(conversation, window, name, calls[name]) for name in names}
+            methods = {name: _Method(engine, conversation, window, name, calls[name]) for name in names}
             return {name: _time(method, calls[name], seconds, report) for name, method in methods.items()}
 
 
-def _filled(engine: ExecutorchEngine, committed: int) -> ExecutorchConversation:
+def _filled(engine: ExecutorchEngine, committed: int) -> Conversation:
     """A conversation of that many tokens; which ones has no part in the time."""
     conversation, chunk = engine.new_conversation(), engine.geometry.chunk
-    engine.program.seat(conversation, next(iter(engine.specs)))
+    conversation.rows(0, 0)  # the program's cache is this conversation's from here on
     while conversation.length < committed:
         tokens = [TOKEN] * min(chunk, committed - conversation.length)
         conversation.prefill(tokens)
@@ -112,8 +113,10 @@ def _filled(engine: ExecutorchEngine, committed: int) -> ExecutorchConversation:
 class _Method:
     """A function of the copy whose calls stop after some instructions; raises BundleError if they do not."""
 
-    def __init__(self, conversation: ExecutorchConversation, window: mmap.mmap, name: str, calls: MethodCalls) -> None:
-        engine, at = conversation.engine, conversation.length
+    def __init__(
+        self, engine: ExecutorchEngine, conversation: Conversation, window: mmap.mmap, name: str, calls: MethodCalls
+    ) -> None:
+        at = conversation.length
         self.name, self.file, self.window = name, engine.file, window
         if len(calls.counts_at) != 1 or JUMP in calls.instructions:
             raise BundleError(f"{self.file.name}: {name} branches, so its instructions cannot be timed one by one")

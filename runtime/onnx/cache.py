@@ -1,4 +1,4 @@
-"""The KV cache of targets that leave it to the host (the ROWS form of the contract)."""
+"""The KV cache where it is external to the graph: the host passes committed rows and gets new ones back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 from ssdevice.contract import Geometry
 from ssdevice.errors import InputError
 
-BUCKET = 32  # a step of a 7 M model costs 3 µs more a masked row, a further binding 270 µs once
+BUCKET = 32  # a step of a 7 M model costs 3 µs more a masked row, a further binding 270 µs
 LANES = 16
 """Sums over rows run in so many lanes (float32 in 512 bits; fewer divide it)."""
 
@@ -25,25 +25,29 @@ class RowCache:
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
-        # Zeros, because a masked row must not hold a NaN.
-        shape = 2 * geometry.layers, geometry.capacity, geometry.row_width
-        try:
+        shape = self.shape(geometry)
+        try:  # zeros, because a masked row must not hold a NaN
             self.array: NDArray[Any] = np.zeros(shape, dtype)
         except (MemoryError, ValueError) as error:  # ValueError: more than any machine can address
             raise InputError(f"no memory for a KV cache of {shape} {np.dtype(dtype).name}: {error}") from error
         self.capacity = geometry.capacity
+
+    @staticmethod
+    def shape(geometry: Geometry) -> tuple[int, int, int]:
+        """Of the array."""
+        return 2 * geometry.layers, geometry.capacity, geometry.row_width
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:
         """Put the first ``count`` of ``rows [2 * layers, n, kv_heads * head_dim]`` at ``length``."""
         self.array[:, length : length + count] = rows[:, :count]
 
     def visible(self, length: int) -> int:
-        """Rows to show a target that has ``length`` committed ones: few sizes, each congruent to ``length`` by LANES.
+        """Rows to show a target that has ``length`` committed ones: ``BUCKET`` more at most, and by LANES congruent.
 
-        A call's new rows stand after those shown. Congruence puts a row into the lane it will have once it is
-        committed, so that sums over rows add the same numbers in the same order whether a token was drafted or decoded
-        plainly: along a chain of drafts all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25
-        differ at near-ties (planted drafts: 5), with it none.
+        That makes ``LANES`` sizes to a bucket. A call's new rows follow those shown. Congruence puts a row into the
+        lane it will have once it is committed, so that sums over rows add the same numbers in the same order whether a
+        token was drafted or decoded plainly: along a chain of drafts all bits agree. Measured in int8 on long, undecided
+        answers: without it 2 of 25 differ at near-ties (forced drafts: 5), with it none.
         """
         shown = -(-max(length, 1) // BUCKET) * BUCKET
         shown += (length - shown) % LANES

@@ -1,45 +1,26 @@
 """ONNX bundles on ONNX Runtime: the cache stays in one array of the host and is bound in place.
 
-A call fills a few integers, runs a binding whose memory never moves, and copies the accepted rows. There is one binding
-per function and visible size of the cache, made when it is first needed; an app's adapter is bound there, once.
+A call runs a binding whose memory never moves, and copies the accepted rows. There is one binding per function and
+visible size of the cache, made when it is first needed; an app's adapter is bound there, once.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFTS,
-    FUNCTIONS,
-    LENGTH,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PAST,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    ROWS,
-    STEP,
-    TOKENS,
-    VALID,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import FUNCTIONS, PAST, ROWS, STEP, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
-from ssdevice.runtime.engine import Conversation, Engine, EngineOptions, Kernel
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs
 from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.cache import RowCache
 from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, kernel_times
@@ -52,6 +33,8 @@ PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 SILENT = 4  # errors are raised; a log would print them a second time
 ort.set_default_logger_severity(SILENT)  # allocations log apart from sessions
+BINDINGS = 128
+"""Visible sizes of the cache for which a function keeps a binding: those of answers over some 250 rows."""
 
 
 class OnnxEngine(Engine):
@@ -71,7 +54,7 @@ class OnnxEngine(Engine):
         shared: SharedBase | None = None,
         adapter: AdapterTensors | None = None,
     ) -> None:
-        super().__init__(geometry, frozenset(files))
+        super().__init__(geometry, frozenset(files), next(iter(files.values()), Path()).parent)
         self.files = dict(files)
         self.shared = shared
         self.adapter = adapter
@@ -79,7 +62,8 @@ class OnnxEngine(Engine):
         self.cache_dtype = cache_dtype
         self.specs = functions(geometry, CacheForm.ROWS, cache_dtype)
         self._sessions: dict[str, ort.InferenceSession] = {}
-        self._profiles = Path(tempfile.mkdtemp(prefix="ssdevice-")) if options.profile else None
+        self._caches: WeakSet[OnnxCache] = WeakSet()
+        self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
 
     @property
     def opened(self) -> frozenset[str]:
@@ -89,8 +73,6 @@ class OnnxEngine(Engine):
     def session(self, function: str) -> ort.InferenceSession:
         """The session of a function, opened now if it was not; raises BundleError."""
         if function not in self._sessions:
-            if function not in self.files:
-                raise BundleError(f"the bundle has no {function}; it has {', '.join(sorted(self.files))}")
             file = self.files[function]
             opened = (
                 self._open(function) if self.shared is None else self.shared.open(file, lambda: self._open(function))
@@ -110,7 +92,7 @@ class OnnxEngine(Engine):
         options.add_session_config_entry(SPINNING, "1" if self.options.spinning else "0")
         if self._profiles is not None:
             options.enable_profiling = True
-            options.profile_file_prefix = str(self._profiles / function)
+            options.profile_file_prefix = str(Path(self._profiles.name) / function)
         file = self.files[function]
         try:
             return ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
@@ -136,16 +118,22 @@ class OnnxEngine(Engine):
         """What ONNX Runtime loads for a function."""
         return str(self.files[function])
 
-    def new_conversation(self) -> OnnxConversation:
-        return OnnxConversation(self)
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> OnnxCache:
+        shape, dtype = RowCache.shape(self.geometry), np.dtype(self.cache_dtype)
+        rows = beside.memory if isinstance(beside, OnnxCache) else None
+        if rows is None or (rows.array.shape, rows.array.dtype) != (shape, dtype):
+            rows = RowCache(self.geometry, dtype)
+        cache = OnnxCache(self, inputs, rows)
+        self._caches.add(cache)
+        return cache
 
-    def conversation_beside(self, other: Conversation) -> OnnxConversation:
-        conversation = self.new_conversation()
-        if isinstance(other, OnnxConversation):
-            conversation.take_cache(other.cache)
-        return conversation
-
-    def close(self) -> None:
+    def release(self) -> None:
+        if self._profiles is not None:
+            for session in self._sessions.values():
+                session.end_profiling()
+            self._profiles.cleanup()
+        for cache in self._caches:
+            cache.calls.clear()
         self._sessions.clear()
         self.shared = self.adapter = None
 
@@ -154,109 +142,69 @@ class OnnxEngine(Engine):
         return {name: kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
 
 
-class OnnxConversation(Conversation):
-    """A cache of the host and the memory of all calls on it."""
+class OnnxCache(Cache):
+    """A cache of the host, and the functions called on it. ``calls``: those that were called."""
 
-    def __init__(self, engine: OnnxEngine) -> None:
-        super().__init__(engine.geometry)
-        self.cache = RowCache(engine.geometry, engine.cache_dtype)
-        self.calls = {name: Call(engine, engine.specs[name], self.cache) for name in engine.functions}
+    def __init__(self, engine: OnnxEngine, inputs: Inputs, memory: RowCache) -> None:
+        super().__init__(inputs)
+        self.engine, self.memory = engine, memory
+        self.calls: dict[str, _Call] = {}
 
-    def take_cache(self, cache: RowCache) -> None:
-        """Use the memory of another cache of the same size; to be called before anything else."""
-        if cache.array.shape == self.cache.array.shape and cache.array.dtype == self.cache.array.dtype:
-            self.cache = cache
-            for call in self.calls.values():
-                call.cache = cache
-
-    def prefill(self, chunk: Sequence[int]) -> int:
-        call, count = self.calls[PREFILL], len(chunk)
-        call.tensors[CHUNK][:count] = chunk
-        call.tensors[VALID][0] = count
-        self._run(call)
-        self.cache.commit(self.length, call.tensors[ROWS], count)
-        self.drafts[:] = call.tensors[NEXT_DRAFTS]
-        return self._token(call, int(call.tensors[NEXT_ROOT][0]))
-
-    def step(self, root: int) -> list[int]:
-        call = self.calls[STEP]
-        call.tensors[ROOT][0] = root
-        call.tensors[DRAFTS][:] = self.drafts
-        self._run(call)
-        count = int(call.tensors[COUNT][0])
-        if not 1 <= count <= self.geometry.tree.emitted:
-            raise BundleError(f"{call.file}: it gives {count} tokens, expected 1 to {self.geometry.tree.emitted}")
-        self.cache.commit(self.length, call.tensors[ROWS], count)
-        self.drafts[:] = call.tensors[NEXT_DRAFTS]
-        return [self._token(call, token) for token in call.tensors[TOKENS][:count].tolist()]
-
-    def step_plain(self, root: int) -> int:
-        call = self.calls[PLAIN]
-        call.tensors[ROOT][0] = root
-        self._run(call)
-        self.cache.commit(self.length, call.tensors[ROWS], 1)
-        return self._token(call, int(call.tensors[TOKENS][0]))
-
-    def _token(self, call: Call, token: int) -> int:
-        """A token that a graph gave: a damaged one may give anything, and texts are made of it."""
-        if not 0 <= token < self.geometry.vocab:
-            raise BundleError(f"{call.file}: it gives token {token}, the model has {self.geometry.vocab}")
-        return token
-
-    def _run(self, call: Call) -> None:
-        call.tensors[LENGTH][0] = self.length
-        binding, session = call.binding(self.cache.visible(self.length)), call.session
+    def call(self, function: str, length: int) -> Outputs:
+        call = self.calls.get(function)
+        if call is None:
+            call = self.calls[function] = _Call(self.engine, function, self.inputs, self.memory)
+        binding = call.binding(self.memory.visible(length))
         clock = perf_counter()
         try:
-            session.run_with_iobinding(binding)
+            call.session.run_with_iobinding(binding)
         except Exception as error:  # the bindings derive their errors from Exception itself
-            raise BundleError(f"{call.file}: ONNX Runtime cannot run it ({first_line(error)})") from error
+            file = self.engine.files[function]
+            raise BundleError(f"{file}: ONNX Runtime cannot run it ({first_line(error)})") from error
         self.native_seconds += perf_counter() - clock
+        return call.outputs
+
+    def commit(self, outputs: Outputs, length: int, count: int) -> None:
+        self.memory.commit(length, outputs[ROWS], count)
+
+    def rows(self, start: int, end: int) -> NDArray[Any]:
+        return self.memory.array[:, start:end].copy()
 
 
-class Call:
-    """One function on one cache: arrays for all its tensors but the past, and bindings to them by visible rows."""
+class _Call:
+    """A function on a cache: memory for its outputs, and bindings by visible rows, the BINDINGS last used ones."""
 
-    def __init__(self, engine: OnnxEngine, spec: FunctionSpec, cache: RowCache) -> None:
-        self.engine, self.spec, self.cache = engine, spec, cache
-        self.tensors: dict[str, NDArray[Any]] = {}
-        self.past: list[str] = []
-        for tensor in (*spec.inputs, *spec.outputs):
-            if PAST in tensor.shape:
-                self.past.append(tensor.name)
-            else:
-                self.tensors[tensor.name] = np.zeros(tensor.shape, tensor.dtype)  # type: ignore[arg-type]
-        self._session: ort.InferenceSession | None = None
+    def __init__(self, engine: OnnxEngine, function: str, inputs: Inputs, memory: RowCache) -> None:
+        spec = engine.specs[function]
+        self.session = engine.session(function)
+        self.outputs = {t.name: np.zeros(t.shape, t.dtype) for t in spec.outputs}  # type: ignore[arg-type]
+        self._inputs, self._memory = inputs, memory
+        self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]
+        present = {tensor.name for tensor in self.session.get_inputs()}  # a graph may do without some integers
+        self._integers = [name for name in present if name in inputs]
+        adapter = engine.adapter.values if engine.adapter is not None else {}
+        self._adapter = {name: adapter[name] for name in present & adapter.keys()}
         self._bindings: dict[int, ort.IOBinding] = {}
-
-    @property
-    def file(self) -> Path:
-        """The graph, for messages."""
-        return self.engine.files[self.spec.name]
-
-    @property
-    def session(self) -> ort.InferenceSession:
-        if self._session is None:
-            self._session = self.engine.session(self.spec.name)
-        return self._session
 
     def binding(self, rows: int) -> ort.IOBinding:
         """The binding that shows the first ``rows`` rows of the cache."""
-        if rows not in self._bindings:
-            binding = self.session.io_binding()
-            present = {tensor.name for tensor in self.session.get_inputs()}
-            for tensor in self.spec.inputs:
-                if tensor.name in self.tensors and tensor.name in present:
-                    binding.bind_input(tensor.name, *_memory(self.tensors[tensor.name]))
-            adapter = self.engine.adapter.values if self.engine.adapter is not None else {}
-            for name in present & adapter.keys():
-                binding.bind_ortvalue_input(name, adapter[name])
-            for index, name in enumerate(self.past):
-                binding.bind_input(name, *_memory(self.cache.prefix(index, rows)))
-            for tensor in self.spec.outputs:
-                binding.bind_output(tensor.name, *_memory(self.tensors[tensor.name]))
-            self._bindings[rows] = binding
-        return self._bindings[rows]
+        binding = self._bindings.pop(rows, None) or self._bind(rows)
+        self._bindings[rows] = binding
+        if len(self._bindings) > BINDINGS:
+            del self._bindings[next(iter(self._bindings))]
+        return binding
+
+    def _bind(self, rows: int) -> ort.IOBinding:
+        binding = self.session.io_binding()
+        for name in self._integers:
+            binding.bind_input(name, *_memory(self._inputs[name]))
+        for name, value in self._adapter.items():
+            binding.bind_ortvalue_input(name, value)
+        for index, name in enumerate(self._past):
+            binding.bind_input(name, *_memory(self._memory.prefix(index, rows)))
+        for name, array in self.outputs.items():
+            binding.bind_output(name, *_memory(array))
+        return binding
 
 
 def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
-from ssdevice.runtime.engine import Conversation, Engine
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
+from ssdevice.text.stream import Emission
 
 PLANTED = "planted"
 MARGIN_PROMPTS = 2
@@ -173,13 +175,12 @@ def answer(
     """The tokens of one answer, without text."""
     stops = frozenset(stop_ids)
 
-    def accept(run: Sequence[int]) -> tuple[Sequence[int], bool]:
+    def accept(run: Sequence[int]) -> Emission:
         end = next((i + 1 for i, token in enumerate(run) if token in stops), None)
-        return (run, False) if end is None else (run[:end], True)
+        return Emission("", end or len(run), end is not None)
 
     conversation.length = 0
-    root = prefill(conversation, ids)
-    return [token for run in decode(conversation, root, advance, accept, max_tokens) for token in run]
+    return [token for run in decode(conversation, ids, advance, accept, max_tokens) for token in run.tokens]
 
 
 def planter(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
@@ -189,10 +190,10 @@ def planter(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advanc
     """
     turn = 0
 
-    def advance(conversation: Conversation, root: int) -> Sequence[int]:
+    def advance(conversation: Conversation, last: int) -> Sequence[int]:
         nonlocal turn
         tree, vocab = conversation.geometry.tree, conversation.geometry.vocab
-        at = conversation.length - prompt_tokens + 1  # of truth: what follows the root
+        at = conversation.length - prompt_tokens + 1  # of truth: what follows the last token
         node = turn % tree.size
         turn += 1
         for stream in range(conversation.geometry.gamma):
@@ -200,7 +201,7 @@ def planter(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advanc
             conversation.drafts[stream] = (true + 1 + np.arange(conversation.geometry.k)) % vocab
             if stream < len(tree.paths[node]) and at + stream < len(truth):
                 conversation.drafts[stream, tree.paths[node][stream]] = true
-        run = conversation.step(root)
+        run = conversation.step(last)
         if len(run) == len(tree.paths[node]) + 1:
             ended.add(node)
         return run

@@ -38,7 +38,7 @@ def main() -> None:
 
     request = json.load(sys.stdin)
     with Session.open(request["bundle"], app=request["app"], threads=request["threads"]) as session:
-        for _ in session.runs(request["prompt"], max_tokens=request["max_tokens"], arm=request["arm"]):
+        for _ in session.runs(request["prompt"], max_tokens=request["max_tokens"], mode=request["arm"]):
             pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6)  # bytes on macOS, KiB elsewhere

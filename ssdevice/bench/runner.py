@@ -207,7 +207,7 @@ def _prompts(
 def _answer(session: Session, ids: list[int], arm: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
     steps = [
         (run.drafts.tolist(), len(run.tokens))
-        for run in session.runs(ids, max_tokens=max_tokens, arm=arm)
+        for run in session.runs(ids, max_tokens=max_tokens, mode=arm)
         if run.drafts is not None
     ]
     if acceptance is not None:

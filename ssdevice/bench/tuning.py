@@ -13,7 +13,8 @@ from ssdevice.bench.equality import answer, planter
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
-from ssdevice.runtime.engine import Conversation, Engine
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import plain, plain_step, prefill
 from ssdevice.tree import Tree
 

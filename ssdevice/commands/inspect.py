@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.config import Target
-from ssdevice.runtime.coreml.description import describe_package, print_package
+from ssdevice.mil.description import describe_package, print_package
 from ssdevice.runtime.executorch.description import describe_delegates, describe_program, print_program
 from ssdevice.runtime.executorch.time_report import check_timed, describe_times, print_times
 

@@ -33,7 +33,7 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
         for example in examples:
             ids = session.prompt_ids(example.prompt, system=example.system)
             decoding = native = 0.0
-            for run in session.runs(ids, max_tokens=max_tokens, arm=name):
+            for run in session.runs(ids, max_tokens=max_tokens, mode=name):
                 answer = session.last
                 if run.tokens and answer.steps:
                     inside.append(answer.native_seconds - native)

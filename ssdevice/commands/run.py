@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
     examples = list(_examples(args))
     with open_session(args) as session:
-        arm = session.arm(speculate=not args.no_speculate)
+        mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
             try:
-                _answer(args, session, arm, example)
+                _answer(args, session, mode, example)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace, session: Session, arm: str, example: Example) -> None:
+def _answer(args: argparse.Namespace, session: Session, mode: str, example: Example) -> None:
     ids = session.prompt_ids(example.prompt, system=example.system)
-    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, arm=arm)
+    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode)
     if args.trace:
         from ssdevice.commands.trace import Trace
 

@@ -3,58 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from ssdevice.bench.equality import PLANTED, Difference, Equality, compare
 from ssdevice.bundle.manifest import Precision
-from ssdevice.runtime.engine import Conversation
+from ssdevice.contract import COUNT, TOKENS
 from ssdevice.tree import Tree
-from tests.runtime.scripted import ScriptedConversation, ScriptedEngine, make_geometry, random_drafter
+from tests.runtime.scripted import ScriptedCache, ScriptedEngine, make_geometry, random_drafter
 
 TREE = Tree.of([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 
 
-class Leaky(ScriptedConversation):
+class Leaky(ScriptedCache):
     """A step that is wrong only when it accepts two drafts or more."""
 
-    def step(self, root: int) -> list[int]:
-        run = super().step(root)
-        return run if len(run) < 3 else [*run[:-1], (run[-1] + 1) % self.geometry.vocab]
+    def step(self, last: int) -> dict[str, Any]:
+        out = super().step(last)
+        (count,) = out[COUNT]
+        if count > 2:
+            out[TOKENS][count - 1] = (out[TOKENS][count - 1] + 1) % self.geometry.vocab
+        return out
 
 
-class Forgetful(ScriptedConversation):
+class Forgetful(ScriptedCache):
     """A step that commits the wrong row when it accepts a draft."""
 
     def write(self, rows: Sequence[int]) -> None:
         super().write([rows[0], *[(row + 1) % self.geometry.vocab for row in rows[1:]]])
 
 
-class Broken(ScriptedEngine):
-    """Gives conversations of another class."""
-
-    def __init__(self, kind: type[ScriptedConversation]) -> None:
-        super().__init__(make_geometry(TREE, context=90), random_drafter(0, 0.0))
-        self.kind = kind
-
-    def new_conversation(self) -> ScriptedConversation:
-        return self.kind(self.geometry, self.drafter)
-
-
-def run(kind: type[ScriptedConversation], precision: Precision = Precision.FP32) -> Equality:
-    return compare(Broken(kind), None, PROMPTS, (), 40, precision, lambda *_: None)
+def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Equality:
+    engine = ScriptedEngine(make_geometry(TREE, context=90), random_drafter(0, 0.0), kind)
+    return compare(engine, None, PROMPTS, (), 40, precision, lambda *_: None)
 
 
 def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
-    result = run(ScriptedConversation)
+    result = run(ScriptedCache)
     assert result.arms == ["plain_step", "speculative", PLANTED]
     assert result.faults() == [] and result.nodes_ended == set(range(TREE.size))
 
 
 @pytest.mark.parametrize("kind", [Leaky, Forgetful])
-def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[Conversation]) -> None:
-    result = run(kind)  # type: ignore[arg-type]
+def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache]) -> None:
+    result = run(kind)
     assert {d.arm for d in result.differences} >= {PLANTED}
     assert any("planted" in fault and "no near-tie" in fault for fault in result.faults())
 

@@ -18,16 +18,16 @@ from ssdevice.runtime.loop import speculative
 from ssdevice.tree import Tree
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
-from tests.runtime.scripted import ScriptedConversation, ScriptedEngine, continuation, make_geometry
+from tests.runtime.scripted import ScriptedCache, ScriptedEngine, cache_of, continuation, make_geometry
 
 TREES = [Tree.chain(3), Tree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]), Tree.full(2, 3)]
 
 
-def drafter(conversation: ScriptedConversation, context: list[int]):  # type: ignore[no-untyped-def]
+def drafter(cache: ScriptedCache, context: list[int]):  # type: ignore[no-untyped-def]
     """Drafts that depend on the context alone, so that every way to decode sees the same."""
     import numpy as np
 
-    g = conversation.geometry
+    g = cache.geometry
     random = np.random.default_rng(sum(context) + len(context))
     truth = continuation(context, g.gamma + 1, g.vocab)[1:]
     drafts = random.integers(0, g.vocab, (g.gamma, g.k)).astype(np.int32)
@@ -45,7 +45,7 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
     for prompt in prompts:
         conversation = engine.new_conversation()
         emitted += len(answer(conversation, prompt, speculative, (), 30)) - 1
-        steps += conversation.calls
+        steps += cache_of(conversation).steps
     # A candidate that stands twice counts at its first rank, though the tree may hold only the second.
     assert tokens_per_step(ranks, tree) <= emitted / steps + 1e-9
     if tree.width == 1:

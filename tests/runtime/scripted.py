@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +14,30 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from ssdevice.contract import FUNCTIONS, Geometry
-from ssdevice.runtime.engine import Conversation, Engine
+from ssdevice.contract import (
+    CHUNK,
+    COUNT,
+    DRAFTS,
+    FUNCTIONS,
+    NEXT_DRAFTS,
+    NEXT_ROOT,
+    PREFILL,
+    ROOT,
+    STEP,
+    TOKENS,
+    VALID,
+    Geometry,
+)
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 
 GARBAGE = -7
-Drafter = Callable[["ScriptedConversation", Sequence[int]], NDArray[np.int32]]
-"""``(conversation, context) -> drafts [γ, k]`` after the tokens of ``context``."""
+Drafter = Callable[["ScriptedCache", Sequence[int]], NDArray[np.int32]]
+"""``(cache, context) -> drafts [γ, k]`` after the tokens of ``context``."""
 
 
 def next_token(context: Sequence[int], vocab: int) -> int:
@@ -37,26 +53,43 @@ def continuation(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ScriptedConversation(Conversation):
-    """Rows hold the token they came from. Writes are of fixed size and refuse to pass the capacity."""
+class ScriptedCache(Cache):
+    """Rows hold the token they came from. Writes are of fixed size and refuse to pass the capacity.
 
-    def __init__(self, geometry: Geometry, drafter: Drafter) -> None:
-        super().__init__(geometry)
-        self.rows = np.full(geometry.capacity, GARBAGE, dtype=np.int64)
+    ``chunks``: prompt tokens of each prefill; ``steps``: calls of the other functions.
+    """
+
+    def __init__(self, geometry: Geometry, inputs: Inputs, drafter: Drafter) -> None:
+        super().__init__(inputs)
+        self.geometry = geometry
+        self.held = np.full(geometry.capacity, GARBAGE, dtype=np.int64)
         self.drafter = drafter
-        self.calls = 0
+        self.length = 0
+        self.chunks: list[int] = []
+        self.steps = 0
 
-    def prefill(self, chunk: Sequence[int]) -> int:
+    def call(self, function: str, length: int) -> Outputs:
+        self.length = length
+        if function == PREFILL:
+            self.chunks.append(int(self.inputs[VALID][0]))
+            out = self.prefill(self.inputs[CHUNK][: self.chunks[-1]].tolist())
+        else:
+            self.steps += 1
+            last = int(self.inputs[ROOT][0])
+            out = self.step(last) if function == STEP else self.plain(last)
+        return {name: np.array(values, np.int32) for name, values in out.items()}
+
+    def prefill(self, chunk: Sequence[int]) -> dict[str, Any]:
         assert 1 <= len(chunk) <= self.geometry.chunk
         self.write([*chunk, *[GARBAGE] * (self.geometry.chunk - len(chunk))])
-        return self.predict(chunk, draft=True)
+        context = self.context(chunk)
+        return {NEXT_ROOT: [next_token(context, self.geometry.vocab)], NEXT_DRAFTS: self.draft(context)}
 
-    def step(self, root: int) -> list[int]:
-        self.calls += 1
+    def step(self, last: int) -> dict[str, Any]:
         geometry, tree = self.geometry, self.geometry.tree
-        slots = [root, *self.drafts.reshape(-1).tolist()]
+        slots = [last, *self.inputs[DRAFTS].reshape(-1).tolist()]
         tokens = [slots[slot] for slot in tree.token_slots(geometry.k)]
-        past = self.rows[: self.length].tolist()
+        past = self.held[: self.length].tolist()
         paths = [[tokens[node] for node in dict.fromkeys(row)] for row in tree.path_table]
         predicted = [next_token([*past, *path], geometry.vocab) for path in paths]
         stands = [True] * tree.size
@@ -65,42 +98,49 @@ class ScriptedConversation(Conversation):
             stands[node] = stands[parent] and tokens[node] == predicted[parent]
         end = max(range(tree.size), key=lambda node: (stands[node], tree.depths[node], -node))
         self.write([*paths[end], *[GARBAGE] * (tree.emitted - len(paths[end]))])
-        self.draft([*past, *paths[end]])
-        return [predicted[node] for node in dict.fromkeys(tree.path_table[end])]
+        run = [predicted[node] for node in dict.fromkeys(tree.path_table[end])]
+        return {
+            TOKENS: [*run, *[GARBAGE] * (tree.emitted - len(run))],
+            COUNT: [len(run)],
+            NEXT_DRAFTS: self.draft([*past, *paths[end]]),
+        }
 
-    def step_plain(self, root: int) -> int:
-        self.calls += 1
-        self.write([root])
-        return self.predict([root], draft=False)
+    def plain(self, last: int) -> dict[str, Any]:
+        self.write([last])
+        return {TOKENS: [next_token(self.context([last]), self.geometry.vocab)]}
 
     def write(self, rows: Sequence[int]) -> None:
         assert self.length + len(rows) <= self.geometry.capacity, "a write beyond the cache"
-        self.rows[self.length : self.length + len(rows)] = rows
+        self.held[self.length : self.length + len(rows)] = rows
 
-    def predict(self, new: Sequence[int], draft: bool) -> int:
-        context = [*self.rows[: self.length].tolist(), *new]
+    def context(self, new: Sequence[int]) -> list[int]:
+        context = [*self.held[: self.length].tolist(), *new]
         assert GARBAGE not in context, "an uncommitted row was used"
-        if draft:
-            self.draft(context)
-        return next_token(context, self.geometry.vocab)
+        return context
 
-    def draft(self, context: Sequence[int]) -> None:
-        if self.geometry.gamma:
-            self.drafts[:] = self.drafter(self, context)
+    def draft(self, context: Sequence[int]) -> NDArray[np.int32]:
+        return self.drafter(self, context) if self.geometry.gamma else np.zeros((0, self.geometry.k), np.int32)
 
 
 class ScriptedEngine(Engine):
-    """Gives scripted conversations."""
+    """Gives scripted caches; ``kind``: of which class."""
 
-    def __init__(self, geometry: Geometry, drafter: Drafter) -> None:
-        super().__init__(geometry, frozenset(FUNCTIONS))
+    def __init__(self, geometry: Geometry, drafter: Drafter, kind: type[ScriptedCache] = ScriptedCache) -> None:
+        super().__init__(geometry, frozenset(FUNCTIONS), Path("scripted"))
         self.drafter = drafter
+        self.kind = kind
 
-    def new_conversation(self) -> ScriptedConversation:
-        return ScriptedConversation(self.geometry, self.drafter)
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ScriptedCache:
+        return self.kind(self.geometry, inputs, self.drafter)
 
-    def close(self) -> None:
+    def release(self) -> None:
         pass
+
+
+def cache_of(conversation: Conversation) -> ScriptedCache:
+    """The scripted cache of a conversation."""
+    assert isinstance(conversation.cache, ScriptedCache)
+    return conversation.cache
 
 
 def make_geometry(tree: Tree, *, k: int = 0, vocab: int = 11, context: int = 40, chunk: int = 4) -> Geometry:
@@ -113,8 +153,8 @@ def random_drafter(seed: int, oracle: float) -> Drafter:
     """Drafts of which about a share ``oracle`` are the true continuation at a random rank; the rest is noise."""
     random = np.random.default_rng(seed)
 
-    def draft(conversation: ScriptedConversation, context: Sequence[int]) -> NDArray[np.int32]:
-        geometry = conversation.geometry
+    def draft(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:
+        geometry = cache.geometry
         drafts = random.integers(0, geometry.vocab, (geometry.gamma, geometry.k)).astype(np.int32)
         # The node's main row predicts one token; stream j predicts the one j places after it.
         truth = continuation(context, geometry.gamma + 1, geometry.vocab)[1:]

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdevice.errors import ContextOverflowError, InputError
-from ssdevice.runtime.loop import Advance, Reason, decode, plain, plain_step, prefill, speculative
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.generation import Reason
+from ssdevice.runtime.loop import MODES, Advance, decode, plain, prefill, speculative
+from ssdevice.text.stream import Emission
 from ssdevice.tree import Tree
 from tests.runtime.scripted import (
-    ScriptedConversation,
     ScriptedEngine,
+    cache_of,
     continuation,
     make_geometry,
     next_token,
@@ -27,18 +30,17 @@ TREES = (
     Tree.full(3, 2),
     Tree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 2]]),
 )
-ADVANCES = (speculative, plain_step, plain)
 prompts = st.lists(st.integers(0, 10), min_size=1, max_size=12)
 
 
 def stop_at(stops: Sequence[int]):  # type: ignore[no-untyped-def]
     """An ``Accept`` that ends at the first of some tokens."""
 
-    def accept(run: Sequence[int]) -> tuple[Sequence[int], bool]:
+    def accept(run: Sequence[int]) -> Emission:
         for at, token in enumerate(run):
             if token in stops:
-                return run[: at + 1], True
-        return run, False
+                return Emission("", at + 1, True)
+        return Emission("", len(run), False)
 
     return accept
 
@@ -47,36 +49,32 @@ def flat(runs: Sequence[Sequence[int]]) -> list[int]:
     return [token for run in runs for token in run]
 
 
-def start(tree: Tree, seed: int = 0, oracle: float = 0.7, context: int = 40) -> ScriptedConversation:
+def start(tree: Tree, seed: int = 0, oracle: float = 0.7, context: int = 40) -> Conversation:
     return ScriptedEngine(make_geometry(tree, context=context), random_drafter(seed, oracle)).new_conversation()
 
 
 def run(
-    conversation: ScriptedConversation,
+    conversation: Conversation,
     prompt: Sequence[int],
     advance: Advance,
     stops: Sequence[int] = (),
     max_tokens: int = 30,
 ) -> tuple[list[list[int]], Reason]:
     """All runs of one answer and its reason."""
-    steps = decode(conversation, prefill(conversation, prompt), advance, stop_at(stops), max_tokens)
-    runs: list[list[int]] = []
-    while True:
-        try:
-            runs.append(list(next(steps)))
-        except StopIteration as end:
-            return runs, end.value
+    runs = list(decode(conversation, prompt, advance, stop_at(stops), max_tokens))
+    assert all(found.reason is None for found in runs[:-1]) and runs[-1].reason is not None
+    return [list(found.tokens) for found in runs], runs[-1].reason
 
 
 @given(st.sampled_from(TREES), prompts, st.integers(0, 99), st.floats(0, 1), st.sets(st.integers(0, 10), max_size=2))
-def test_every_arm_gives_greedy_decoding(
+def test_every_decoding_mode_gives_greedy_decoding(
     tree: Tree, prompt: list[int], seed: int, oracle: float, stops: set[int]
 ) -> None:
     truth = continuation(prompt, 30, 11)
     first = min((truth.index(stop) for stop in stops if stop in truth), default=29)
     fits = 40 - len(prompt) + 1
     expected = truth[: min(first + 1, fits)]
-    for advance in ADVANCES:
+    for advance in MODES.values():
         conversation = start(tree, seed, oracle)
         runs, reason = run(conversation, prompt, advance, sorted(stops))
         tokens = flat(runs)
@@ -86,22 +84,22 @@ def test_every_arm_gives_greedy_decoding(
         else:
             assert reason is (Reason.MAX_TOKENS if len(tokens) == 30 else Reason.CONTEXT)
         # All but the last token are committed, and exactly as plain decoding commits them.
-        assert conversation.rows[: conversation.length].tolist() == [*prompt, *tokens[:-1]]
+        assert cache_of(conversation).held[: conversation.length].tolist() == [*prompt, *tokens[:-1]]
 
 
 @given(st.sampled_from(TREES), prompts, st.integers(1, 25))
 def test_max_tokens_is_exact(tree: Tree, prompt: list[int], max_tokens: int) -> None:
-    for advance in ADVANCES:
+    for advance in MODES.values():
         runs, reason = run(start(tree, oracle=1.0), prompt, advance, max_tokens=max_tokens)
         assert len(flat(runs)) == max_tokens
         assert reason is Reason.MAX_TOKENS
 
 
 @given(st.sampled_from(TREES), st.integers(1, 40), st.integers(20, 44))
-def test_the_context_ends_every_arm_at_the_same_token(tree: Tree, prompt_tokens: int, context: int) -> None:
+def test_the_context_ends_every_mode_at_the_same_token(tree: Tree, prompt_tokens: int, context: int) -> None:
     prompt = [next_token([i], 11) for i in range(min(prompt_tokens, context))]
     answers = set()
-    for advance in ADVANCES:
+    for advance in MODES.values():
         conversation = start(tree, oracle=1.0, context=context)
         runs, reason = run(conversation, prompt, advance, max_tokens=1000)
         assert reason is Reason.CONTEXT
@@ -114,7 +112,7 @@ def test_good_drafts_save_calls() -> None:
     conversation = start(Tree.chain(4), oracle=1.0)
     runs, _ = run(conversation, [1, 2, 3], speculative, max_tokens=26)
     assert [len(tokens) for tokens in runs] == [1, 5, 5, 5, 5, 5]
-    assert conversation.calls == 5
+    assert cache_of(conversation).steps == 5
 
 
 @given(prompts, prompts, st.integers(0, 99), st.integers(0, 10))
@@ -123,7 +121,7 @@ def test_a_turn_after_a_stop_inside_a_run_continues_what_was_said(
 ) -> None:
     """The last token of an answer is not committed, so the next prefill begins with it."""
     answers = set()
-    for advance in ADVANCES:
+    for advance in MODES.values():
         conversation = start(Tree.full(2, 3), seed, 0.9, context=100)
         runs, _ = run(conversation, prompt, advance, [stop], max_tokens=20)
         first = flat(runs)
@@ -137,12 +135,12 @@ def test_a_turn_after_a_stop_inside_a_run_continues_what_was_said(
 @given(prompts, st.integers(1, 6), st.sampled_from(TREES))
 def test_a_closed_generator_leaves_the_conversation_usable(prompt: list[int], pieces: int, tree: Tree) -> None:
     conversation = start(tree, oracle=0.8)
-    steps = decode(conversation, prefill(conversation, prompt), speculative, stop_at(()), 30)
+    steps = decode(conversation, prompt, speculative, stop_at(()), 30)
     said: list[int] = []
-    for tokens in islice(steps, pieces):
-        said.extend(tokens)
-    steps.close()
-    assert conversation.rows[: conversation.length].tolist() == [*prompt, *said[:-1]]
+    for found in islice(steps, pieces):
+        said.extend(found.tokens)
+    del steps
+    assert cache_of(conversation).held[: conversation.length].tolist() == [*prompt, *said[:-1]]
     runs, _ = run(conversation, [said[-1]], plain, max_tokens=5)
     tokens = flat(runs)
     assert tokens == continuation([*prompt, *said], len(tokens), 11)

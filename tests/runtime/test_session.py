@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.errors import ContextOverflowError, InputError
-from ssdevice.runtime.loop import Reason
-from ssdevice.runtime.session import ADVANCES, Session
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.runtime.generation import Reason
+from ssdevice.runtime.loop import MODES
+from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
-from tests.runtime.scripted import ScriptedConversation, continuation, make_session
+from tests.runtime.scripted import cache_of, continuation, make_session
 
 TREE = Tree.of([[0], [1], [0, 0], [0, 0, 0]])
 texts = st.text("abc xyz", min_size=1, max_size=12).filter(str.strip)
@@ -24,29 +26,23 @@ def truth(session: Session, prompt: list[int], count: int) -> list[int]:
     return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
 
 
-def conversation_of(session: Session) -> ScriptedConversation:
-    conversation = session._conversation
-    assert isinstance(conversation, ScriptedConversation)
-    return conversation
-
-
 @given(texts, st.integers(0, 50))
-def test_every_arm_gives_the_same_text_and_tokens(prompt: str, seed: int) -> None:
+def test_every_decoding_mode_gives_the_same_text_and_tokens(prompt: str, seed: int) -> None:
     session = make_session(TREE, seed=seed)
     ids = session.prompt_ids(prompt)
     expected = truth(session, ids, 60)
-    for arm in ADVANCES:
-        runs = list(session.runs(ids, max_tokens=60, arm=arm))
+    for mode in MODES:
+        runs = list(session.runs(ids, max_tokens=60, mode=mode))
         assert session.last.tokens == expected
         assert [token for run in runs for token in run.tokens] == expected
         assert "".join(run.text for run in runs) == session.last.text == session.tokenizer.decode(expected)
         assert sum(session.last.accepted) == len(expected) - 1
         assert session.last.reason is (Reason.STOP if expected[-1] == 0 else Reason.MAX_TOKENS)
-        assert all((run.drafts is None) == (arm != "speculative") for run in runs[1:] if run.tokens)
+        assert all((run.drafts is None) == (mode != "speculative") for run in runs[1:])
 
 
 @given(texts, st.integers(0, 20))
-def test_a_stop_string_ends_every_arm_at_the_same_token(prompt: str, at: int) -> None:
+def test_a_stop_string_ends_every_mode_at_the_same_token(prompt: str, at: int) -> None:
     session = make_session(TREE)
     ids = session.prompt_ids(prompt)
     whole = session.tokenizer.decode(truth(session, ids, 60))
@@ -54,8 +50,8 @@ def test_a_stop_string_ends_every_arm_at_the_same_token(prompt: str, at: int) ->
     if len(stop) < 2:
         return
     answers = set()
-    for arm in ADVANCES:
-        text = "".join(run.text for run in session.runs(ids, max_tokens=60, stop=[stop], arm=arm))
+    for mode in MODES:
+        text = "".join(run.text for run in session.runs(ids, max_tokens=60, stop=[stop], mode=mode))
         assert text == whole[: whole.index(stop)]
         assert session.last.reason is Reason.STOP
         answers.add(tuple(session.last.tokens))
@@ -93,10 +89,9 @@ def test_a_conversation_equals_its_transcript_decoded_at_once(turns: list[str], 
 def test_a_later_turn_computes_only_what_is_new() -> None:
     session = make_session(TREE)
     "".join(session.chat("a long first message of many letters", max_tokens=9))
-    conversation = conversation_of(session)
-    committed, chunks = conversation.length, []
-    original = conversation.prefill
-    conversation.prefill = lambda chunk: (chunks.append(len(chunk)), original(chunk))[1]  # type: ignore[method-assign]
+    conversation = session._conversation
+    committed, chunks = conversation.length, cache_of(conversation).chunks
+    chunks.clear()
     "".join(session.chat("b", max_tokens=9))
     assert committed > 40 and sum(chunks) < 10
 
@@ -136,6 +131,70 @@ def test_an_answer_ends_when_a_newer_one_begins() -> None:
     assert "".join(session.generate("b", max_tokens=5)) == alone
     with pytest.raises(InputError, match="newer"):
         list(first)
+
+
+def test_an_answer_takes_the_cache_when_its_first_piece_is_asked_for() -> None:
+    session = make_session(TREE)
+    expected = {prompt: "".join(make_session(TREE).generate(prompt, max_tokens=20)) for prompt in ("hello", "b")}
+    first, second = session.generate("hello", max_tokens=20), session.generate("b", max_tokens=20)
+    with pytest.raises(InputError, match="nothing was generated"):
+        _ = session.last
+    next(first)
+    assert session.last.prompt_tokens == len(session.prompt_ids("hello"))
+    assert "".join(second) == expected["b"]
+    with pytest.raises(InputError, match="ended by a newer one"):
+        next(first)
+    # Neither does one that was made first and began last lose anything, nor one that was closed before it began.
+    first, second = session.generate("hello", max_tokens=20), session.generate("b", max_tokens=20)
+    session.generate("c").close()  # type: ignore[attr-defined]
+    assert "".join(second) == expected["b"]
+    assert "".join(first) == expected["hello"]
+
+
+def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
+    session = make_session(TREE)
+    one, two = session.chat("a", max_tokens=5), session.chat("b", max_tokens=5)
+    text = "".join(one)
+    with pytest.raises(InputError, match="ended by a newer one"):
+        next(two)
+    "".join(session.chat("c", max_tokens=5))
+    transcript = f"<user>a</s><assistant>{text}</s><user>c</s><assistant>"
+    assert session.last.prompt_tokens == len(session.tokenizer.encode(transcript))
+    late = session.chat("d", max_tokens=5)
+    session.reset()
+    with pytest.raises(InputError, match="reset"):
+        next(late)
+
+
+REFUSED = [
+    lambda session: session.generate("x" * 2000),
+    lambda session: session.chat("x" * 2000),
+    lambda session: session.generate(" "),
+    lambda session: session.chat(""),
+    lambda session: session.generate("a", max_tokens=0),
+    lambda session: session.chat("a", max_tokens=0),
+    lambda session: session.generate("a", stop=[""]),
+    lambda session: session.runs([1, 2], mode="guess"),
+    lambda session: session.runs([1, 10**6]),
+    lambda session: session.runs([]),
+    lambda session: session.use("sql"),
+]
+
+
+@pytest.mark.parametrize("request_", REFUSED)
+def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]) -> None:
+    session = make_session(TREE)
+    "".join(session.chat("hello", max_tokens=9))
+    answer = session.chat("b", max_tokens=30)
+    text, last = next(answer), session.last
+    with pytest.raises((InputError, ConfigError)):
+        request_(session)
+    assert session.last is last
+    text += "".join(answer)
+    other = make_session(TREE)
+    "".join(other.chat("hello", max_tokens=9))
+    assert text == "".join(other.chat("b", max_tokens=30))
+    assert session._messages == other._messages
 
 
 def test_bad_requests_are_refused_before_anything_runs() -> None:

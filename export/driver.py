@@ -1,0 +1,51 @@
+"""An engine as the parity gate drives it: what ships is what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from ssdevice.contract import STEP
+from ssdevice.export.parity import Array, Drafts, StepOut
+from ssdevice.runtime.engine import Engine
+
+
+class EngineDriver:
+    """One conversation with an engine, as a parity.Driver; a context manager that closes the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.conversation = engine.new_conversation()
+
+    def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
+        """See parity.Driver; no drafts without a step that verifies them."""
+        self.conversation.length = length
+        token = self.conversation.prefill(tokens)
+        return token, self._drafts() if STEP in self.engine.functions else []
+
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
+        """See parity.Driver."""
+        self.conversation.length = length
+        self.conversation.drafts[:] = drafts
+        return StepOut(self.conversation.step(last), self._drafts())
+
+    def plain(self, last: int, length: int) -> int:
+        """See parity.Driver."""
+        self.conversation.length = length
+        return self.conversation.step_plain(last)
+
+    def rows(self, start: int, end: int) -> Array | None:
+        """See parity.Driver."""
+        return self.conversation.rows(start, end)
+
+    def _drafts(self) -> Drafts:
+        drafts: Drafts = self.conversation.drafts.tolist()
+        return drafts
+
+    def __enter__(self) -> EngineDriver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.close()

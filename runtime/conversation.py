@@ -1,0 +1,120 @@
+"""A conversation with an engine: the contract's three functions as Python calls, the same for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.contract import (
+    CHUNK,
+    COUNT,
+    DRAFTS,
+    LENGTH,
+    NEXT_DRAFTS,
+    NEXT_ROOT,
+    PLAIN,
+    PREFILL,
+    ROOT,
+    STEP,
+    TOKENS,
+    VALID,
+    CacheForm,
+    functions,
+)
+from ssdevice.errors import BundleError, InputError
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.engine import Engine
+
+
+class Conversation:
+    """One KV cache and the contract's functions on it. None of them changes ``length``: the loop alone does.
+
+    ``length``: committed rows, so that going back is lowering it. ``drafts [γ, k] int32``: what the last prefill or
+    step drafted and the next step will verify. Any ids of the vocabulary may be written into it, only speed depends on
+    them. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
+
+    The functions raise BundleError for a graph that gives what no sound graph can (nothing is committed then) or that
+    does not run, InputError once the engine is closed.
+    """
+
+    def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:
+        self.engine = engine
+        self.geometry = engine.geometry
+        self.length = 0
+        # The integers of a function are the same whoever holds the cache.
+        specs = functions(engine.geometry, CacheForm.STATE, "").values()
+        integers = {tensor.name: tensor.shape for spec in specs for tensor in spec.inputs}
+        self._inputs: dict[str, NDArray[np.int32]] = {
+            name: np.zeros([int(size) for size in shape], np.int32) for name, shape in integers.items()
+        }
+        self.drafts = self._inputs[DRAFTS]
+        self.cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
+
+    @property
+    def native_seconds(self) -> float:
+        """Time spent inside the target's own runtime so far; the rest of a step is the host's."""
+        return self.cache.native_seconds
+
+    def prefill(self, chunk: Sequence[int]) -> int:
+        """Write the rows of 1..C prompt tokens at ``length`` on; the next token. Sets ``drafts``."""
+        count = len(chunk)
+        self._inputs[CHUNK][:count] = chunk
+        self._inputs[CHUNK][count:] = 0
+        self._inputs[VALID][0] = count
+        out = self._call(PREFILL)
+        token = int(out[NEXT_ROOT].item(0))
+        self._keep(PREFILL, out, [token], count)
+        return token
+
+    def step(self, last: int) -> list[int]:
+        """Verify ``drafts`` after the token ``last``: the 1..A emitted tokens.
+
+        Writes the rows of ``last`` and of all emitted tokens but the last at ``length`` on, and sets ``drafts`` to the
+        next draft, which belongs to the last of these tokens.
+        """
+        self._inputs[ROOT][0] = last
+        out = self._call(STEP)
+        count, most = int(out[COUNT].item(0)), self.geometry.tree.emitted
+        if not 1 <= count <= most:
+            raise BundleError(f"{self.engine.source}: {STEP} gives {count} tokens, expected 1 to {most}")
+        tokens: list[int] = out[TOKENS].ravel()[:count].tolist()
+        self._keep(STEP, out, tokens, count)
+        return tokens
+
+    def step_plain(self, last: int) -> int:
+        """The token after ``last``, whose row is written at ``length``. Leaves ``drafts``."""
+        self._inputs[ROOT][0] = last
+        out = self._call(PLAIN)
+        token = int(out[TOKENS].item(0))
+        self._keep(PLAIN, out, [token], 1)
+        return token
+
+    def rows(self, start: int, end: int) -> NDArray[Any] | None:
+        """See ``Cache.rows``."""
+        return self.cache.rows(start, end)
+
+    def _call(self, function: str) -> Mapping[str, NDArray[Any]]:
+        if self.engine.closed:
+            raise InputError(f"{self.engine.source}: the session was closed")
+        if function not in self.engine.functions:
+            has = ", ".join(sorted(self.engine.functions))
+            raise BundleError(f"{self.engine.source}: the bundle has no {function}; it has {has}")
+        self._inputs[LENGTH][0] = self.length
+        return self.cache.call(function, self.length)
+
+    def _keep(self, function: str, out: Mapping[str, NDArray[Any]], tokens: list[int], rows: int) -> None:
+        """Take what a call gave, if it can be true: a damaged graph may give anything, and ids index tables."""
+        drafts = out.get(NEXT_DRAFTS)  # apps without streams draft nothing
+        ids = tokens if drafts is None else [*tokens, *drafts.ravel().tolist()]
+        if min(ids) < 0 or max(ids) >= self.geometry.vocab:
+            wrong = next(i for i in ids if not 0 <= i < self.geometry.vocab)
+            raise BundleError(
+                f"{self.engine.source}: {function} gives token {wrong}, the model has {self.geometry.vocab}"
+            )
+        if drafts is not None:
+            self.drafts[:] = drafts
+        self.cache.commit(out, self.length, rows)
