@@ -67,10 +67,10 @@ class Session:
                 print(piece, end="", flush=True)
             print(session.last.tokens_per_step)
 
-    A request is checked when it is made, and one that is refused changes nothing. Its answer begins when the first piece
-    is asked for: then it takes the KV cache, and the answer that had it can only raise InputError. ``last`` is the
-    Generation of the answer that began last, filled while it comes. Closing the iterator of an answer cancels it. Not
-    for several threads at once.
+    A request is checked when it is made, and one that is refused changes nothing. Its answer begins when the first
+    piece is asked for: then it takes the KV cache, and the answer that had it can only raise InputError. ``last`` is
+    the Generation of the answer that began last, filled while it comes. Closing the iterator of an answer cancels it.
+    Not for several threads at once.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:

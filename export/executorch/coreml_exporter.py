@@ -12,8 +12,8 @@ from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
 from ssdevice.export.coreml.stored import adopt_weights
-from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.parity import check

@@ -133,9 +133,9 @@ class OnnxExporter:
         plan, quant = job.plan, job.plan.options.quant
         if plan.merged:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
-            with simulated(job.loaded.model, quant):
-                with EngineDriver(OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)) as driver:
-                    return check(job, driver, TOLERANCES[quant])
+            engine = OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)
+            with simulated(job.loaded.model, quant), EngineDriver(engine) as driver:
+                return check(job, driver, TOLERANCES[quant])
         facts: dict[str, float] = {}
         for app in plan.apps:
             alone, kept = job.for_app(app, merge=False), result.apps[app.name]

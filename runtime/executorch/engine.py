@@ -118,7 +118,8 @@ class ExecutorchCache(Cache):
             names = engine.outputs[function]
             if len(out) != len(names):
                 raise BundleError(
-                    f"{engine.file}: {function} gives {len(out)} tensors, expected {len(names)}; export the bundle again"
+                    f"{engine.file}: {function} gives {len(out)} tensors, expected {len(names)}; "
+                    "export the bundle again"
                 )
             arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or self.logits}
             self.native_seconds += perf_counter() - clock

@@ -46,8 +46,8 @@ class RowCache:
 
         That makes ``LANES`` sizes to a bucket. A call's new rows follow those shown. Congruence puts a row into the
         lane it will have once it is committed, so that sums over rows add the same numbers in the same order whether a
-        token was drafted or decoded plainly: along a chain of drafts all bits agree. Measured in int8 on long, undecided
-        answers: without it 2 of 25 differ at near-ties (forced drafts: 5), with it none.
+        token was drafted or decoded plainly: along a chain of drafts all bits agree. Measured in int8 on long,
+        undecided answers: without it 2 of 25 differ at near-ties (forced drafts: 5), with it none.
         """
         shown = -(-max(length, 1) // BUCKET) * BUCKET
         shown += (length - shown) % LANES

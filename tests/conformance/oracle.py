@@ -47,14 +47,14 @@ class Driver(Protocol):
     windows: Sequence[int]
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        """Commit 1 to ``chunk`` tokens at ``length``: (root, drafts)."""
+        """Commit 1 to ``chunk`` tokens at ``length``: (the next token, drafts)."""
         ...
 
-    def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOutput:
         """One speculative step; at least ``count`` rows are committed at ``length``."""
         ...
 
-    def plain(self, root: int, length: int) -> int:
+    def plain(self, last: int, length: int) -> int:
         """One plain step; one row is committed at ``length``."""
         ...
 

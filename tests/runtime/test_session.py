@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdevice.bundle.folder import Bundle
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import MODES
-from ssdevice.runtime.session import Session
+from ssdevice.runtime.session import Session, _Opened
 from ssdevice.tree import Tree
 from tests.runtime.scripted import cache_of, continuation, make_session
 
@@ -164,6 +167,25 @@ def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
     session.reset()
     with pytest.raises(InputError, match="reset"):
         next(late)
+
+
+def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
+    session = make_session(TREE)
+    session.bundle = cast(Bundle, SimpleNamespace())
+    session._apps = {
+        name: _Opened(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
+    }
+    session.use("letters")
+    answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)
+    session.use("numbers")
+    with pytest.raises(InputError, match="use"):
+        next(answer)
+    begun = session.generate("hello", max_tokens=9)
+    next(begun)
+    session.use("letters")
+    assert len("".join(kept)) > 0
+    with pytest.raises(InputError, match="use"):
+        next(begun)
 
 
 REFUSED = [

@@ -169,8 +169,8 @@ def test_apps_answer_differently_and_each_as_without_speculation(bundle: Bundle)
         for app in ("letters", "step.plain", "untouched", "base"):
             session.use(app)
             ids = session.tokenizer.encode("abcabc")
-            for arm in ("speculative", "plain") if app != "base" else ("plain",):
-                list(session.runs(ids, max_tokens=20, arm=arm))
+            for mode in ("speculative", "plain") if app != "base" else ("plain",):
+                list(session.runs(ids, max_tokens=20, mode=mode))
                 assert answers.setdefault(app, session.last.tokens) == session.last.tokens
     assert answers["untouched"] == answers["base"]
     assert len({tuple(tokens) for tokens in answers.values()}) == 3

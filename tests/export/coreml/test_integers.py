@@ -13,11 +13,13 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.contract import FUNCTIONS, Geometry  # noqa: E402
 from ssdevice.export.coreml.convert import convert, merge, quiet  # noqa: E402
-from ssdevice.export.coreml.driver import CoreMLDriver  # noqa: E402
 from ssdevice.export.coreml.options import Deployment, KVWrite  # noqa: E402
 from ssdevice.export.coreml.stored import stored_weights  # noqa: E402
+from ssdevice.export.driver import EngineDriver  # noqa: E402
+from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
+from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.coreml.tiny import STEP, package  # noqa: E402
 from tests.model.tiny import randomise, tiny_config  # noqa: E402
@@ -64,9 +66,10 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
         with quiet():
             made.save(str(parts[name]))
     merge(parts, tmp_path / "model.mlpackage", STEP)
-    mine = CoreMLDriver.open(tmp_path / "model.mlpackage", GEOMETRY, precision="fp32")
+    program = Program(Package.open(tmp_path / "model.mlpackage"), "fp32")
+    mine = EngineDriver(CoreMLEngine(NumPyProgram(program), GEOMETRY, {name: name for name in FUNCTIONS}))
     theirs = TorchDriver(model, TREE, 1, Schedule.DEFERRED, GEOMETRY.context, GEOMETRY.chunk)
-    with stored_weights(model, mine.program, FUNCTIONS):
+    with stored_weights(model, program, FUNCTIONS):
         root, drafts = theirs.prefill(PROMPT, 0)
         assert mine.prefill(PROMPT, 0) == (root, drafts)
         following = theirs.plain(PROMPT[0], 5)

@@ -18,18 +18,20 @@ from ssdevice.contract import KEYS, VALUES, CacheForm, functions  # noqa: E402
 from ssdevice.errors import BundleError  # noqa: E402
 from ssdevice.export.coreml.compact import PROGRAM, compact  # noqa: E402
 from ssdevice.export.coreml.convert import CACHE_DTYPE  # noqa: E402
-from ssdevice.export.coreml.driver import CoreMLDriver  # noqa: E402
 from ssdevice.export.coreml.options import KVWrite  # noqa: E402
 from ssdevice.export.coreml.stored import stored_weights  # noqa: E402
+from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
+from ssdevice.mil.program import Program, State  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
-from ssdevice.runtime.coreml.engine import check_package  # noqa: E402
+from ssdevice.runtime.coreml.engine import CoreMLCache, CoreMLEngine, NumPyProgram, check_package  # noqa: E402
+from tests.conformance.engine_driver import OracleDriver  # noqa: E402
 from tests.conformance.oracle import check, drive  # noqa: E402
-from tests.export.coreml.drivers import PackageDriver  # noqa: E402
 from tests.export.coreml.tiny import FUNCTIONS, GEOMETRY, STEP, TREE, model, package, part  # noqa: E402
 from tests.model.torch_driver import TorchDriver  # noqa: E402
 
 PROMPT = [5, 61, 17, 33, 80, 2, 44]
+SAME = {name: name for name in FUNCTIONS}
 QUANTS = [Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4]
 FAST = {(Quant.FP16, Mode.SHARED, Schedule.FUSED), (Quant.INT4, Mode.SHARED, Schedule.FUSED)}
 MATRIX = [
@@ -40,6 +42,30 @@ MATRIX = [
 
 def size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def engine_of(path: Path, precision: str = "fp16") -> CoreMLEngine:
+    return CoreMLEngine(NumPyProgram(Program(Package.open(path), precision)), GEOMETRY, SAME)
+
+
+def program_of(driver: EngineDriver) -> Program:
+    assert isinstance(driver.engine, CoreMLEngine) and isinstance(driver.engine.program, NumPyProgram)
+    return driver.engine.program.interpreter
+
+
+def state_of(driver: EngineDriver) -> State:
+    assert isinstance(driver.conversation.cache, CoreMLCache)
+    return driver.conversation.cache.state
+
+
+def oracle_driver(path: Path, precision: str) -> OracleDriver:
+    """A driver whose state starts full of garbage."""
+    driver = OracleDriver(engine_of(path, precision))
+    draw = np.random.default_rng(9)
+    for name in (KEYS, VALUES):
+        garbage = 3 * draw.standard_normal(state_of(driver.inner).read(name).shape)
+        state_of(driver.inner).write(name, garbage.astype(np.float16))
+    return driver
 
 
 def test_tensors_are_the_contract():
@@ -53,7 +79,6 @@ def test_tensors_are_the_contract():
         assert set(found.states) == set(expected[name].states)
 
 
-SAME = {name: name for name in FUNCTIONS}
 CONTRACT = functions(GEOMETRY, CacheForm.STATE, CACHE_DTYPE)
 
 
@@ -92,12 +117,12 @@ def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path
     sizes = compact(small)
     assert set(sizes) == set(FUNCTIONS)
     assert (small / PROGRAM).stat().st_size < 0.6 * (package(quant) / PROGRAM).stat().st_size
-    whole, less = (CoreMLDriver.open(path, GEOMETRY) for path in (package(quant), small))
+    whole, less = (EngineDriver(engine_of(path)) for path in (package(quant), small))
     assert whole.prefill(PROMPT[:5], 0) == less.prefill(PROMPT[:5], 0)
     for length in range(5, 12):
         assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(length, [[1, 2], [3, 4]], length)
-    assert np.array_equal(whole.state.read(KEYS), less.state.read(KEYS))
-    with stored_weights(model(), less.program, FUNCTIONS):
+    assert np.array_equal(state_of(whole).read(KEYS), state_of(less).read(KEYS))
+    with stored_weights(model(), program_of(less), FUNCTIONS):
         pass  # every matrix is found under its short name
 
 
@@ -112,30 +137,30 @@ def test_the_state_is_cut_in_multiples_of_32():
     "write", [KVWrite.SLICE, pytest.param(KVWrite.MASK, marks=pytest.mark.slow)], ids=lambda write: write.value
 )
 def test_rows_go_where_the_length_says(write: KVWrite):
-    driver = CoreMLDriver.open(package(write=write), GEOMETRY)
-    before = {name: driver.state.read(name) for name in (KEYS, VALUES)}
+    driver = EngineDriver(engine_of(package(write=write)))
+    before = {name: state_of(driver).read(name) for name in (KEYS, VALUES)}
     for length in (3, 11, GEOMETRY.context - 1):
         driver.plain(7, length)
         for name in (KEYS, VALUES):
-            now = driver.state.read(name)
+            now = state_of(driver).read(name)
             changed = np.flatnonzero((now != before[name]).any(axis=(0, 1, 3)))
             assert changed.tolist() == [length]
             before[name] = now
 
 
 def test_a_step_writes_its_rows_and_no_others():
-    driver = CoreMLDriver.open(package(), GEOMETRY)
+    driver = EngineDriver(engine_of(package()))
     driver.prefill(PROMPT[:5], 0)
-    before = driver.state.read(KEYS)
+    before = state_of(driver).read(KEYS)
     driver.step(3, [[1, 2], [3, 4]], 5)
-    changed = np.flatnonzero((driver.state.read(KEYS) != before).any(axis=(0, 1, 3)))
+    changed = np.flatnonzero((state_of(driver).read(KEYS) != before).any(axis=(0, 1, 3)))
     assert changed.tolist() == list(range(5, 5 + TREE.emitted))
 
 
 def test_state_persists_and_is_shared_by_the_functions():
     torch_driver = TorchDriver(model(), TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk)
-    driver = CoreMLDriver.open(package(), GEOMETRY, precision="fp32")
-    with stored_weights(model(), driver.program, FUNCTIONS):
+    driver = EngineDriver(engine_of(package(), precision="fp32"))
+    with stored_weights(model(), program_of(driver), FUNCTIONS):
         for at in (0, 5):
             mine, theirs = driver.prefill(PROMPT[at : at + 5], at), torch_driver.prefill(PROMPT[at : at + 5], at)
             assert mine == theirs
@@ -200,18 +225,18 @@ def test_what_cannot_be_said_in_float16_is_not_in_the_program():
 # Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.
 @pytest.mark.parametrize(("quant", "mode", "schedule"), MATRIX)
 def test_speculative_decoding_is_plain_decoding(quant: Quant, mode: Mode, schedule: Schedule):
-    driver = PackageDriver(package(quant, mode, schedule), precision="fp32")
+    driver = oracle_driver(package(quant, mode, schedule), precision="fp32")
     check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_writing_by_mask_is_the_same(schedule: Schedule):
-    driver = PackageDriver(package(schedule=schedule, write=KVWrite.MASK), precision="fp32")
+    driver = oracle_driver(package(schedule=schedule, write=KVWrite.MASK), precision="fp32")
     check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)
 
 
 @pytest.mark.parametrize("quant", [Quant.FP16, pytest.param(Quant.INT8, marks=pytest.mark.slow)], ids=str)
 def test_half_precision_does_not_change_the_tokens(quant: Quant):
-    driver = PackageDriver(package(quant), precision="fp16")
+    driver = oracle_driver(package(quant), precision="fp16")
     check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)

@@ -12,10 +12,9 @@ pytest.importorskip("executorch")
 from ssdevice.config import Mode, Schedule
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engine import EngineOptions, open_engine
-from ssdevice.runtime.executorch.engine import ExecutorchEngine
+from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
-from tests.export.executorch.drivers import OracleDriver
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 # INT8 makes levels of what FP32 would hide in its last bit.
@@ -35,9 +34,7 @@ QUICK = [(quant, Mode.SHARED, Schedule.DEFERRED) for quant in (Quant.FP32, Quant
 def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Schedule]) -> None:
     bundle = programs.bundle(*combination)
     engine = open_engine(bundle, None, EngineOptions())
-    assert isinstance(engine, ExecutorchEngine)
-    conversation = engine.new_conversation()
-    driver = OracleDriver(conversation)
+    driver = OracleDriver(engine)
     facts = drive(driver, PROMPT, seed=1)
     assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
     assert np.isfinite(driver.rows(0, driver.context)).all()

@@ -26,11 +26,11 @@ from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.executorch.delegates import open_delegates
-from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import PROGRAM
 from ssdevice.runtime.executorch.file import COREML, read_calls
+from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
-from tests.export.executorch.drivers import OracleDriver
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)
@@ -61,8 +61,7 @@ def bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
 def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Schedule]) -> None:
     made = bundle(*combination)
     engine = open_engine(made, None, EngineOptions())
-    assert isinstance(engine, ExecutorchEngine)
-    driver = OracleDriver(engine.new_conversation())
+    driver = OracleDriver(engine)
     facts = drive(driver, PROMPT, seed=1)
     assert made.manifest.parity["counts"] == made.geometry.tree.emitted
     # Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,15 +15,15 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
 from ssdevice.export.coreml.options import CoreMLOptions
-from ssdevice.export.executorch.driver import ExecutorchDriver
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.engine import CACHE_DTYPE
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE, ExecutorchEngine
 from ssdevice.tree import Tree
+from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
-from tests.export.executorch.drivers import OracleDriver
 from tests.model.tiny import MODELS, tiny_model
 
 TREE = Tree.of([[0], [1], [1, 0]])
@@ -65,8 +66,8 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
     windows = windows_of(model)
-    with ExecutorchDriver(file, geometry, list(specs)) as driver:
-        oracle = OracleDriver(driver.conversation, windows)
+    with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
+        oracle = OracleDriver(engine, windows)
         # A window shorter than a run keeps new rows behind the cache, where sums have another order.
         facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
         check(facts, oracle, 1e-4 if windows else 0.0, perturbation_tolerance=0.0)
@@ -87,7 +88,7 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
     assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.delegations.values())
-    with ExecutorchDriver(file, geometry, list(specs)) as driver:
-        oracle = OracleDriver(driver.conversation, windows_of(model))
+    with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
+        oracle = OracleDriver(engine, windows_of(model))
         facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
         check(facts, oracle, 0.0, perturbation_tolerance=0.0)

@@ -18,12 +18,12 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export import stages
-from ssdevice.export.onnx.driver import OnnxDriver
+from ssdevice.export.driver import EngineDriver
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.plan import ExportJob, TargetResult
-from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.engine import EngineOptions, open_engine
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 
@@ -82,7 +82,7 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
 def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
     bundle = bundles[name]
     g = bundle.geometry
-    driver = OnnxDriver({f: bundle.file(f) for f in bundle.functions}, g)
+    driver = EngineDriver(open_engine(bundle, None, EngineOptions(threads=1)))
     root, _ = driver.prefill([5, 6, 7, 8, 9], 0)
     truth = [root]
     for i in range(3):

@@ -26,8 +26,9 @@ from ssdevice.export.onnx.exporter import WEIGHTS_FILE
 from ssdevice.export.onnx.graph import CONTRIB, Editor
 from ssdevice.export.onnx.slots import SlotBook, int8_down, up
 from ssdevice.model.loading import load_hf
+from ssdevice.runtime.loop import MODES
 from ssdevice.runtime.onnx.engine import OnnxEngine
-from ssdevice.runtime.session import ADVANCES, Session
+from ssdevice.runtime.session import Session
 from tests.export.models import write_adapter, write_base, write_lora
 
 PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
@@ -65,9 +66,9 @@ def apps_of(bundle: Bundle) -> list[str]:
     return [app.name for app in bundle.manifest.apps]
 
 
-def answer(session: Session, prompt: str, arm: str = "speculative", count: int = 24) -> list[int]:
-    arm = arm if STEP in session.engine.functions else "plain"
-    list(session.runs(session.prompt_ids(prompt), max_tokens=count, arm=arm))
+def answer(session: Session, prompt: str, mode: str = "speculative", count: int = 24) -> list[int]:
+    mode = mode if STEP in session.engine.functions else "plain"
+    list(session.runs(session.prompt_ids(prompt), max_tokens=count, mode=mode))
     return session.last.tokens
 
 
@@ -90,7 +91,7 @@ def test_every_arm_of_every_app_gives_the_same_tokens(bundle: Bundle, prompt: st
     with Session.open(bundle, threads=1) as session:
         for app in apps_of(bundle):
             session.use(app)
-            assert len({tuple(answer(session, prompt, arm)) for arm in ADVANCES}) == 1
+            assert len({tuple(answer(session, prompt, mode)) for mode in MODES}) == 1
 
 
 def test_apps_differ_where_they_should(bundle: Bundle) -> None:

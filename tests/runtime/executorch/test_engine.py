@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch import engine as target
 from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine, constants
-from ssdevice.runtime.executorch.program import SCHEMA
+from ssdevice.runtime.executorch.program import POOL, SCHEMA
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 
@@ -180,6 +181,24 @@ def test_what_this_runtime_cannot_load_is_said_in_one_line(
         engine.new_conversation().prefill(ONE)
     assert "\n" not in str(found.value)
     engine.close()
+
+
+def test_the_thread_pool_is_let_go_whatever_happens(file: Path, geometry: Geometry) -> None:
+    before = POOL.loaded
+    engine = ExecutorchEngine(file, geometry, FUNCTIONS, EngineOptions())
+    program, engine.program._program = engine.program._program, None
+    with pytest.raises(InputError, match="closed"):
+        engine.new_conversation().prefill(ONE)
+    engine.program._program = program
+    with pytest.raises(MemoryError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.program, "_load", lambda function: (_ for _ in ()).throw(MemoryError()))
+        engine.new_conversation().prefill(ONE)
+    assert POOL.loaded == before
+    engine.new_conversation().prefill(ONE)
+    assert POOL.loaded > before
+    del engine, program  # nobody closed it
+    gc.collect()
+    assert POOL.loaded == before
 
 
 def test_threads_are_fixed_while_a_program_is_loaded(file: Path, geometry: Geometry, engine: ExecutorchEngine) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -15,11 +18,13 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.model.loading import load
 from ssdevice.model.reference import Reference
+from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions, open_engine
-from ssdevice.runtime.loop import Reason, prefill
+from ssdevice.runtime.generation import Reason
+from ssdevice.runtime.loop import MODES, prefill
 from ssdevice.runtime.onnx.cache import BUCKET, LANES, RowCache
-from ssdevice.runtime.onnx.engine import OnnxConversation, OnnxEngine
-from ssdevice.runtime.session import ADVANCES, Session
+from ssdevice.runtime.onnx.engine import BINDINGS, OnnxCache, OnnxEngine
+from ssdevice.runtime.session import Session
 from tests.runtime import tiny_bundle as tiny
 from tests.runtime.scripted import make_geometry
 
@@ -37,10 +42,9 @@ def session(bundle: Bundle) -> Session:
     return Session.open(bundle, options=ONE_THREAD)
 
 
-def conversation_of(session: Session) -> OnnxConversation:
-    conversation = session.engine.new_conversation()
-    assert isinstance(conversation, OnnxConversation)
-    return conversation
+def cache_of(conversation: Conversation) -> OnnxCache:
+    assert isinstance(conversation.cache, OnnxCache)
+    return conversation.cache
 
 
 def test_row_cache_commits_all_layers_at_once() -> None:
@@ -63,10 +67,10 @@ def test_visible_rows_are_few_sizes_that_keep_every_row_in_its_lane(length: int,
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_all_arms_agree_up_to_a_full_context(session: Session, prompt: str) -> None:
+def test_all_decoding_modes_agree_up_to_a_full_context(session: Session, prompt: str) -> None:
     answers = set()
-    for arm in ADVANCES:
-        runs = list(session.runs(session.prompt_ids(prompt), max_tokens=1000, arm=arm))
+    for mode in MODES:
+        runs = list(session.runs(session.prompt_ids(prompt), max_tokens=1000, mode=mode))
         assert sum(len(run.tokens) for run in runs) == len(session.last.tokens)
         assert session.last.reason in (Reason.STOP, Reason.CONTEXT)
         answers.add((tuple(session.last.tokens), session.last.reason))
@@ -103,8 +107,8 @@ def test_rows_that_are_not_committed_are_never_seen(session: Session) -> None:
     ids = session.prompt_ids("what is the weather")
     results = []
     for garbage in (0.0, 1e4, -1e4):
-        conversation = conversation_of(session)
-        conversation.cache.array[:] = garbage
+        conversation = session.engine.new_conversation()
+        cache_of(conversation).memory.array[:] = garbage
         root = prefill(conversation, ids)
         conversation.drafts[:] = 7
         results.append((root, conversation.step(root), conversation.drafts.tolist(), conversation.step_plain(root)))
@@ -116,7 +120,7 @@ def test_wrong_drafts_change_no_token(session: Session) -> None:
     firsts = set()
     random = np.random.default_rng(0)
     for _ in range(10):
-        conversation = conversation_of(session)
+        conversation = session.engine.new_conversation()
         root = prefill(conversation, ids)
         conversation.drafts[:] = random.integers(0, session.engine.geometry.vocab, conversation.drafts.shape)
         firsts.add(conversation.step(root)[0])
@@ -124,10 +128,10 @@ def test_wrong_drafts_change_no_token(session: Session) -> None:
 
 
 def test_conversations_of_one_engine_are_independent(session: Session) -> None:
-    one, two = conversation_of(session), conversation_of(session)
+    one, two = session.engine.new_conversation(), session.engine.new_conversation()
     first = prefill(one, session.prompt_ids("hello"))
     prefill(two, session.prompt_ids("something else"))
-    alone = conversation_of(session)
+    alone = session.engine.new_conversation()
     assert prefill(alone, session.prompt_ids("hello")) == first
     assert one.step(first) == alone.step(first)
 
@@ -191,16 +195,25 @@ def test_a_graph_of_other_shapes_than_the_manifest_is_refused() -> None:
         RowCache(dataclasses.replace(geometry, layers=1024, kv_heads=4096, head_dim=8192, context=1 << 20), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("count", "token", "message"), [(0, 1, "gives 0 tokens"), (5, 1, "gives 5"), (2, -1, "token -1")]
-)
-def test_what_a_damaged_graph_gives_is_not_believed(
-    count: int, token: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Session.open(tiny.tiny_bundle("fp32"), options=ONE_THREAD) as session:
-        conversation = conversation_of(session)
-        conversation.calls["step"].tensors["count"][0] = count
-        conversation.calls["step"].tensors["tokens"][:] = token
-        monkeypatch.setattr(conversation, "_run", lambda call: None)
-        with pytest.raises(BundleError, match=message):
-            conversation.step(0)
+@pytest.mark.parametrize("mode", MODES)
+def test_bindings_are_bounded(session: Session, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssdevice.runtime.onnx.engine.BINDINGS", 3)
+    expected = list(session.runs(session.prompt_ids("hello"), max_tokens=60, mode=mode))
+    with Session.open(session.bundle, options=ONE_THREAD) as other:
+        runs = list(other.runs(session.prompt_ids("hello"), max_tokens=60, mode=mode))
+        assert [run.tokens for run in runs] == [run.tokens for run in expected]
+        calls = cache_of(other._conversation).calls
+        assert all(len(call._bindings) <= 3 for call in calls.values()) and BINDINGS > 3
+
+
+def test_a_closed_engine_gives_its_memory_back_and_says_so() -> None:
+    session = Session.open(tiny.tiny_bundle("fp32"), options=EngineOptions(threads=1, profile=True))
+    list(session.runs([5, 6, 7], max_tokens=5))
+    graph, folder = ref(session.engine.session("step")), Path(session.engine._profiles.name)
+    assert folder.is_dir()
+    session.close()
+    session.close()
+    gc.collect()
+    assert graph() is None and not folder.exists()
+    with pytest.raises(InputError, match="closed"):
+        list(session.runs([5, 6, 7]))
