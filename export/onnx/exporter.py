@@ -188,7 +188,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
 
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
-    plan, model = job.plan, job.loaded.model
+    plan, model = job.plan, exportable(job.loaded.model)
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = RowsForm(spec.name, module, plan.geometry.kv_heads).eval()
     names = [tensor.name for tensor in spec.inputs]
@@ -206,7 +206,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
         dynamic.append(None)
         names.append(IDENTIFIERS)
     try:
-        with torch.no_grad(), quiet(), exportable(model):
+        with torch.no_grad(), quiet():
             program = torch.export.export(form, tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
             onnx_program = torch.onnx.export(
                 program,
