@@ -22,7 +22,7 @@ from ssdevice.model.step import StreamModel
 
 @dataclass(frozen=True)
 class ColumnAttention:
-    """Attention (``ssdevice.model.attention``) for a batch of one, as products of three dimensions: the delegate's form.
+    """An ``Attention`` for a batch of one, as products of three dimensions: the delegate's own form.
 
     The run without a batch dimension is the cache as ``VisibleForm.past`` has it; its keys are an operand as they
     are. ``placed``: new rows stand in columns of their own; at each position up to its own a row sees one of them at

@@ -109,8 +109,9 @@ def attend_once(
 ) -> Tensor:
     """See Attention; values are concatenated, keys are not: a sum over every row that is rounded once.
 
-    Where every result is rounded to half precision, sums over past and over new rows would else be rounded apart, and a
-    drafted row, whose ancestors are new, would be another than the same row in plain decoding, whose ancestors are past.
+    Where every result is rounded to half precision, sums over past and over new rows would else be rounded one by one.
+    A drafted row, whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors are
+    past.
     """
     weights = _weights(query, keys, mask, scale, softcap)
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]

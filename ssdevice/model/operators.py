@@ -82,9 +82,7 @@ def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:
         if interleaved is None or not all(_paired(table, interleaved) for table in tables):
             continue
         known = {**forward.__globals__, ROTARY_FUNCTION: _through(rotary, original, interleaved)}
-        hooked = FunctionType(
-            forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
-        )
+        hooked = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
         hooked.__kwdefaults__ = forward.__kwdefaults__
         part.forward = MethodType(hooked, part)
 

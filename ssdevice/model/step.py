@@ -230,7 +230,9 @@ class PrefillModule(nn.Module):
             chunk = causal & within(offsets, offsets, window)
             seen = torch.cat([committed(positions, length, past[0][0].shape[2], window), chunk], dim=1)
             masks[window] = additive(seen[None, None], backbone.mask_value)
-        middle, rows = model.run_main_layers(backbone.embed(tokens[None], positions[None]), positions[None], masks, past)
+        middle, rows = model.run_main_layers(
+            backbone.embed(tokens[None], positions[None]), positions[None], masks, past
+        )
         h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
         rows = rows + msa_rows
         last = valid - 1

@@ -59,9 +59,7 @@ def windows_of(model: StreamModel) -> list[int]:
 @pytest.mark.parametrize("family", MODELS)
 def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
     model, geometry = tiny(family)
-    plan: Any = SimpleNamespace(
-        geometry=geometry, schedule=Schedule.DEFERRED, options=SimpleNamespace(logits=False)
-    )
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=SimpleNamespace(logits=False))
     specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
     lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
     file = tmp_path / "model.pte"

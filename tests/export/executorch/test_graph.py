@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
-from ssdevice.export.executorch.graph import tidy
 from ssdevice.export.executorch.attention import attending
+from ssdevice.export.executorch.graph import tidy
 from ssdevice.export.forms import function_module
 from ssdevice.export.state_form import StateForm, state_names, state_shape
 from ssdevice.model.loading import build
