@@ -1,13 +1,17 @@
-"""The ExecuTorch engine with its logits shown, for telling near-ties from faults: programs give them as an output."""
+"""The ExecuTorch engine with its logits shown, for telling near-ties from faults: programs may give them as an output."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.runtime.executorch.engine import ExecutorchConversation, ExecutorchEngine
+from ssdevice.bundle.folder import Bundle
+from ssdevice.contract import PLAIN
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchConversation, ExecutorchEngine
 from ssdevice.runtime.generation import emitted_nodes
 
 
@@ -31,5 +35,14 @@ class LogitsConversation(ExecutorchConversation):
         self.logits = self.logits[emitted_nodes(self.geometry.tree, drafts, tokens)]
         return tokens
 
-    def _see(self, logits: NDArray[Any]) -> None:
-        self.logits = logits.copy()
+    def _see(self, out: Mapping[str, NDArray[Any]]) -> None:
+        self.logits = out[LOGITS].copy()
+
+
+def open_logits(bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine | None:
+    """The engine of an app with its logits shown; None for a program that was exported without them."""
+    engine = LogitsEngine.of(bundle, app, options)
+    if LOGITS in engine.outputs(PLAIN):
+        return engine
+    engine.close()
+    return None

@@ -39,7 +39,7 @@ PROGRAM = "program"
 """Role of the program file."""
 CACHE_DTYPE = "float32"
 LOGITS = "logits"
-"""Last output of ``step`` and ``step_plain``, beyond the contract: ``[T, V]``, of every tree node."""
+"""Last output of ``step`` and ``step_plain`` beyond the contract, of programs exported with it: ``[T, V]``."""
 
 
 class ExecutorchEngine(Engine):
@@ -90,6 +90,12 @@ class ExecutorchEngine(Engine):
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 
+    def outputs(self, function: str) -> list[str]:
+        """Names of what a function gives: the contract's tensors that have elements, and logits where it gives them."""
+        names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
+        more = self.program.method(function).method_meta().num_outputs() - len(names)
+        return [*names, LOGITS] if more == 1 and function != PREFILL else names
+
     def new_conversation(self) -> ExecutorchConversation:
         return ExecutorchConversation(self)
 
@@ -137,7 +143,7 @@ class ExecutorchConversation(Conversation):
         with self.engine.program.lock:
             out = self._run(call, self.geometry.tree.emitted)
             count = int(out[COUNT][0])
-            self._see(out[LOGITS])
+            self._see(out)
             self._keep_drafts(out)
             tokens: list[int] = out[TOKENS][:count].tolist()
         return tokens
@@ -147,7 +153,7 @@ class ExecutorchConversation(Conversation):
         call.inputs[ROOT][0] = root
         with self.engine.program.lock:
             out = self._run(call, 1)
-            self._see(out[LOGITS])
+            self._see(out)
             return int(out[TOKENS][0])
 
     def rows(self, start: int, end: int) -> Array:
@@ -173,8 +179,8 @@ class ExecutorchConversation(Conversation):
         self.native_seconds += perf_counter() - clock
         return out
 
-    def _see(self, logits: NDArray[Any]) -> None:
-        """Called with what a step chose its tokens from, valid until the next call."""
+    def _see(self, out: Mapping[str, NDArray[Any]]) -> None:
+        """Called with what a step gives, valid until the next call."""
 
     def _keep_drafts(self, out: Mapping[str, NDArray[Any]]) -> None:
         if NEXT_DRAFTS in out:
@@ -188,9 +194,7 @@ class _Call:
         self.engine, self.spec = engine, spec
         # Sizes are static here: only caches that are inputs have names for them.
         self.inputs = {t.name: np.zeros([int(size) for size in t.shape], np.int32) for t in spec.inputs}
-        self.names = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
-        if spec.name != PREFILL:
-            self.names.append(LOGITS)
+        self.names: list[str] = []
         self._tensors = [engine.program.tensor(array) for array in self.inputs.values()]
 
     def execute(self) -> Mapping[str, NDArray[Any]]:
@@ -200,12 +204,13 @@ class _Call:
             out = method.call(self._tensors, clone_outputs=False)
         except RuntimeError as error:
             raise BundleError(explain(self.engine.file, self.spec.name, error)) from error
-        if len(out) != len(self.names):
+        names = self.names = self.names or self.engine.outputs(self.spec.name)
+        if len(out) != len(names):
             raise BundleError(
-                f"{self.engine.file}: {self.spec.name} gives {len(out)} tensors, expected {len(self.names)}; "
+                f"{self.engine.file}: {self.spec.name} gives {len(out)} tensors, expected {len(names)}; "
                 "export the bundle again"
             )
-        return {name: tensor.numpy() for name, tensor in zip(self.names, out, strict=True)}
+        return {name: tensor.numpy() for name, tensor in zip(names, out, strict=True)}
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> ExecutorchEngine:
