@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
+GIVES_LOGITS = "step and step_plain also give their logits, for `ssdevice verify`"
+"""A note of a bundle that was exported with ``logits``."""
 BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
 FOLDED = "stream rows have weights of their own in the MSA layers: the stream adapters are folded into a copy"
@@ -44,6 +46,7 @@ class ExportOptions:
     ``coreml``: what Core ML alone lets choose, as a target or as ExecuTorch's ``delegate``.
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
+    ``logits``: ExecuTorch programs also give what they chose their tokens from, which ``verify`` measures margins with.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
     ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapters.storage``.
     """
@@ -59,6 +62,7 @@ class ExportOptions:
     chunk: int = DEFAULT_CHUNK
     coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
     delegate: Delegate = Delegate.XNNPACK
+    logits: bool = False
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     overwrite: bool = False
@@ -71,6 +75,8 @@ class ExportOptions:
             raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected {', '.join(PRECISIONS)}")
         if self.delegate is not Delegate.XNNPACK and self.target is not Target.EXECUTORCH:
             raise ConfigError(f"--delegate is ExecuTorch's, not {self.target}'s")
+        if self.logits and self.target is not Target.EXECUTORCH:
+            raise ConfigError(f"--logits is ExecuTorch's: `verify` sees the logits of {self.target} bundles without it")
         if self.delegate is Delegate.COREML and self.coreml.kv_write is not KVWrite.SLICE:
             raise ConfigError("--kv-write is the coreml target's: ExecuTorch writes the cache of its programs itself")
         if not self.uses_coreml and self.coreml != CoreMLOptions():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ssdevice.contract import KEYS, PLAIN, VALUES, Geometry
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import PrefillModule, StepModule
+from ssdevice.model.step import PrefillModule, Step, StepModule
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 """``write(state [.., capacity, hd], rows [.., n, hd], length [1])``: put the rows at ``length`` of the last but one
@@ -45,7 +45,8 @@ class LayerStates(nn.Module):
 class StateForm(nn.Module):
     """One function of the contract: its inputs and outputs in the contract's order, the cache in buffers.
 
-    ``dtype``: of the state; rows are computed in float32. ``write``, ``stacked``: see the module.
+    ``dtype``: of the state; rows are computed in float32. ``write``, ``stacked``: see the module. ``logits``: ``step``
+    and ``step_plain`` also give what they chose their tokens from, ``[T, V]``, as a last output.
     """
 
     keys: Tensor | LayerStates
@@ -60,10 +61,11 @@ class StateForm(nn.Module):
         dtype: torch.dtype = torch.float32,
         write: Write = write_by_index,
         stacked: bool = True,
+        logits: bool = False,
     ) -> None:
         super().__init__()
         self.name, self.module, self.geometry = name, module, geometry
-        self.dtype, self.write, self.stacked = dtype, write, stacked
+        self.dtype, self.write, self.stacked, self.logits = dtype, write, stacked, logits
         for state in (KEYS, VALUES):
             if stacked:
                 self.register_buffer(state, torch.zeros(state_shape(geometry), dtype=dtype))
@@ -82,11 +84,11 @@ class StateForm(nn.Module):
             root, length = tensors
             step = module(root, torch.zeros(0, 1, dtype=torch.int32), length, past)
             self.commit(step.rows, length)
-            return (step.tokens,)
+            return (step.tokens, *self._logits(step))
         root, drafts, length = tensors
         step = module(root, drafts, length, past)
         self.commit(step.rows, length)
-        return step.tokens, step.count, *self._drafts(step.drafts)
+        return step.tokens, step.count, *self._drafts(step.drafts), *self._logits(step)
 
     def past(self) -> list[KeyValue]:
         """Per layer (keys, values) ``[1, kv_heads, capacity, head_dim]`` in float32."""
@@ -108,6 +110,9 @@ class StateForm(nn.Module):
     def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
         """Without streams there are no drafts, and no target has use for a tensor without elements."""
         return (drafts,) if drafts.shape[0] else ()
+
+    def _logits(self, step: Step) -> tuple[Tensor, ...]:
+        return (step.logits,) if self.logits else ()
 
 
 def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:

@@ -12,7 +12,6 @@ from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
-from ssdevice.model.families import family_of
 from ssdevice.model.loading import LoadedModel, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
@@ -114,9 +113,3 @@ class OpenIdentifiers(nn.Module):
         """The function's inputs, then ``[γ, hidden]``."""
         call = torch.func.functional_call(self.form, {self.name: tensors[-1]}, tensors[:-1])
         return cast(tuple[Tensor, ...], call)
-
-
-def layers_path(model_type: str) -> str:
-    """Where a family's layers stand in its model, as PEFT names modules: ``model.layers``."""
-    family = family_of(model_type)
-    return f"{family.decoder}.{family.layers}"

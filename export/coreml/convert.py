@@ -53,8 +53,8 @@ def convert(
     coreml_ops.register()
     spec = specs(geometry)[name]
     inputs = tuple(torch.zeros(_shape(tensor.shape), dtype=torch.int32) for tensor in spec.inputs)
-    with quiet(), torch.no_grad(), half_precision(model):
-        module = function_module(name, model, geometry, schedule)
+    with quiet(), torch.no_grad():
+        module = function_module(name, half_precision(model), geometry, schedule)
         form = StateForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
         name_inputs(program, [tensor.name for tensor in spec.inputs])

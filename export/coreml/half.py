@@ -7,15 +7,13 @@ sums over past and new values at once, so that a drafted row is the row of plain
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssdevice.model.attention import JOINED
+from ssdevice.model.attention import attend_once
+from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StreamModel
 
 MASK_VALUE = -1e4
@@ -51,38 +49,21 @@ class HalfNorm(nn.Module):
         return row * torch.rsqrt((row * row).mean(-1, keepdim=True) + eps * eps) * self.scale
 
 
-@contextmanager
-def half_precision(model: StreamModel) -> Iterator[None]:
-    """Within this context the model computes the same with intermediate values that float16 holds."""
-    backbone = model.backbone
-    config = backbone.config
-    before = backbone.mask_value, config._attn_implementation
-    backbone.mask_value, config._attn_implementation = MASK_VALUE, JOINED
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            norm = half_norm(child)
-            if norm is not None:
-                swapped.append((parent, name, child))
-                setattr(parent, name, norm)
-    try:
-        yield
-    finally:
-        backbone.mask_value, config._attn_implementation = before
-        for parent, name, child in swapped:
-            setattr(parent, name, child)
+def half_precision(model: StreamModel) -> StreamModel:
+    """The model computing the same with intermediate values that float16 holds."""
+    return under(model, Operators(attention=attend_once, norm=half_norm, mask_value=MASK_VALUE))
 
 
-def half_norm(module: Any) -> HalfNorm | None:
+def half_norm(module: nn.Module) -> HalfNorm | None:
     """The HalfNorm that computes what a norm module does, or None if it computes no squares itself.
 
     Found by computing: families differ in the name of eps, in whether the weight is added to one, and in whether the
     mean is subtracted. ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
     """
     weight = getattr(module, "weight", None)
-    if isinstance(module, nn.LayerNorm) or not isinstance(weight, Tensor):
+    if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, Tensor):
         return None
-    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")) or getattr(module, "bias", None) is not None:
+    if [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
     eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
     generator = torch.Generator().manual_seed(0)

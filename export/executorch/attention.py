@@ -9,47 +9,43 @@ other, and terms that are zero change nothing there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from ssdevice.model.attention import MASKED
-from ssdevice.model.backbone import Rope
+from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StreamModel
 
-NAME = "ssdevice_columns"
 
-
-class Attention:
-    """``ssdevice.model.attention.attend`` for a batch of one, as products of three dimensions: the delegate's own form.
+@dataclass(frozen=True)
+class ColumnAttention:
+    """An ``Attention`` for a batch of one, as products of three dimensions: the delegate's own form.
 
     The run without a batch dimension is the cache as ``VisibleForm.past`` has it; its keys are an operand as they
-    stand. ``positions [R]``: of the rows that attend; they are what is new, and at each position up to its own a row
-    sees one of them at most. None where rows need no columns of their own.
+    are. ``placed``: new rows stand in columns of their own; at each position up to its own a row sees one of them at
+    most.
     """
 
-    def __init__(self) -> None:
-        self.positions: Tensor | None = None
+    placed: bool
 
     def __call__(
         self,
-        module: nn.Module,
         query: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        attention_mask: Tensor,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        **_: object,
-    ) -> tuple[Tensor, None]:
-        """See ``ssdevice.model.attention.attend``."""
+        mask: Tensor,
+        positions: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """See ``ssdevice.model.attention.Attention``."""
         _one, heads, rows, dim = query.shape
         kv_heads = keys[-1].shape[1]
         groups = heads // kv_heads
-        q = (query * (dim**-0.5 if scaling is None else scaling)).reshape(kv_heads, groups * rows, dim)
+        q = (query * scale).reshape(kv_heads, groups * rows, dim)
         turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
         scores = [torch.bmm(q, k) for k in turned]
         # Values are joined, not weights cut apart: the cache's rows are counted only when a call runs.
@@ -60,13 +56,13 @@ class Attention:
                 scores = torch.tanh(scores / softcap) * softcap
             return torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
 
-        mask = attention_mask.reshape(1, rows, attention_mask.shape[3])
-        if self.positions is None or len(keys) != 2:
+        mask = mask.reshape(1, rows, mask.shape[3])
+        if not self.placed or len(keys) != 2:
             weights = weigh(torch.cat(scores, dim=-1), mask)
         else:
             past, new = scores
             shown = past.shape[2]
-            at = self.positions.reshape(-1)
+            at = positions.reshape(-1)
             column = torch.arange(shown, dtype=torch.int32)
             # 1 where a row will stand; 1 where it stands already; 1 where one new row sees another.
             place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
@@ -77,28 +73,13 @@ class Attention:
             hidden = torch.where(fresh, 0.0, mask[0, :, :shown])[None]
             whole = weigh(past * kept + torch.bmm(new * seen, place), hidden)
             weights = torch.cat([whole * kept, torch.bmm(whole, back) * seen], dim=-1)
-        return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2), None
+        return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2)
 
 
-@contextmanager
-def attending(model: StreamModel, span: int = 0) -> Iterator[None]:
-    """Within this context the model's layers attend through an ``Attention``.
+def attending(model: StreamModel, span: int = 0) -> StreamModel:
+    """The model with its layers attending through a ``ColumnAttention``.
 
     ``span``: how many positions new rows take. Where a layer's window is shorter, and without it, no row has a column.
     """
-    backbone, config = model.backbone, model.backbone.config
-    attention, rope, before = Attention(), backbone.rope, config._attn_implementation
-    placed = span > 0 and all(window is None or window >= span for window in backbone.windows())
-
-    def see(positions: Tensor) -> Rope:
-        attention.positions = positions if placed else None
-        return rope(positions)
-
-    AttentionInterface.register(NAME, attention)
-    config._attn_implementation = NAME
-    backbone.rope = see  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        del backbone.rope
+    placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
+    return under(model, Operators(attention=ColumnAttention(placed)))

@@ -17,7 +17,7 @@ from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.parity import check
-from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import GIVES_LOGITS, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
@@ -43,6 +43,8 @@ class CoreMLDelegateExporter:
         said = [describe(name, found) for name, found in lowered.delegations.items()]
         if plan.options.quant is not Quant.FP16:
             said.insert(0, WEIGHTS_ALONE)
+        if plan.options.logits:
+            said.insert(0, GIVES_LOGITS)
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
 

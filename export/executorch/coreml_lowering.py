@@ -23,9 +23,9 @@ from ssdevice.export.coreml.graph import simplify
 from ssdevice.export.coreml.half import half_precision
 from ssdevice.export.coreml.weights import compress, matrices, plan_weights
 from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
-from ssdevice.export.executorch.state import LogitsForm
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
+from ssdevice.export.state_form import StateForm
 from ssdevice.model.step import StreamModel
 
 WRITE = "aten.index_put.default"
@@ -34,9 +34,10 @@ WRITE = "aten.index_put.default"
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function with one state tensor per layer, for values that float16 holds."""
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
-    with torch.no_grad(), half_precision(model):
-        module = function_module(name, model, plan.geometry, plan.schedule)
-        form = LogitsForm(name, module, plan.geometry).eval()  # every row is read: Core ML's shapes are static
+    module = function_module(name, half_precision(model), plan.geometry, plan.schedule)
+    # Every row is read: Core ML's shapes are static.
+    form = StateForm(name, module, plan.geometry, stacked=False, logits=plan.options.logits).eval()
+    with torch.no_grad():
         return torch.export.export(form, arguments, strict=False)
 
 

@@ -24,7 +24,17 @@ from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import (
+    FOLDED,
+    GIVES_LOGITS,
+    AppPlan,
+    AppResult,
+    ExportJob,
+    ExportPlan,
+    Quant,
+    TargetFile,
+    TargetResult,
+)
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
@@ -79,6 +89,7 @@ class ExecutorchExporter:
         notes = [
             *model.notes,
             *((FOLDED,) if folded else ()),
+            *((GIVES_LOGITS,) if plan.options.logits else ()),
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
         return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)

@@ -1,10 +1,12 @@
-"""The ExecuTorch engine with its logits shown, for telling near-ties from faults: programs give them as an output."""
+"""The ExecuTorch engine with its logits shown, for telling near-ties from faults: some programs give them."""
 
 from __future__ import annotations
 
+from ssdevice.bundle.folder import Bundle
+from ssdevice.contract import PLAIN
 from ssdevice.export.logits import LogitsConversation
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Cache, Inputs
+from ssdevice.runtime.engine import Cache, EngineOptions, Inputs
 from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchCache, ExecutorchEngine
 
 
@@ -18,3 +20,12 @@ class LogitsEngine(ExecutorchEngine):
 
     def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
         return LogitsConversation(self, beside, LOGITS)
+
+
+def open_logits(bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine | None:
+    """The engine of an app with its logits shown; None for a program that was exported without them."""
+    engine = LogitsEngine.of(bundle, app, options)
+    if LOGITS in engine.outputs(PLAIN):
+        return engine
+    engine.close()
+    return None

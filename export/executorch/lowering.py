@@ -15,12 +15,10 @@ from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
-from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
-from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.program import SET_ADAPTER
@@ -56,11 +54,10 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     if name == SET_ADAPTER:
         slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
         return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
-    module = function_module(name, model, plan.geometry, plan.schedule)
-    form = VisibleForm(name, module, plan.geometry).eval()
+    form = VisibleForm(name, model, plan.geometry, plan.schedule, logits=plan.options.logits).eval()
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     try:
-        with torch.no_grad(), attending(model, form.span):
+        with torch.no_grad():
             return tidy(torch.export.export(form, arguments, strict=False))
     except UserError as error:
         reason = str(error).splitlines()[0]

@@ -8,7 +8,7 @@ operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,10 +21,11 @@ from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, SlotKind, StateS
 from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.errors import ConfigError
 from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
-from ssdevice.export.variants import layers_path, template, variant_of
+from ssdevice.export.variants import template, variant_of
 from ssdevice.model.lora import LoraLinear
+from ssdevice.model.roles import low_rank_terms
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank
+from ssdevice.model.streams import LowRank, Streams
 
 OWNER = "module.model"
 """Where a program's functions hold the model; names of slots begin with it."""
@@ -96,19 +97,15 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
         for (kind, _), pair in weights.factors.items():
             ranks[kind] = max(ranks[kind], len(pair.down))
     wanted = {key for weights in read for key in weights.factors}
-    prefix = layers_path(plan.identity.model_type)
-    places: dict[tuple[SlotKind, str], SlotFactors] = {}
-    for name, part in list(model.backbone.layers.named_modules()):
-        if not isinstance(part, LoraLinear):
-            continue
-        key = (SlotKind.LORA, f"{prefix}.{name}")
-        owner, _, leaf = name.rpartition(".")
-        if key in wanted:
-            part.adapter = places[key] = _slot(part.adapter, ranks[SlotKind.LORA])  # type: ignore[assignment]
-        else:
-            setattr(model.backbone.layers.get_submodule(owner), leaf, part.base)
+    terms = low_rank_terms(model)
+    made: dict[nn.Module, SlotFactors] = {}
+    for term, (kind, source) in terms.items():
+        if kind is SlotKind.STREAM or (kind, source) in wanted:
+            made[term] = _slot(cast(LowRank, term), ranks[kind])
+    _install(model, made)
     if model.streams is not None:
-        _open_streams(model, ranks[SlotKind.STREAM], places)
+        _open_identifiers(model.streams, model.gamma)
+    places = {terms[term]: slot for term, slot in made.items()}
     names = {id(part): name for name, part in model.named_modules()}
     slots = tuple(
         StateSlot(kind, source, f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
@@ -118,20 +115,21 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
     return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, identifiers))
 
 
-def _open_streams(model: StreamModel, rank: int, places: dict[tuple[SlotKind, str], SlotFactors]) -> None:
-    streams = model.streams
-    assert streams is not None
-    identifiers = streams.identifiers.detach()[: model.gamma]
-    del streams.identifiers
-    streams.register_buffer("identifiers", torch.zeros_like(identifiers))
-    made = {}
-    for name, part in list(streams.named_modules()):
-        if isinstance(part, LowRank):
-            made[id(part)] = places[SlotKind.STREAM, name] = _slot(part, rank)
+def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
+    """Put every slot where its factors are; linears of the base whose LoRA has no slot stay as they are without."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if id(child) in made:
-                setattr(owner, name, made[id(child)])
+            if child in made:
+                setattr(owner, name, made[child])
+            elif isinstance(child, LoraLinear) and child.adapter not in made:
+                setattr(owner, name, child.base)
+
+
+def _open_identifiers(streams: Streams, gamma: int) -> None:
+    """The stream identifiers as state."""
+    identifiers = streams.identifiers.detach()[:gamma]
+    del streams.identifiers
+    streams.register_buffer("identifiers", torch.zeros_like(identifiers))
 
 
 def _slot(factors: LowRank, rank: int) -> SlotFactors:

@@ -8,20 +8,19 @@ what it may hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdevice.config import Schedule
-from ssdevice.contract import KEYS, VALUES, Geometry
+from ssdevice.contract import Geometry
+from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.slots import touch
+from ssdevice.export.forms import function_module
 from ssdevice.export.state_form import LayerStates, StateForm
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.backbone import Backbone
-from ssdevice.model.step import PrefillModule, StepModule
+from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 
 BUCKET = 64
 """Rows that are read are a multiple of this.
@@ -31,33 +30,21 @@ lays its memory out anew.
 """
 
 
-class LogitsForm(StateForm):
-    """A function of the contract over layer states.
-
-    ``step`` and ``step_plain`` also give what they chose their tokens from, ``logits [T, V]``, as a last output: a
-    delegate gives it anyway. Hosts may leave it; whoever compares ways to decode needs it.
-    """
-
-    def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
-        super().__init__(name, module, geometry, stacked=False)
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See StateForm."""
-        with kept_logits(self.module.model.backbone) as logits:
-            result = super().forward(*tensors)
-        return result if isinstance(self.module, PrefillModule) else (*result, logits[0][0])
-
-
-class VisibleForm(LogitsForm):
-    """A LogitsForm that reads the committed rows alone."""
+class VisibleForm(StateForm):
+    """A StateForm of layer states that reads only the committed rows, and attends to them in ``ColumnAttention``."""
 
     keys: LayerStates
     values: LayerStates
 
-    def __init__(self, name: str, module: StepModule | PrefillModule, geometry: Geometry) -> None:
-        super().__init__(name, module, geometry)
+    def __init__(
+        self, name: str, model: StreamModel, geometry: Geometry, schedule: Schedule, *, logits: bool = False
+    ) -> None:
+        module = function_module(name, model, geometry, schedule)
+        span = span_of(module)
+        module.model = attending(module.model, span)
+        super().__init__(name, module, geometry, stacked=False, logits=logits)
         self._visible: Any = geometry.capacity
-        self.span = span_of(module)
+        self.span = span
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See StateForm; ``length`` is the last input of every function."""
@@ -75,7 +62,7 @@ class VisibleForm(LogitsForm):
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
 
-        Without a batch dimension, by which ``executorch_attention`` tells them from new rows. As for those, dimension 2
+        Without a batch dimension, by which ``ColumnAttention`` tells them from new rows. As for those, dimension 2
         of the keys is the number of rows.
         """
         rows = self._visible
@@ -88,25 +75,3 @@ def span_of(module: StepModule | PrefillModule) -> int:
         return 0
     fused = module.model.streams is not None and module.schedule is Schedule.FUSED
     return module.tree.emitted + (module.model.gamma if fused else 0)
-
-
-@contextmanager
-def kept_logits(backbone: Backbone) -> Iterator[list[Tensor]]:
-    """What the LM head gives within this context, call by call: the main rows' logits ``[1, R, V]`` first."""
-    kept: list[Tensor] = []
-    head = backbone.head
-
-    def keep(h: Tensor) -> Tensor:
-        kept.append(head(h))
-        return kept[-1]
-
-    backbone.head = keep  # type: ignore[method-assign]
-    try:
-        yield kept
-    finally:
-        del backbone.head
-
-
-def state_names(geometry: Geometry) -> list[str]:
-    """Names of the state tensors: keys by layer, then values by layer."""
-    return [f"{state}.{layer}" for state in (KEYS, VALUES) for layer in range(geometry.layers)]

@@ -7,15 +7,16 @@ permuted once, at export.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.graph import Editor, constant_of, producer, shape_of
+from ssdevice.export.onnx.graph import Editor, constant_of, producer, role_of, shape_of
 from ssdevice.export.onnx.linears import LINEAR, Array
 
 SUFFIX = "~heads"
+"""Ends the names of permuted weights."""
 SWAP = (0, 2, 1, 3)
 
 
@@ -101,4 +102,5 @@ def _permuted(edit: Editor, value: ir.Value, content: Array, heads: tuple[int, i
         return known
     rest = content.shape[1:]
     swapped = content.reshape(*heads, *rest).swapaxes(0, 1).reshape(-1, *rest)
-    return edit.constant(np.ascontiguousarray(swapped), name)
+    role = role_of(value)
+    return edit.constant(np.ascontiguousarray(swapped), name, role and replace(role, permuted=True))

@@ -25,7 +25,7 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import RowsForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.files import WeightFile, save_graph
-from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.graph import finish, simplify, tag
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
@@ -36,11 +36,11 @@ from ssdevice.export.variants import (
     OpenIdentifiers,
     app_functions,
     graph_file,
-    layers_path,
     template,
     variant_of,
     variants_of,
 )
+from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
 from ssdevice.runtime.onnx.engine import OnnxEngine
@@ -172,7 +172,7 @@ def _book(plan: ExportPlan) -> SlotBook:
     g = plan.geometry
     groups = plan.query_heads // g.kv_heads
     exact = plan.options.quant is not Quant.FP32
-    return SlotBook(layers_path(plan.identity.model_type), (g.kv_heads, groups, g.head_dim), exact)
+    return SlotBook((g.kv_heads, groups, g.head_dim), exact)
 
 
 def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path) -> AppResult:
@@ -192,7 +192,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
 
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
-    plan, model = job.plan, job.loaded.model
+    plan, model = job.plan, exportable(job.loaded.model)
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = RowsForm(spec.name, module, plan.geometry.kv_heads).eval()
     names = [tensor.name for tensor in spec.inputs]
@@ -210,7 +210,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
         dynamic.append(None)
         names.append(IDENTIFIERS)
     try:
-        with torch.no_grad(), quiet(), exportable(model):
+        with torch.no_grad(), quiet():
             program = torch.export.export(form, tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
             onnx_program = torch.onnx.export(
                 program,
@@ -228,6 +228,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
             f"{plan.identity.model_type}: the {spec.name} graph has no ONNX form ({reason[0] if reason else error})"
         ) from error
     assert onnx_program is not None
+    tag(onnx_program.model, roles_of(form))
     return onnx_program.model
 
 

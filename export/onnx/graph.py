@@ -7,7 +7,7 @@ up to the order of the columns inside a merged product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,11 +15,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from ssdevice.model.roles import Role
+
 CONTRIB = "com.microsoft"
 VOCABULARY = 256
 """An argmax over fewer values is not worth a TopK."""
 LOGITS = "logits"
 """Name, inside the graphs, of the main rows' logits: what decides the tokens."""
+ROLE = "ssdevice.role"
+"""Metadata of a graph's weights while it is rewritten: their ``Role``."""
 Shape = tuple[int | None, ...]
 Rule = Callable[["Editor", ir.Node], bool]
 
@@ -33,7 +37,7 @@ class Editor:
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
         self._made = 0
 
-    def constant(self, array: np.ndarray[Any, Any], name: str | None = None) -> ir.Value:
+    def constant(self, array: np.ndarray[Any, Any], name: str | None = None, role: Role | None = None) -> ir.Value:
         """An initializer with this content; small equal ones without a name are shared."""
         key = (array.tobytes(), str(array.dtype), array.shape)
         if name is None and key in self._constants:
@@ -45,6 +49,8 @@ class Editor:
             type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
             const_value=ir.Tensor(array, name=chosen),
         )
+        if role is not None:
+            value.meta[ROLE] = role
         self.graph.register_initializer(value)
         if name is None:
             self._constants[key] = value
@@ -128,6 +134,19 @@ def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """The content of a constant."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else tensor.numpy()
+
+
+def tag(model: ir.Model, roles: Mapping[str, Role]) -> None:
+    """Note on the weights of a traced graph what they are."""
+    for name, value in model.graph.initializers.items():
+        if name in roles:
+            value.meta[ROLE] = roles[name]
+
+
+def role_of(value: ir.Value | None) -> Role | None:
+    """What a weight is; None for what no module of the model holds."""
+    role: Role | None = value.meta.get(ROLE) if value is not None else None
+    return role
 
 
 def source_of(node: ir.Node, index: int = 0) -> ir.Value:
@@ -294,7 +313,11 @@ def sliced_tables(edit: Editor, node: ir.Node) -> bool:
         return False
     name = f"{gather.inputs[0].name}:{start}:{end}:{step}" if gather.inputs[0] is not None else None
     known = edit.graph.initializers.get(name or "")
-    cut = known if known is not None else edit.constant(np.ascontiguousarray(table[:, start:end:step]), name)
+    cut = (
+        known
+        if known is not None
+        else edit.constant(np.ascontiguousarray(table[:, start:end:step]), name, role_of(gather.inputs[0]))
+    )
     out = shape_of(node.outputs[0])
     edit.replace(node, edit.insert(node, "Gather", [cut, gather.inputs[1]], out, cut.dtype, {"axis": 0}))
     return True

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.graph import Editor, constant_of, shape_of
+from ssdevice.export.onnx.graph import Editor, constant_of, role_of, shape_of
+from ssdevice.model.roles import Part as ModelPart
+from ssdevice.model.roles import Role
 
 LINEAR_DOMAIN = "ssdevice"
 LINEAR = "Linear"
-ADAPTER_MARK = "adapter"
-"""Part of the names of stream adapters' weights: these never merge with the base's, which other rows use alone."""
 SMALL = 1 << 14
 """Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
 
@@ -27,11 +27,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``."""
+    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role."""
 
     node: ir.Node
     name: str
     weight: Array
+    role: Role | None = None
 
     @property
     def output(self) -> ir.Value:
@@ -71,6 +72,16 @@ class Linear:
         return sum(int(part.weight.shape[0]) for part in self.parts)
 
     @property
+    def factor(self) -> bool:
+        """Whether it is a factor of a low-rank term: these are no part of a base's product, which other rows use."""
+        return self.role is not None and self.role.part is ModelPart.FACTOR
+
+    @property
+    def role(self) -> Role | None:
+        """What its weights are."""
+        return self.parts[0].role
+
+    @property
     def small(self) -> bool:
         """Whether it stays float32 in every quantization; parts of both kinds are never merged."""
         return int(self.parts[0].weight.size) < SMALL
@@ -90,9 +101,9 @@ def linears(edit: Editor) -> list[Linear]:
         content = constant_of(weight)
         if weight is None or content is None:
             raise ValueError(f"linear {node.name} has no constant weight")
-        name = weight.name or ""
-        key = (id(source), ADAPTER_MARK in name, content.size < SMALL)
-        groups.setdefault(key, []).append(Part(node, name, content))
+        role = role_of(weight)
+        key = (id(source), role is not None and role.part is ModelPart.FACTOR, content.size < SMALL)
+        groups.setdefault(key, []).append(Part(node, weight.name or "", content, role))
     return [Linear(tuple(parts)) for parts in groups.values()]
 
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_columns
-from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, shape_of
+from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, role_of, shape_of
 from ssdevice.export.onnx.linears import (
     SMALL,
     Linear,
@@ -30,6 +30,7 @@ from ssdevice.export.onnx.linears import (
 )
 from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
+from ssdevice.model.roles import Part
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT = 128
@@ -119,7 +120,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     pairs = book.pairs(edit) if book is not None else {}
     terms = {node: pair.add for node, pair in pairs.items() if pair.add is not None}
     for linear in linears(edit):
-        if book is not None and book.side(linear.parts[0].name) is not None:
+        if book is not None and linear.factor:
             continue
         quantized = quant is not Quant.FP32 and not linear.small
         slot = book.slot(linear, pairs, quantized) if book is not None else None
@@ -157,7 +158,7 @@ def _with_slot(product: Product, slot: Slot | None, rows: _RowQuantizer, exact: 
 
 
 def _is_head(linear: Linear) -> bool:
-    return "lm_head" in linear.name or "embed" in linear.name
+    return linear.role is not None and linear.role.part in (Part.HEAD, Part.EMBEDDING)
 
 
 class _RowQuantizer:
@@ -257,8 +258,10 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
         content = constant_of(table)
         if table is None or content is None or content.ndim != 2 or content.dtype != np.float32:
             continue
-        name = table.name or ""
-        if content.size < SMALL or node.attributes.get_int("axis", 0) != 0 or "rope" in name or "position" in name:
+        name, role = table.name or "", role_of(table)
+        if content.size < SMALL or node.attributes.get_int("axis", 0) != 0:
+            continue
+        if role is None or role.part is not Part.EMBEDDING:
             continue
         names.add(name)
         ids = node.inputs[1]

@@ -14,37 +14,25 @@ Its inner size is the rank, which fits one block up to 128.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
 from ssdevice.contract import FunctionSpec, TensorSpec
-from ssdevice.export.onnx.attention import SUFFIX
-from ssdevice.export.onnx.graph import CONTRIB, Editor, constant_of, producer, shape_of
+from ssdevice.export.onnx.graph import CONTRIB, Editor, constant_of, producer, role_of, shape_of
 from ssdevice.export.onnx.linears import LINEAR, Linear, Part
+from ssdevice.model.roles import Part as ModelPart
+from ssdevice.model.roles import Role
 
-LORA_WEIGHT = re.compile(r"\.backbone\.layers\.(?P<source>.+)\.adapter\.(?P<side>down|up)\.weight(~heads)?$")
 KINDS = {"int8": ir.DataType.INT8, "int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
-STREAM_WEIGHT = re.compile(r"\.streams\.(?P<source>.+)\.(?P<side>down|up)\.weight(~heads)?$")
-
-
-@dataclass(frozen=True)
-class Side:
-    """Which factor a placeholder's weight is."""
-
-    kind: SlotKind
-    source: str
-    up: bool
-    permuted: bool
 
 
 @dataclass(frozen=True)
 class Pair:
     """The two placeholders of a low-rank term, and the addition to its linear; None where it stands alone."""
 
-    side: Side
+    side: Role
     down: ir.Node
     up: ir.Node
     add: ir.Node | None
@@ -52,26 +40,14 @@ class Pair:
 
 @dataclass
 class SlotBook:
-    """The slots of one graph. ``layers``: where the model's layers stand in PEFT's names (``model.layers``).
+    """The slots of one graph.
 
     ``heads``: (key heads, group, head width) of queries. ``exact``: one row must give the bits of several.
     """
 
-    layers: str
     heads: tuple[int, int, int]
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
-
-    def side(self, name: str) -> Side | None:
-        """Which factor a weight is, by its name in the trace; None: of the base."""
-        found = STREAM_WEIGHT.search(name)
-        if found is not None:
-            return Side(SlotKind.STREAM, found["source"], found["side"] == "up", name.endswith(SUFFIX))
-        found = LORA_WEIGHT.search(name)
-        if found is not None:
-            source = f"{self.layers}.{found['source']}"
-            return Side(SlotKind.LORA, source, found["side"] == "up", name.endswith(SUFFIX))
-        return None
 
     def pairs(self, edit: Editor) -> dict[int, Pair]:
         """All low-rank terms of a graph, by the id of the linear's placeholder, or of their own ``up``."""
@@ -106,13 +82,13 @@ class SlotBook:
             raise ValueError(f"slot {slot.name} stands in the graph in two forms")
         return slot
 
-    def _part(self, part: Part, side: Side | None) -> SlotPart:
+    def _part(self, part: Part, side: Role | None) -> SlotPart:
         outputs = int(part.weight.shape[0])
         if side is None:
             return SlotPart("", outputs)
         return SlotPart(side.source, outputs, self.heads if side.permuted else ())
 
-    def alone(self, edit: Editor) -> list[tuple[ir.Node, Slot, Side]]:
+    def alone(self, edit: Editor) -> list[tuple[ir.Node, Slot, Role]]:
         """Placeholders that are left once the base's linears are lowered: factors that stand alone."""
         nodes = [(node, side) for node in edit.graph if (side := self._side_of(node)) is not None]
         shapes: dict[tuple[SlotKind, str], dict[bool, tuple[int, ...]]] = {}
@@ -129,10 +105,10 @@ class SlotBook:
             found.append((node, self._keep(Slot(side.kind, shape[False][1], False, (part,))), side))
         return found
 
-    def _side_of(self, node: ir.Node) -> Side | None:
-        if node.op_type != LINEAR or node.inputs[1] is None:
-            return None
-        return self.side(node.inputs[1].name or "")
+    @staticmethod
+    def _side_of(node: ir.Node) -> Role | None:
+        role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
+        return role if role is not None and role.part is ModelPart.FACTOR else None
 
     def _beside(self, up: ir.Node, down: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
         uses = list(up.outputs[0].uses())

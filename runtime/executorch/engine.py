@@ -21,7 +21,7 @@ PROGRAM = "program"
 """Role of the program file."""
 CACHE_DTYPE = "float32"
 LOGITS = "logits"
-"""Last output of ``step`` and ``step_plain``, beyond the contract: ``[T, V]``, of every tree node."""
+"""Last output of ``step`` and ``step_plain`` beyond the contract, of programs exported with it: ``[T, V]``."""
 
 
 class ExecutorchEngine(Engine):
@@ -47,11 +47,7 @@ class ExecutorchEngine(Engine):
         self.adapter = adapter
         self.program.users += 1
         self.new_rows = {STEP: geometry.tree.emitted, PREFILL: geometry.chunk, PLAIN: 1}
-        # Tensors without elements are no outputs of a program.
-        self.outputs = {
-            name: [*(tensor.name for tensor in spec.outputs if 0 not in tensor.shape), *(LOGITS,) * (name != PREFILL)]
-            for name, spec in self.specs.items()
-        }
+        self._outputs: dict[str, list[str]] = {}
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions, copy: Path | None = None) -> Self:
@@ -76,6 +72,14 @@ class ExecutorchEngine(Engine):
             program = LoadedProgram.of(bundle, file, specs, options)
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
+
+    def outputs(self, function: str) -> list[str]:
+        """Names of what a function gives: the contract's tensors that have elements, and logits where it gives them."""
+        if function not in self._outputs:
+            names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
+            more = self.program.method(function).method_meta().num_outputs() - len(names)
+            self._outputs[function] = [*names, LOGITS] if more == 1 and function != PREFILL else names
+        return self._outputs[function]
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
         return ExecutorchCache(self, inputs, beside.memory if isinstance(beside, ExecutorchCache) else object())
@@ -115,7 +119,7 @@ class ExecutorchCache(Cache):
                 out = program.method(function).call(self._tensors[function], clone_outputs=False)
             except RuntimeError as error:
                 raise BundleError(explain(engine.file, function, error)) from error
-            names = engine.outputs[function]
+            names = engine.outputs(function)
             if len(out) != len(names):
                 raise BundleError(
                     f"{engine.file}: {function} gives {len(out)} tensors, expected {len(names)}; "

@@ -139,6 +139,6 @@ def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
         blind = torch.zeros(len(ids), 1, dtype=torch.bool)
         masks[window] = additive(torch.cat([blind, seen], dim=1)[None, None], backbone.mask_value)
     past = [(none, none)] * backbone.num_layers
-    middle, _ = model.lower(backbone.embed(tokens, positions[None]), positions[None], masks, past)
-    h, _ = model.upper(middle, positions[None], masks, past)
+    middle, _ = model.run_main_layers(backbone.embed(tokens, positions[None]), positions[None], masks, past)
+    h, _ = model.run_msa_layers(middle, positions[None], masks, past)
     return backbone.head(h)[0]

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Delegate.XNNPACK.value,
         help="what runs an ExecuTorch program; coreml is Apple's alone (default xnnpack)",
     )
+    add("--logits", action="store_true", help="an ExecuTorch program that shows `verify` its logits, for development")
     coreml = parser.add_argument_group("Core ML alone, as a target or as a delegate")
     coreml.add_argument(
         "--kv-write",
@@ -115,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             Deployment.parse(args.deployment_target),
         ),
         delegate=Delegate(args.delegate),
+        logits=args.logits,
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
         overwrite=args.overwrite,

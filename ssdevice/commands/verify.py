@@ -226,7 +226,7 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
     if bundle.manifest.target is Target.EXECUTORCH:
         from ssdevice.export.executorch import logits as executorch_logits
 
-        return executorch_logits.LogitsEngine.of(bundle, args.app, engine_options(args))
+        return executorch_logits.open_logits(bundle, args.app, engine_options(args))
     if bundle.manifest.target is not Target.ONNX:
         return None
     try:
@@ -251,7 +251,8 @@ def _describe(result: Equality, measured: bool) -> list[str]:
         lines.append(f"logits: change by at most {result.largest_change:.3g} between arms (ceiling {result.ceiling})")
     elif result.arms and not measured:
         lines.append(
-            "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]')"
+            "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
+            "ExecuTorch programs where they were exported with --logits"
         )
     lines += _near_ties(result)
     return lines

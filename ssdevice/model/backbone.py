@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,15 @@ from ssdevice.errors import ContextOverflowError, UnsupportedModelError
 from ssdevice.model import attention
 from ssdevice.model.attention import KeyValue, Rows
 from ssdevice.model.families import Family, Sliding, family_of
+from ssdevice.model.operators import Operators
 
-Rope = dict[str, tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Rope:
+    """Where rows stand: ``positions [B, R]``, and their cos and sin ``[B, R, rotary dim]`` by rotary kind."""
+
+    positions: Tensor
+    tables: dict[str, tuple[Tensor, Tensor]]
 
 
 class Backbone(nn.Module):
@@ -45,7 +53,7 @@ class Backbone(nn.Module):
         self.project_in = (getattr(decoder, family.project_in) if family.project_in else None) or nn.Identity()
         self.project_out = (getattr(decoder, family.project_out) if family.project_out else None) or nn.Identity()
         self.layer_types = tuple(_layer_types(config, family, len(self.layers)))
-        self.mask_value = attention.MASKED
+        self.operators = Operators()
         self._make_tables(decoder, context, positions)
 
     def _make_tables(self, decoder: Any, context: int, positions: int) -> None:
@@ -78,6 +86,11 @@ class Backbone(nn.Module):
             self.register_buffer(f"rope_sin_{name}", sin[0].float(), persistent=False)
 
     @property
+    def mask_value(self) -> float:
+        """Additive mask of an invisible row."""
+        return self.operators.mask_value
+
+    @property
     def num_layers(self) -> int:
         """N, the number of decoder layers."""
         return len(self.layers)
@@ -103,13 +116,15 @@ class Backbone(nn.Module):
         return h
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and sin ``[B, R, rotary dim]`` of positions ``[B, R]``, by rotary kind."""
-        table = nn.functional.embedding
+        """The Rope of rows at positions ``[B, R]``."""
+        read = nn.functional.embedding
+        rows = {name: (read(positions, cos), read(positions, sin)) for name, (cos, sin) in self.rope_tables().items()}
+        return Rope(positions, rows)
+
+    def rope_tables(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin ``[positions, rotary dim]`` by rotary kind."""
         return {
-            name: (
-                table(positions, getattr(self, f"rope_cos_{name}")),
-                table(positions, getattr(self, f"rope_sin_{name}")),
-            )
+            name: (self.get_buffer(f"rope_cos_{name}"), self.get_buffer(f"rope_sin_{name}"))
             for name in self._rope_kinds
         }
 
@@ -127,14 +142,14 @@ class Backbone(nn.Module):
         ``masks``: additive ``[B or 1, 1, R, rows]`` by window. ``past[i]``: runs of earlier rows of layer i.
         Returns the hidden states and the new (keys, values) of each of these layers.
         """
-        rows = Rows(past)
+        rows = Rows(past, rope.positions, self.operators.attention)
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
             out = self.layers[i](
                 h,
                 attention_mask=masks[self.window(i)],
                 past_key_values=rows,
-                position_embeddings=rope.get(kind),
+                position_embeddings=rope.tables.get(kind),
             )
             h = out[0] if isinstance(out, tuple) else out
         return h, [rows.rows(i) for i in range(first, last)]

@@ -44,6 +44,11 @@ class Family:
     refuse: dict[str, object] = field(default_factory=dict)
     """Config values this wrapper cannot express: key -> the only value that is supported."""
 
+    @property
+    def layers_path(self) -> str:
+        """Where the layers are in the model, as PEFT names modules: ``model.layers``."""
+        return f"{self.decoder}.{self.layers}"
+
 
 _LLAMA_LIKE = Family()
 _ALL_LAYERS_SLIDE = Family(sliding=Sliding.ALWAYS)

@@ -27,12 +27,16 @@ Masks = dict[int | None, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gives: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit."""
+    """What a step gives: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit.
+
+    ``logits [T, V]``: what the main stream chose its token from at every node; most callers have no use for them.
+    """
 
     tokens: Tensor
     count: Tensor
     drafts: Tensor
     rows: list[KeyValue]
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,12 @@ class StreamModel(nn.Module):
         self.gamma = gamma if streams is not None else 0
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
 
-    def lower(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
+    def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
         """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``."""
         backbone = self.backbone
         return backbone.run(0, self.first_msa, h, backbone.rope(positions), masks, [[kv] for kv in past])
 
-    def upper(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
+    def run_msa_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
         """The top N_s layers on main rows (eq. 1)."""
         backbone = self.backbone
         runs = [[kv] for kv in past]
@@ -136,22 +140,23 @@ class StepModule(nn.Module):
         positions = length + self.depths
         masks = self._main_masks(positions, length, past[0][0].shape[2])
         h = model.backbone.embed(tokens[None], positions[None])
-        middle, rows = model.lower(h, positions[None], masks, past)
+        middle, rows = model.run_main_layers(h, positions[None], masks, past)
 
         fused = model.streams is not None and self.schedule is Schedule.FUSED
         if fused:
-            h, streams, upper = self._fused(middle, positions, length, masks, past)
+            h, streams, msa_rows = self._fused(middle, positions, length, masks, past)
         else:
-            h, upper = model.upper(middle, positions[None], masks, past)
+            h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
 
         # Verify: the main stream's own choice at every node decides which path stands.
-        predicted = argmax(model.backbone.head(h)[0])
+        logits = model.backbone.head(h)[0]
+        predicted = argmax(logits)
         end = self._verify(tokens, predicted)
         path = self.paths.index_select(0, end)[0]
         depth = self.depths.index_select(0, end)
 
         # Commit: only the rows of the accepted path leave the step.
-        rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows + upper]
+        rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows + msa_rows]
 
         # Draft: the streams of the end node write the next tree.
         if fused:
@@ -159,7 +164,7 @@ class StepModule(nn.Module):
             drafts = model.best(by_node.index_select(0, end), self.k)
         elif model.streams is not None:
             drafts = model.draft_after(middle.index_select(1, end), length, depth, past, rows, self.k)
-        return Step(predicted.index_select(0, path), depth + 1, drafts, rows)
+        return Step(predicted.index_select(0, path), depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
         """``[1, 1, T, P + T]``: committed rows, then the node's ancestors and itself (eq. 4), in each window."""
@@ -201,7 +206,7 @@ class StepModule(nn.Module):
         both = torch.cat([h, streams.start(h, gamma)], dim=1)
         where = torch.cat([positions, at])[None]
         with streams.rows_after(size):
-            both, new = model.upper(both, where, both_masks, past)
+            both, new = model.run_msa_layers(both, where, both_masks, past)
         return both[:, :size], both[:, size:], [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
 
 
@@ -225,9 +230,11 @@ class PrefillModule(nn.Module):
             chunk = causal & within(offsets, offsets, window)
             seen = torch.cat([committed(positions, length, past[0][0].shape[2], window), chunk], dim=1)
             masks[window] = additive(seen[None, None], backbone.mask_value)
-        middle, rows = model.lower(backbone.embed(tokens[None], positions[None]), positions[None], masks, past)
-        h, upper = model.upper(middle, positions[None], masks, past)
-        rows = rows + upper
+        middle, rows = model.run_main_layers(
+            backbone.embed(tokens[None], positions[None]), positions[None], masks, past
+        )
+        h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
+        rows = rows + msa_rows
         last = valid - 1
         root = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:

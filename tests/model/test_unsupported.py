@@ -78,7 +78,7 @@ def test_dynamic_rope_is_supported_up_to_the_length_where_it_changes() -> None:
     tokens = torch.arange(32)[None]
     with torch.no_grad():
         expected = hf.model.rotary_emb(torch.zeros(1), tokens)
-        cos, sin = Backbone(hf, 32, 64).rope(tokens)[""]
+        cos, sin = Backbone(hf, 32, 64).rope(tokens).tables[""]
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     with pytest.raises(
         UnsupportedModelError, match=r"beyond 32 positions \(rope type dynamic\): .* at most 32, not 33"

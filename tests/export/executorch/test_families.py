@@ -60,7 +60,7 @@ def windows_of(model: StreamModel) -> list[int]:
 @pytest.mark.parametrize("family", MODELS)
 def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
     model, geometry = tiny(family)
-    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED)
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=SimpleNamespace(logits=False))
     specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
     lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
     file = tmp_path / "model.pte"
@@ -80,7 +80,7 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     from ssdevice.export.executorch import coreml_lowering as executorch_coreml
 
     model, geometry = tiny(family)
-    options = SimpleNamespace(quant=Quant.FP16, coreml=CoreMLOptions())
+    options = SimpleNamespace(quant=Quant.FP16, coreml=CoreMLOptions(), logits=False)
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
     specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
     constants = constants_of(geometry, (), SCHEMA_VERSION)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
+from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import tidy
-from ssdevice.export.executorch.lowering import attending
 from ssdevice.export.forms import function_module
 from ssdevice.export.state_form import StateForm, state_names, state_shape
 from ssdevice.model.loading import build
@@ -109,19 +109,19 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
 def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None:
     model, geometry = small(name)
-    module = function_module(STEP, model, geometry, Schedule.DEFERRED)
-    form = StateForm(STEP, module, geometry, stacked=False).eval()
+    form, columns = (
+        StateForm(STEP, function_module(STEP, under, geometry, Schedule.DEFERRED), geometry, stacked=False).eval()
+        for under in (model, attending(model))
+    )
     given = (int32(5), torch.tensor([[4, 8], [15, 16]], dtype=torch.int32), int32(7))
     with torch.no_grad():
         for value in form.buffers():
             if value.dtype is torch.float32 and value.shape == state_shape(geometry)[1:]:
                 value.normal_()
-        with attending(model):
-            program = tidy(torch.export.export(form, given, strict=False))
-        before = {key: value.clone() for key, value in form.state_dict().items()}
+        columns.load_state_dict(form.state_dict())
+        program = tidy(torch.export.export(columns, given, strict=False))
         expected = form(*given)
-        after = {key: value.clone() for key, value in form.state_dict().items()}
-        form.load_state_dict(before)
+        after = form.state_dict()
         ran = program.module()
         out = ran(*given)
     for mine, theirs in zip(out, expected, strict=True):

@@ -24,7 +24,7 @@ from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import InputError
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE
 from ssdevice.export.onnx.graph import CONTRIB, Editor
-from ssdevice.export.onnx.slots import SlotBook, int8_down, up
+from ssdevice.export.onnx.slots import int8_down, up
 from ssdevice.model.loading import load_hf
 from ssdevice.runtime.loop import MODES
 from ssdevice.runtime.onnx.engine import OnnxEngine
@@ -310,12 +310,3 @@ def product(slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray]) -
     session = ort.InferenceSession(ir.to_proto(edit.model).SerializeToString(), options)
     names = {value.name for value in session.get_inputs()}
     return np.asarray(session.run(None, {name: value for name, value in feeds.items() if name in names})[0])
-
-
-def test_names_of_the_trace_are_told_apart() -> None:
-    book = SlotBook("model.layers", (2, 2, 8), True)
-    lora = book.side("module.model.backbone.layers.3.self_attn.q_proj.adapter.up.weight~heads")
-    assert lora is not None and lora.permuted and lora.up and lora.source == "model.layers.3.self_attn.q_proj"
-    stream = book.side("form.module.model.streams.adapters.2-mlp-up_proj.down.weight")
-    assert stream is not None and not stream.up and stream.source == "adapters.2-mlp-up_proj"
-    assert book.side("module.model.backbone.layers.3.self_attn.q_proj.base.weight") is None

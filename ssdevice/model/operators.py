@@ -1,0 +1,142 @@
+"""What a target computes in its own way, as explicit hooks of the layers: attention, rotary embedding, norms, masks.
+
+A form (``ssdevice.export.forms``) is made of a model under the operators of its target. The Hugging Face classes, their
+modules and the model itself stay as they are: ``under`` gives a second set of module objects over the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.model.attention import MASKED, Attention, attend
+
+if TYPE_CHECKING:
+    from ssdevice.model.backbone import Backbone
+    from ssdevice.model.step import StreamModel
+
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
+"""What every Hugging Face family calls its rotary embedding; attention calls it by this name alone."""
+
+Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""``rotary(x [1, heads, R, hd], cos [1, R, hd], sin [1, R, hd], interleaved)``: see ``rotate``."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The hooks; by default everything is computed as the Hugging Face layers do.
+
+    ``attention``: see ``ssdevice.model.attention``. ``rotary``: takes the place of a family's own function where both
+    compute the same. ``norm``: the module to run in place of a module of the layers, None for those that stay.
+    ``mask_value``: additive mask of an invisible row.
+    """
+
+    attention: Attention = attend
+    rotary: Rotary | None = None
+    norm: Callable[[nn.Module], nn.Module | None] | None = None
+    mask_value: float = MASKED
+
+
+def under(model: StreamModel, operators: Operators) -> StreamModel:
+    """The same model under other operators: modules of its own, over the very tensors of ``model``."""
+    tensors = (*model.parameters(), *model.buffers())
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    shared[id(model.backbone.config)] = model.backbone.config
+    made = copy.deepcopy(model, shared)
+    made.backbone.operators = operators
+    if operators.norm is not None:
+        _replace_norms(made.backbone, operators.norm)
+    if operators.rotary is not None:
+        _hook_rotary(made.backbone, operators.rotary)
+    return made
+
+
+def _replace_norms(backbone: Backbone, norm: Callable[[nn.Module], nn.Module | None]) -> None:
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = norm(child)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:
+    """Let every attention module call ``rotary`` where its class calls the family's function.
+
+    The class finds that function among the globals of its Python module. The module objects of this backbone get a
+    ``forward`` of the same code over globals of their own, so nothing that others see is replaced.
+    """
+    tables = [table for pair in backbone.rope_tables().values() for table in pair]
+    for part in backbone.layers.modules():
+        forward = inspect.unwrap(type(part).forward)
+        if not isinstance(forward, FunctionType) or ROTARY_FUNCTION not in forward.__code__.co_names:
+            continue
+        original = forward.__globals__[ROTARY_FUNCTION]
+        interleaved = rotary_kind(original, backbone.head_dim)
+        if interleaved is None or not all(_paired(table, interleaved) for table in tables):
+            continue
+        known = {**forward.__globals__, ROTARY_FUNCTION: _through(rotary, original, interleaved)}
+        hooked = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+        hooked.__kwdefaults__ = forward.__kwdefaults__
+        part.forward = MethodType(hooked, part)
+
+
+def _through(
+    rotary: Rotary, original: Callable[..., tuple[Tensor, Tensor]], interleaved: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        if cos.shape[-1] != q.shape[-1]:  # some families cut the turning part out in here
+            return original(q, k, cos, sin)
+        return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
+
+    return apply
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: each pair of elements is turned.
+
+    Pairs are neighbours (``interleaved``), or elements half a head apart.
+    """
+    half = x.shape[-1] // 2
+    if interleaved:
+        turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+def rotary_kind(apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> bool | None:
+    """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None).
+
+    Found by computing: families give one name to several formulas.
+    """
+    if head_dim % 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 3, head_dim, generator=generator), torch.randn(1, 2, 3, head_dim, generator=generator)
+    angles = torch.randn(1, 3, head_dim // 2, generator=generator)
+    for interleaved in (False, True):
+        whole = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat([angles, angles], dim=-1)
+        cos, sin = whole.cos(), whole.sin()
+        try:
+            got = apply(q, k, cos, sin)
+        except (TypeError, RuntimeError, IndexError):
+            return None
+        expected = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+        if all(a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(got, expected, strict=True)):
+            return interleaved
+    return None
+
+
+def _paired(table: Tensor, interleaved: bool) -> bool:
+    """Whether a table holds each angle twice, where the formula expects it; half of it is then enough."""
+    if table.shape[-1] % 2:
+        return False
+    first, second = (table[:, 0::2], table[:, 1::2]) if interleaved else table.chunk(2, dim=-1)
+    return torch.equal(first, second)

@@ -1,0 +1,61 @@
+"""Programs give their logits where the export was asked for them, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+from ssdevice.cli import main
+from ssdevice.config import Mode, Schedule, Target
+from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.errors import ConfigError
+from ssdevice.export.executorch.logits import open_logits
+from ssdevice.export.plan import GIVES_LOGITS, ExportOptions, Quant
+from ssdevice.export.stages import export_bundle
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
+from tests.export.executorch import programs
+
+
+def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = programs.bundle()
+    assert GIVES_LOGITS not in bundle.manifest.notes
+    engine = ExecutorchEngine.of(bundle, None, EngineOptions())
+    try:
+        assert all(LOGITS not in engine.outputs(name) for name in (STEP, PREFILL, PLAIN))
+    finally:
+        engine.close()
+    assert open_logits(bundle, None, EngineOptions()) is None
+    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
+    assert "logits: not measured" in capsys.readouterr().out
+
+
+def test_with_logits_verify_measures_how_much_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
+    bundle = export_bundle(replace(asked, logits=True), lambda *_: None)
+    assert GIVES_LOGITS in bundle.manifest.notes
+    engine = open_logits(bundle, None, EngineOptions())
+    assert engine is not None
+    try:
+        conversation = engine.new_conversation()
+        root = conversation.prefill([5, 6, 7])
+        conversation.length = 3
+        token = conversation.step_plain(root)
+        assert conversation.logits.shape == (1, bundle.geometry.vocab)
+        assert int(np.argmax(conversation.logits[0])) == token
+        tokens = conversation.step(root)
+        assert np.argmax(conversation.logits, axis=1).tolist() == tokens and tokens[0] == token
+    finally:
+        engine.close()
+    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
+    assert "logits: change by at most" in capsys.readouterr().out
+
+
+def test_logits_are_refused_for_targets_that_show_them_anyway(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--logits is ExecuTorch's"):
+        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, logits=True)
