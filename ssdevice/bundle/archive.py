@@ -196,7 +196,7 @@ def read_entries(stream: IO[bytes], packed: Path) -> list[Entry]:
         entries.append(_entry(stream, packed, info))
         at = entries[-1].data + entries[-1].size
         if at > directory:
-            raise BundleError(f"{packed}: {ascii(info.orig_filename[:100])} reaches into the directory")
+            raise BundleError(f"{packed}: {info.orig_filename[:100]!a} reaches into the directory")
     if at != directory:
         raise BundleError(f"{packed}: its entries end at byte {at}, its directory begins at {directory}")
     twice = repeated_name(entry.name.lower() for entry in entries)
