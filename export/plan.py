@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 from ssdevice.export.coreml.options import CoreMLOptions, KVWrite
 from ssdevice.export.executorch.options import Delegate
+from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
 
-Report = Callable[[str, int, int, str], None]
 """``report(stage, done, total, detail)``: where a long export stands."""
 Quant = Precision
 """What ``--quant`` asks for, as the manifest will say it."""

@@ -23,11 +23,11 @@ from ssdevice.export.plan import (
     ExportJob,
     ExportOptions,
     ExportPlan,
-    Report,
     TargetResult,
     make_plan,
 )
 from ssdevice.export.targets import exporter
+from ssdevice.progress import Report
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 
 TOKENIZER_ROLE = "tokenizer"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import sys
 import types
 import typing
@@ -15,6 +14,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ssdevice import strict_json
 from ssdevice.errors import ConfigError
 
 T = TypeVar("T")
@@ -55,7 +55,8 @@ class StreamConfig:
     """How streams are built and trained; stored as ``streams.json`` beside the weights.
 
     ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in eq. 3 (0: identity).
-    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (000 H.2), on the linears of the MSA layers.
+    ``adapter_rank``: rank R_s of the stream adapters in lossless mode, on the linears of the MSA layers (appendix
+    H.2 of *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*).
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
     """
 
@@ -192,31 +193,10 @@ def to_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place.
-
-    Stricter than ``json.loads``: a key that stands twice in an object is an error, because readers differ in which
-    of the two they take.
-    """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(f"{path}: key {key[:60]!r} stands twice in one object")
-            found[key] = value
-        return found
-
+    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place. See ``strict_json``."""
     try:
-        return json.loads(path.read_text("utf-8"), object_pairs_hook=once)
+        return strict_json.parse(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ConfigError(f"{path}: not JSON this tool can use ({error})") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: JSON is nested too deeply") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

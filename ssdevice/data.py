@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ssdevice import strict_json
 from ssdevice.errors import InputError
 
 MAX_LINE_BYTES = 16 << 20
@@ -123,18 +123,7 @@ def _open(path: Path, zipped: bool) -> IO[bytes]:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            raise InputError(f"{where}: a key stands twice in one object")
-        return fields
-
-    try:
-        value = json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg}, column {error.colno}): {text.strip()[:60]!r}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or deep nesting
-        raise InputError(f"{where}: JSON that cannot be read ({error})") from error
+    value = strict_json.parse(text, where, InputError)
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

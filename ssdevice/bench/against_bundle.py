@@ -18,7 +18,6 @@ from ssdevice.bench.equality import (
     MARGIN_PROMPTS,
     Comparison,
     Difference,
-    Report,
     answer,
     first_difference,
     led,
@@ -26,6 +25,7 @@ from ssdevice.bench.equality import (
 from ssdevice.bundle.manifest import Manifest, Precision
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
+from ssdevice.progress import Report
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, plain, plain_step
 

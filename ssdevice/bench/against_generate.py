@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ssdevice.model.loading import load_hf, resolve_folder
+from ssdevice.progress import Report
 
 TIE = 1e-3
 """In float32, two tokens whose logits are at most this far apart may change places."""
-Report = Callable[[str, int, int, str], None]
 
 
 @dataclass

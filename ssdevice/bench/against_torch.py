@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ from ssdevice.errors import InputError
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, within
+from ssdevice.progress import Report
 
 # The reference rounds at other places than a quantized graph. Margins: of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
 TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0}
-Report = Callable[[str, int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ceiling of the precision. Anything else is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
+from ssdevice.progress import Report
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
@@ -39,7 +40,6 @@ CEILINGS = {
 }
 """Largest change of a logit between arms, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
-Report = Callable[[str, int, int, str], None]
 
 
 class ShowsLogits(Protocol):

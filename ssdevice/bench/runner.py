@@ -11,12 +11,12 @@ from ssdevice.bench.statistics import Interval, Spread, speedup, spread
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.progress import Report
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.session import Session
 
 SPECULATIVE = "speculative"
 WARM_UP_PROMPTS = 2
-Report = Callable[[str, int, int, str], None]
 
 
 @dataclass(frozen=True)

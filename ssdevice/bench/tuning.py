@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from ssdevice.acceptance import MISS, count_paths, tokens_per_step
 from ssdevice.bench.equality import answer, planter
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
+from ssdevice.progress import Report
+from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import plain, plain_step, prefill
@@ -20,7 +21,6 @@ from ssdevice.tree import Tree
 
 TIMED_STEPS = 40
 TIMED_PROMPT = 32
-Report = Callable[[str, int, int, str], None]
 
 
 @dataclass(frozen=True)

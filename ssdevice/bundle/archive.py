@@ -1,20 +1,20 @@
 """Bundles as one file: an uncompressed zip whose entries begin at multiples of 4096 bytes, the manifest first.
 
-Any unzip program opens a ``.ssb``; here it is read with a parser of its own that takes one spelling of the format only:
-stored entries, back to back from the first byte to the central directory, nothing before, between or after. So entries
-cannot overlap, be larger than they say, or look otherwise to another program. The alignment lets a reader map weights
-without unpacking.
+Any unzip program opens a ``.ssb``; here only one spelling of the format is read: stored entries, back to back from the
+first byte to the central directory, nothing before, between or after. So entries cannot overlap, be larger than they
+say, or look otherwise to another program. The alignment lets a reader map weights without unpacking.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ssdevice.bundle.folder import OWN_FILES, PACKED_SUFFIX, Bundle, check_listing, check_out
 from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, SIGNATURE_FILE, repeated_name, stream_sha256
@@ -26,15 +26,13 @@ from ssdevice.errors import BundleError, InputError
 ALIGNMENT = 4096
 ZIP64_FROM = 1 << 30
 _LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
 _PADDING = struct.Struct("<3H")
+_ZIP64 = struct.Struct("<2H2Q")
 _PADDING_ID, _ZIP64_ID = 0xD935, 1
 _UTF8_NAME = 0x800
 _MAX_DIRECTORY = MAX_FILES * 512
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_FULL32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -166,112 +164,69 @@ def _content(stream: IO[bytes], entry: Entry) -> bytes:
     return stream.read(entry.size)
 
 
+class _File(io.FileIO):
+    """A file of which no more is read at once than a central directory may have: zipfile believes its end record."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"a directory of {size} bytes")
+        return super().read(_MAX_DIRECTORY if size is None or size < 0 else size) or b""
+
+
 def read_entries(stream: IO[bytes], packed: Path) -> list[Entry]:
     """The entries of a ``.ssb`` in order; raises BundleError unless they fill it exactly."""
-    count, directory, size = _end(stream, packed)
-    if count > MAX_FILES + len(OWN_FILES) or size > _MAX_DIRECTORY:
-        raise BundleError(f"{packed}: {count} entries, at most {MAX_FILES} are allowed")
-    stream.seek(directory)
-    table = stream.read(size)
+    length = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, length - _END.size))
+    end = stream.read(_END.size)
+    if not end.startswith(b"PK\x05\x06") or len(end) != _END.size or _END.unpack(end)[-1]:
+        raise BundleError(f"{packed}: not a packed bundle, or cut short: no end record in its last {_END.size} bytes")
+    try:
+        with _File(stream.fileno(), closefd=False) as file, zipfile.ZipFile(file) as archive:
+            found, directory = archive.infolist(), archive.start_dir
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, struct.error) as error:
+        raise BundleError(f"{packed}: its directory is damaged ({error})") from error
+    if len(found) > MAX_FILES + len(OWN_FILES):
+        raise BundleError(f"{packed}: {len(found)} entries, at most {MAX_FILES} are allowed")
     entries: list[Entry] = []
-    at, expected = 0, 0
-    for _ in range(count):
-        entry, at = _entry(stream, packed, table, at)
-        if entry.header != expected:
-            raise BundleError(
-                f"{packed}: {entry.name!r} begins at byte {entry.header}, the one before ends at {expected}"
-            )
-        expected = entry.data + entry.size
-        if expected > directory:
-            raise BundleError(f"{packed}: {entry.name!r} says it has {entry.size} bytes, more than there are")
-        entries.append(entry)
-    if at != size or expected != directory:
-        raise BundleError(f"{packed}: there are bytes that belong to no entry")
+    at = 0
+    for info in found:
+        if info.header_offset != at:
+            shown = ascii(info.orig_filename[:100])
+            raise BundleError(f"{packed}: {shown} begins at byte {info.header_offset}, the one before ends at {at}")
+        entries.append(_entry(stream, packed, info))
+        at = entries[-1].data + entries[-1].size
+        if at > directory:
+            raise BundleError(f"{packed}: {info.orig_filename[:100]!a} reaches into the directory")
+    if at != directory:
+        raise BundleError(f"{packed}: its entries end at byte {at}, its directory begins at {directory}")
     twice = repeated_name(entry.name.lower() for entry in entries)
     if twice:
         raise BundleError(f"{packed}: {twice!r} stands twice")
     return entries
 
 
-def _end(stream: IO[bytes], packed: Path) -> tuple[int, int, int]:
-    """Entries, and where the central directory begins and how long it is: it reaches to the end records."""
-    length = stream.seek(0, os.SEEK_END)
-    where = length - _END.size
-    head = _unpack_at(stream, packed, _END, where)
-    mark, disk, disks, here, count, size, directory, comment = head
-    if mark != b"PK\x05\x06" or comment or disk or disks or here != count:
-        raise BundleError(f"{packed}: not a packed bundle, or cut short: no end record in its last {_END.size} bytes")
-    # Records for large archives stand before it; it then repeats their values, or is full where they do not fit.
-    if directory + size != where:
-        short = count, size, directory
-        where -= _END64_LOCATOR.size
-        mark, disk, offset, disks = _unpack_at(stream, packed, _END64_LOCATOR, where)
-        where -= _END64.size
-        if mark != b"PK\x06\x07" or disk or disks != 1 or offset != where:
-            raise BundleError(f"{packed}: its directory is not where its end record says")
-        mark, _, _, _, disk, disks, here, count, size, directory = _unpack_at(stream, packed, _END64, where)
-        full = min(count, _FULL16), min(size, _FULL32), min(directory, _FULL32)
-        if mark != b"PK\x06\x06" or disk or disks or here != count or short != full:
-            raise BundleError(f"{packed}: its zip64 end record is damaged")
-    if directory + size != where:
-        raise BundleError(
-            f"{packed}: its directory is said to be {size} bytes at {directory}, which is not where it is"
-        )
-    return count, directory, size
-
-
-def _entry(stream: IO[bytes], packed: Path, table: bytes, at: int) -> tuple[Entry, int]:
-    """The entry whose record stands at ``at`` in the directory, checked against its local header, and the next."""
-    if at + _CENTRAL.size > len(table):
-        raise BundleError(f"{packed}: its directory is cut short")
-    head = _CENTRAL.unpack_from(table, at)
-    (mark, _, _, flags, method, _, _, _, stored, size, name_len, extra_len, comment, disk, _, mode, header) = head
-    at += _CENTRAL.size
-    raw_name, extra = table[at : at + name_len], table[at + name_len : at + name_len + extra_len]
-    at += name_len + extra_len
-    name = ascii(raw_name[:100].decode("utf-8", "replace"))
-    if mark != b"PK\x01\x02" or at > len(table) or comment or disk:
-        raise BundleError(f"{packed}: its directory is damaged at {name}")
-    if method != zipfile.ZIP_STORED or flags & ~_UTF8_NAME:
-        raise BundleError(f"{packed}: {name} is compressed or encrypted; a packed bundle stores its files as they are")
-    kind = stat.S_IFMT(mode >> 16)
-    if kind not in (0, stat.S_IFREG) or raw_name.endswith(b"/"):
-        raise BundleError(f"{packed}: {name} is a link or a folder, not a plain file")
-    stored, size, header = _zip64(packed, name, extra, stored, size, header)
-    local = _unpack_at(stream, packed, _LOCAL, header)
-    same = local[0] == b"PK\x03\x04" and local[2:4] == (flags, method) and local[9] == name_len
-    same = same and stream.read(name_len) == raw_name
-    local_extra = stream.read(local[10])
-    sizes = _zip64(packed, name, local_extra, local[7], local[8])
-    if not same or sizes != (stored, size) or stored != size or size > MAX_FILE_BYTES:
-        raise BundleError(f"{packed}: {name} is described in two ways: its name or size differ")
-    data = header + _LOCAL.size + name_len + local[10]
-    return Entry(raw_name.decode("ascii", "replace"), size, header, data), at
-
-
-def _zip64(packed: Path, name: str, extra: bytes, stored: int, size: int, *header: int) -> tuple[int, ...]:
-    """Sizes, and the offset of the header if given, with those too large for 32 bits taken from the extra field."""
-    wide = b""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == _ZIP64_ID:
-            wide = extra[at + 4 : at + 4 + length]
-        at += 4 + length
-    values = [size, stored, *header]  # the order they stand in there
-    for i, value in enumerate(values):
-        if value == _FULL32:
-            if len(wide) < 8:
-                raise BundleError(f"{packed}: {name} has no size")
-            values[i], wide = int.from_bytes(wide[:8], "little"), wide[8:]
-    return (values[1], values[0], *values[2:])
-
-
-def _unpack_at(stream: IO[bytes], packed: Path, form: struct.Struct, at: int) -> tuple[Any, ...]:
-    if not 0 <= at <= MAX_FILE_BYTES:  # what no file system can seek to, too
-        raise BundleError(f"{packed}: not a packed bundle: nothing can stand at byte {at}")
-    stream.seek(at)
-    data = stream.read(form.size)
-    if len(data) != form.size:
-        raise BundleError(f"{packed}: cut short at byte {at}")
-    return form.unpack(data)
+def _entry(stream: IO[bytes], packed: Path, info: zipfile.ZipInfo) -> Entry:
+    """An entry as the directory has it, checked against its local header."""
+    shown = ascii(info.orig_filename[:100])
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
+        raise BundleError(f"{packed}: {shown} is compressed or encrypted; a packed bundle stores its files as they are")
+    if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG) or info.orig_filename.endswith("/"):
+        raise BundleError(f"{packed}: {shown} is a link or a folder, not a plain file")
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8_NAME else "cp437")
+    stream.seek(info.header_offset)
+    head = stream.read(_LOCAL.size)
+    local = _LOCAL.unpack(head) if len(head) == _LOCAL.size else (b"",) * 11
+    same = local[0] == b"PK\x03\x04" and local[2:4] == (info.flag_bits, zipfile.ZIP_STORED) and local[9] == len(name)
+    extra = b""
+    if same:
+        same = stream.read(local[9]) == name
+        extra = stream.read(local[10])
+        sizes = local[7:9]
+        if sizes == (_FULL32, _FULL32) and len(extra) >= _ZIP64.size:
+            kind, _, *wide = _ZIP64.unpack(extra[-_ZIP64.size :])  # behind the padding
+            sizes = tuple(wide) if kind == _ZIP64_ID else sizes
+        same = same and sizes == (info.file_size, info.compress_size)
+    if not same or info.file_size != info.compress_size or info.file_size > MAX_FILE_BYTES or info.comment:
+        raise BundleError(f"{packed}: {shown} is described in two ways: its name or size differ")
+    data = info.header_offset + _LOCAL.size + len(name) + len(extra)
+    return Entry(info.orig_filename, info.file_size, info.header_offset, data)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ssdevice import strict_json
 from ssdevice.errors import BundleError, ConfigError
 
 MANIFEST_FILE = "manifest.json"
@@ -94,28 +95,12 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(pairs) != len(dict(pairs)):
-            raise BundleError(f"{where}: key {(repeated_name(key for key, _ in pairs) or '')[:60]!r} stands twice")
-        return dict(pairs)
-
+    value = strict_json.parse(data, where, BundleError, MAX_JSON_DEPTH)
     try:
-        text = data.decode("utf-8")
-        # Before the parser, which recurses.
-        depth = 0
-        for found in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', text, re.DOTALL):
-            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-            if depth > MAX_JSON_DEPTH:
-                raise BundleError(f"{where}: nested deeper than {MAX_JSON_DEPTH} levels")
-        value = json.loads(text, object_pairs_hook=once)
         # Lone surrogates and numbers that are not finite pass the parser but cannot be written again.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BundleError(f"{where}: not UTF-8 text (byte {error.start})") from None
     except UnicodeEncodeError:
         raise BundleError(f"{where}: a text has half a surrogate pair") from None
-    except json.JSONDecodeError as error:
-        raise BundleError(f"{where}: not JSON (line {error.lineno}: {error.msg})") from None
     except ValueError as error:
         raise BundleError(f"{where}: not JSON this tool can use ({error})") from None
     if not isinstance(value, dict):

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.commands import economics
 from ssdevice.commands.export import ADAPTER_QUANTS
 from ssdevice.commands.opening import add_signature, open_bundle
 from ssdevice.errors import InputError
@@ -68,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     removing.add_argument("app", metavar="NAME", help="the app to remove")
     removing.add_argument("--default", metavar="NAME", help="the app that takes its place, if it is the default one")
 
-    economics.add_arguments(action("economics", "count what one more app costs on a base, by method"))
-
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
@@ -79,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     """Do what the action says; nothing is changed if it cannot be done whole."""
     said = {
         "list": _list, "pack": _pack, "unpack": _unpack, "sign": _sign, "check": _check, "add-app": _add_app,
-        "remove-app": _remove_app, "economics": economics.run,
+        "remove-app": _remove_app,
     }[args.action](args)  # fmt: skip
-    if not args.quiet or args.action in ("list", "economics"):
+    if not args.quiet or args.action == "list":
         print(said)
     return 0
 

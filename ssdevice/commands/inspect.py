@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.config import Target
 from ssdevice.mil.description import describe_package, print_package
 from ssdevice.runtime.executorch.description import describe_delegates, describe_program, print_program
-from ssdevice.runtime.executorch.time_report import check_timed, describe_times, print_times
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -24,34 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--time", action="store_true", help="ExecuTorch: run it, and show what delegates and portable operators take"
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of --time (default: 1)")
-    parser.add_argument(
-        "--committed", type=int, metavar="N", help="tokens in the cache of --time (default: half of the context)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
     from ssdevice.bundle.folder import Bundle
 
-    bundle = Bundle.open(args.bundle)
-    if args.time:
-        check_timed(bundle)
-    found = describe(bundle)
-    if args.time:
-        from ssdevice.commands.progress import Progress
-
-        with Progress(args.quiet) as progress:
-            found["times"] = describe_times(bundle, args.threads, args.committed, progress.report)
+    found = describe(Bundle.open(args.bundle))
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         _print(found)
-    if args.time and not args.quiet and not all(one["valid"] for one in found["times"]["methods"].values()):
-        print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 
@@ -167,8 +148,6 @@ def _print(found: dict[str, Any]) -> None:
         print_package(console, found["package"], _size)
     if "methods" in found:
         print_program(console, found["methods"])
-    if "times" in found:
-        print_times(console, found["times"])
 
 
 def _size(count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdevice.acceptance import count_paths, tokens_per_step
 from ssdevice.config import Mode, Schedule
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -20,16 +18,17 @@ from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, 
 from ssdevice.model.lora import merge_lora, open_lora
 from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel
+from ssdevice.progress import Report
+from ssdevice.ranks import count_paths, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.acceptance import stream_ranks
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 from ssdevice.train.distill import own_completions
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.options import Objective, TrainOptions
+from ssdevice.train.ranks import stream_ranks
 from ssdevice.tree import Tree
 
-Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, total, detail)."""
 TREE_SIZES = (5, 8, 12, 16)
 TREE_WIDTH = 8

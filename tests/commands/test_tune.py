@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.acceptance import tokens_per_step
 from ssdevice.bench.equality import answer
 from ssdevice.bench.tuning import Cost, choices, interpolate, observe
 from ssdevice.config import Schedule
 from ssdevice.errors import InputError
+from ssdevice.ranks import tokens_per_step
 from ssdevice.runtime.loop import speculative
 from ssdevice.tree import Tree
 from tests.commands.test_run import call

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ssdevice.acceptance import MISS
 from ssdevice.model.step import StreamModel
+from ssdevice.ranks import MISS
 from ssdevice.train.batches import Sample, collate
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows, targets
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssdevice.acceptance import MISS, count_paths, tokens_per_step
 from ssdevice.config import Schedule
 from ssdevice.model.reference import Reference
-from ssdevice.train.acceptance import stream_ranks
+from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.train.batches import Sample
+from ssdevice.train.ranks import stream_ranks
 from ssdevice.tree import Tree
 from tests.train.test_loss import GAMMA, tiny_model
 

@@ -1,0 +1,45 @@
+"""JSON that every reader takes alike: no key twice, no number or depth that some readers refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ssdevice.errors import ConfigError, SSDeviceError
+
+_STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigError, depth: int | None = None) -> Any:
+    """The value in a JSON text, UTF-8 if it is bytes; ``depth``: levels of lists and objects it may have.
+
+    Raises ``error`` in one line that begins with ``where``.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise error(f"{where}: key {key[:60]!r} stands twice in one object")
+            found[key] = value
+        return found
+
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        if depth is not None:  # before the parser, which recurses
+            level = 0
+            for found in _STRINGS_AND_BRACKETS.finditer(text):
+                level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+                if level > depth:
+                    raise error(f"{where}: nested deeper than {depth} levels")
+        return json.loads(text, object_pairs_hook=once)
+    except UnicodeDecodeError as problem:
+        raise error(f"{where}: not UTF-8 text (byte {problem.start})") from problem
+    except json.JSONDecodeError as problem:
+        place = f"line {problem.lineno}, column {problem.colno}"
+        raise error(f"{where}: not JSON ({place}: {problem.msg}): {problem.doc.strip()[:60]!r}") from problem
+    except ValueError as problem:  # an integer of more digits than Python converts
+        raise error(f"{where}: not JSON this tool can use ({problem})") from problem
+    except RecursionError as problem:
+        raise error(f"{where}: JSON is nested too deeply") from problem
