@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -28,15 +27,11 @@ def loaded_by(repository: Path, code: str) -> set[str]:
 
 @pytest.mark.parametrize("name", CORE)
 def test_import_loads_no_framework(repository: Path, name: str) -> None:
-    if importlib.util.find_spec(f"ssdevice.{name}") is None:
-        pytest.skip(f"ssdevice.{name} is not part of this tree")
     assert not loaded_by(repository, f"import ssdevice.{name}") & set(HEAVY)
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_loads_no_framework(repository: Path, command: str | None) -> None:
-    if command and importlib.util.find_spec(f"ssdevice.commands.{command}") is None:
-        pytest.skip(f"ssdevice.commands.{command} is not part of this tree")
     code = f"""
 from ssdevice.cli import main
 try:
