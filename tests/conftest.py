@@ -29,6 +29,16 @@ settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+FIRST = ("export", "fuzz", "soak", "train")
+"""Folders whose tests take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that the processes of a run end together."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in FIRST)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the source tree."""
