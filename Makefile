@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # A step of its own: a CPU build is taken where the index offers one, before any other package asks for torch.
 TORCH  ?= torch==2.13.0
+# Processes of make test, each on one thread. JOBS=0: a single one, which a debugger needs.
+JOBS   ?= 2
 # For bench: a bundle, rows to decode, where the numbers go.
 BUNDLE ?=
 DATA   ?=
@@ -19,7 +21,7 @@ demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, hypothesis without deadlines."""
+"""What all tests share: one thread, no network, hypothesis without deadlines, no skips under CI but those allowed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+from tests import once  # noqa: E402
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: E402, F401
 
 # Timing is never asserted: a loaded machine must not fail a test. CI draws the same examples every time.
 settings.register_profile("local", deadline=None, max_examples=60)
@@ -25,7 +29,25 @@ settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+FIRST = ("export", "fuzz", "soak", "train")
+"""Folders whose tests take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that the processes of a run end together."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in FIRST)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the source tree."""
     return Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder for what is made once a run, in the process that starts the others."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="ssdevice-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[once.VARIABLE] = folder.name

@@ -1,4 +1,4 @@
-"""The published JSON Schema says of a manifest what its dataclasses say; ``python tests/bundle/test_schema.py``
+"""The published JSON Schema says of a manifest what its dataclasses say; ``python -m tests.bundle.test_schema``
 writes it anew."""
 
 from __future__ import annotations

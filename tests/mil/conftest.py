@@ -1,4 +1,4 @@
-"""Conversions are the slow part: each is made once a session."""
+"""Conversions are the slow part: each is made once a run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import made_once
+
 Conversions = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="session")
-def conversions(tmp_path_factory: pytest.TempPathFactory) -> Conversions:
+def conversions() -> Conversions:
     """``conversions(write, route)``: the path of that decoder's package; see decoder.py for the words."""
-    made: dict[tuple[str, str], Path] = {}
 
     def convert(write: str, route: str) -> Path:
         from tests.mil import decoder
 
-        if (write, route) not in made:
-            path = tmp_path_factory.mktemp("decoder") / f"{write}_{route}.mlpackage"
-            decoder.convert(decoder.Decoder(write, item=route == decoder.EXPORT), route, path)
-            made[write, route] = path
-        return made[write, route]
+        def make(out: Path) -> None:
+            decoder.convert(decoder.Decoder(write, item=route == decoder.EXPORT), route, out)
+
+        return made_once(f"mil/{write}_{route}.mlpackage", make)
 
     return convert

@@ -84,11 +84,9 @@ def test_a_length_beyond_the_cache_is_not_clamped(converted: Converted) -> None:
         program.run("main", {"tokens": tokens, "length": np.array([CAPACITY - 1], np.int32)}, program.make_state())
 
 
+@pytest.mark.parametrize("converted", [route for route in ROUTES if route[0] == SLICE], indirect=True, ids="-".join)
 def test_a_reused_state_is_written_in_place(converted: Converted) -> None:
-    model, package = converted
-    if model.write != SLICE:
-        pytest.skip("only a slice is written in place")
-    program = Program(package)
+    program = Program(converted[1])
     state = program.make_state()
     buffer = state.arrays["keys"]
     program.run("main", {"tokens": steps()[0][0], "length": np.array([0], np.int32)}, state)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import StreamConfig, Target
 from ssdevice.tree import Tree
+from tests.once import made_once
 from tests.runtime.scripted import TEMPLATE, make_tokenizer
 
 APP = "letters"
@@ -18,23 +18,15 @@ CONTEXT, CHUNK = 96, 8
 
 
 @cache
-def folder() -> Path:
-    """Where all of it lies until the process ends."""
-    made = tempfile.TemporaryDirectory(prefix="ssdevice-tiny-")
-    _kept.append(made)
-    return Path(made.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
-
-
-@cache
 def base_folder() -> Path:
     """A Hugging Face folder: two layers, a window of 24 tokens, one token a character."""
+    return made_once("tiny/base", _write_base)
+
+
+def _write_base(out: Path) -> None:
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 
-    out = folder() / "base"
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = MistralConfig(
@@ -46,44 +38,50 @@ def base_folder() -> Path:
     (out / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
     (out / "chat_template.jinja").write_text(TEMPLATE)
     (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return out
 
 
 @cache
 def adapter_folder() -> Path:
     """Streams that draft at random."""
+    return made_once("tiny/adapter", _write_adapter)
+
+
+def _write_adapter(out: Path) -> None:
     import torch
     from transformers import AutoConfig
 
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
     from ssdevice.model.loading import build, load_hf
 
-    out = folder() / "adapter"
     config = StreamConfig(gamma=3, msa_layers=1, lora_rank=0)
     streams = build(load_hf(base_folder()), config, CONTEXT).streams
     assert streams is not None
+    torch.manual_seed(1)
     with torch.no_grad():
         for value in streams.parameters():
             value.copy_(torch.randn_like(value))
     identity = BaseIdentity.of(base_folder(), AutoConfig.from_pretrained(base_folder()))
     write_streams(out, streams, AdapterSettings(APP, config, identity, "Go on.", {}))
-    return out
 
 
 @cache
 def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
     """The bundle in a precision; without streams it has plain decoding alone."""
-    from ssdevice.export.plan import ExportOptions, Quant
-    from ssdevice.export.stages import export_bundle
 
-    options = ExportOptions(
-        model=str(base_folder()),
-        target=Target.ONNX,
-        quant=Quant(quant),
-        out=folder() / f"bundle-{quant}-{streams}",
-        adapters=((APP, adapter_folder()),) if streams else (),
-        tree=TREE if streams else None,
-        context=CONTEXT,
-        chunk=CHUNK,
-    )
-    return export_bundle(options, lambda *_: None)
+    def export(out: Path) -> None:
+        from ssdevice.export.plan import ExportOptions, Quant
+        from ssdevice.export.stages import export_bundle
+
+        options = ExportOptions(
+            model=str(base_folder()),
+            target=Target.ONNX,
+            quant=Quant(quant),
+            out=out,
+            adapters=((APP, adapter_folder()),) if streams else (),
+            tree=TREE if streams else None,
+            context=CONTEXT,
+            chunk=CHUNK,
+        )
+        export_bundle(options, lambda *_: None)
+
+    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}", export))

@@ -1,8 +1,10 @@
-"""What is asked, and what a fresh process answers: one process a question, so that nothing was asked before."""
+"""What is asked, and what a fresh process answers: one process a question, so that nothing was asked before.
+
+The processes are forks of one that has imported the runtime and opened nothing: an import costs more than an answer.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -11,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ssdevice.runtime.session import Session
@@ -42,22 +44,24 @@ class Answer:
 def fresh_answers(
     folders: dict[str, Path], questions: Iterable[Question], processes: int = 1
 ) -> dict[Question, Answer]:
-    """What a new process answers to each question. ``folders``: the bundle with each app."""
+    """What a new process answers to each question, in ``processes`` rows; ``folders``: the bundle with each app."""
+    asked = list(dict.fromkeys(questions))
 
-    def ask(question: Question) -> tuple[Question, Answer]:
-        asked = json.dumps({**vars(question), "folder": str(folders[question.app])})
+    def ask(row: list[Question]) -> list[tuple[Question, Answer]]:
+        lines = [json.dumps({**vars(question), "folder": str(folders[question.app])}) for question in row]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.soak.questions", asked],
+            [sys.executable, "-m", "tests.soak.questions"], input="\n".join(lines),
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"a fresh process failed on {asked}: {done.stderr[-2000:]}")
-        told = json.loads(done.stdout)
-        return question, Answer(tuple(told["tokens"]), told["reason"])
+        told = [json.loads(line) for line in done.stdout.splitlines()]
+        if done.returncode or len(told) != len(row):
+            raise RuntimeError(f"a fresh process failed after {len(told)} of {lines}: {done.stderr[-2000:]}")
+        return [(q, Answer(tuple(a["tokens"]), a["reason"])) for q, a in zip(row, told, strict=True)]
 
     with ThreadPoolExecutor(processes) as pool:
-        return dict(pool.map(ask, dict.fromkeys(questions)))
+        rows = pool.map(ask, [asked[first::processes] for first in range(processes)])
+        return {question: answer for row in rows for question, answer in row}
 
 
 def open_app(folder: Path, app: str) -> Session:
@@ -70,11 +74,8 @@ def open_app(folder: Path, app: str) -> Session:
     return Session.open(bundle, app=app if app in known else None, threads=1)
 
 
-def main() -> None:
-    """Answer the question in the argument."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("question")
-    asked = json.loads(parser.parse_args().question)
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, and why they ended."""
     speculate = not asked["plain"]
     with open_app(Path(asked["folder"]), asked["app"]) as session:
         if asked["then"] is None:
@@ -82,7 +83,23 @@ def main() -> None:
         else:
             "".join(session.chat(asked["prompt"], max_tokens=MOST, speculate=speculate))
             "".join(session.chat(asked["then"], max_tokens=MOST, speculate=speculate))
-        print(json.dumps({"tokens": session.last.tokens, "reason": session.last.reason}))
+        return {"tokens": session.last.tokens, "reason": session.last.reason}
+
+
+def main() -> None:
+    """Answer the questions on standard input, one a line, each in a fork of this process; end at the first failure."""
+    import onnxruntime
+
+    import ssdevice.runtime.session
+
+    del onnxruntime, ssdevice  # wanted in memory only; neither starts a thread before a session opens
+    for line in sys.stdin.read().splitlines():
+        child = os.fork()
+        if not child:
+            print(json.dumps(answer(json.loads(line))), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

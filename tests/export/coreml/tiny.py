@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,12 @@ from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
 from tests.model.tiny import VOCAB, randomise, tiny_config
+from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [0, 0]])
 GEOMETRY = Geometry(
     layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=TREE.width, tree=TREE, context=24, chunk=5
 )
-
-
-@cache
-def folder() -> Path:
-    """Where packages lie until the process ends."""
-    made = tempfile.TemporaryDirectory(prefix="ssdevice-coreml-")
-    _kept.append(made)
-    return Path(made.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @cache
@@ -73,23 +62,27 @@ def package(
     per_channel: bool = False,
 ) -> Path:
     """The three functions merged."""
-    out = folder() / f"{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage"
-    parts = {name: part(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}
-    merge(parts, out, STEP)
-    return out
+
+    def make(out: Path) -> None:
+        parts = {name: part(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}
+        merge(parts, out, STEP)
+
+    return made_once(f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage", make)
 
 
 @cache
 def part(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Path:
     """One function as a package of its own."""
-    made = converted(name, mode, schedule, write)
-    weights = matrices(made.get_spec())
-    plan = plan_weights(weights, quant, per_channel, VOCAB)
-    assert plan.notes == ()
-    path = folder() / f"{name}-{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage"
-    with quiet():
-        compress(made, plan, {weight.name: weight.shape for weight in weights}).save(str(path))
-    return path
+
+    def make(out: Path) -> None:
+        made = converted(name, mode, schedule, write)
+        weights = matrices(made.get_spec())
+        plan = plan_weights(weights, quant, per_channel, VOCAB)
+        assert plan.notes == ()
+        with quiet():
+            compress(made, plan, {weight.name: weight.shape for weight in weights}).save(str(out))
+
+    return made_once(f"coreml/{name}-{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage", make)
 
 
 __all__ = ["FUNCTIONS", "GEOMETRY", "PLAIN", "PREFILL", "STEP", "TREE", "model", "package", "part"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
@@ -14,31 +13,24 @@ from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
 from ssdevice.tree import Tree
 from tests.export.models import write_adapter, write_base
+from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [1, 0]])
 CONTEXT, CHUNK = 24, 5
-_kept: list[tempfile.TemporaryDirectory[str]] = []
-
-
-@cache
-def folder() -> Path:
-    """Where all of it lies until the process ends."""
-    made = tempfile.TemporaryDirectory(prefix="ssdevice-executorch-")
-    _kept.append(made)
-    return Path(made.name)
 
 
 @cache
 def base() -> Path:
     """A llama of two layers."""
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    return write_base(folder() / "base", **sizes, initializer_range=0.3)
+    return made_once("executorch/base", lambda out: write_base(out, **sizes, initializer_range=0.3))
 
 
 @cache
 def adapter(mode: Mode) -> Path:
     """Two streams over its upper layer."""
-    return write_adapter(folder() / mode.value, base(), mode, gamma=2, msa_layers=1)
+    make = partial(write_adapter, base=base(), mode=mode, gamma=2, msa_layers=1)
+    return made_once(f"executorch/{mode}", make)
 
 
 def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOptions:
@@ -63,8 +55,10 @@ def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedu
 
 @cache
 def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
-    out = folder() / f"{quant}-{mode}-{schedule}"
-    return export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+    def export(out: Path) -> None:
+        export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+
+    return Bundle.open(made_once(f"executorch/{quant}-{mode}-{schedule}", export))
 
 
 def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:

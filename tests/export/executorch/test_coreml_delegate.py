@@ -31,6 +31,7 @@ from ssdevice.runtime.executorch.file import COREML, read_calls
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
+from tests.once import made_once
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)
@@ -42,8 +43,10 @@ def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOp
 
 @cache
 def bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
-    out = programs.folder() / f"coreml-{quant}-{mode}-{schedule}"
-    return export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+    def export(out: Path) -> None:
+        export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+
+    return Bundle.open(made_once(f"executorch/coreml-{quant}-{mode}-{schedule}", export))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from ssdevice.runtime.executorch.program import SET_ADAPTER, AdapterSlots
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 from tests.export.models import write_adapter, write_lora
+from tests.once import made_once
 
 PROMPT = "a b"
 SWITCH_SECONDS = 0.25
@@ -45,18 +46,22 @@ def adapters(mode: Mode) -> tuple[tuple[str, Path], ...]:
     """Two apps, in shared mode with LoRAs of rank 4 and 2."""
     made = []
     for name, rank in (("one", 4), ("two", 2)):
-        folder = write_adapter(programs.folder() / f"{mode}-{name}", programs.base(), mode, gamma=2, msa_layers=1)
-        if mode is Mode.SHARED:
-            write_lora(folder, programs.base(), rank=rank, seed=rank)
-        made.append((name, folder))
+
+        def write(out: Path, rank: int = rank) -> None:
+            write_adapter(out, programs.base(), mode, gamma=2, msa_layers=1)
+            if mode is Mode.SHARED:
+                write_lora(out, programs.base(), rank=rank, seed=rank)
+
+        made.append((name, made_once(f"executorch/{mode}-{name}", write)))
     return tuple(made)
 
 
 @cache
 def bundle(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
-    out = programs.folder() / f"slots-{mode}-{quant}-{schedule}"
-    options = replace(programs.options(quant, mode, schedule, out), adapters=adapters(mode))
-    return export_bundle(options, lambda *_: None)
+    def export(out: Path) -> None:
+        export_bundle(replace(programs.options(quant, mode, schedule, out), adapters=adapters(mode)), lambda *_: None)
+
+    return Bundle.open(made_once(f"executorch/slots-{mode}-{quant}-{schedule}", export))
 
 
 def engine(app: str, opened: Bundle | None = None) -> ExecutorchEngine:

@@ -187,12 +187,9 @@ def greedy(base: Path, adapter: Path, ids: Sequence[int], count: int) -> list[in
     return tokens[len(ids) :]
 
 
+@pytest.mark.parametrize("bundle", ["fp32"], indirect=True)  # PEFT does not quantize
 @pytest.mark.parametrize("kind", ["with_lora", "plain_lora"])
-def test_adapters_say_what_they_say_in_peft(
-    bundle: Bundle, copy: Path, base: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
-    if bundle.manifest.precision != "fp32":
-        pytest.skip("PEFT does not quantize")
+def test_adapters_say_what_they_say_in_peft(copy: Path, base: Path, kind: str, request: pytest.FixtureRequest) -> None:
     adapter = request.getfixturevalue(kind)
     assert main(["bundle", "add-app", str(copy), f"mine={adapter}", "--quiet"]) == 0
     with Session.open(copy, app="mine", threads=1) as session:
