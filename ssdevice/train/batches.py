@@ -43,7 +43,7 @@ def tokenize(
     """
     samples, dropped = [], 0
     for example in examples:
-        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction)
+        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
         ids = (*prompt, *tokenizer.completion_ids(example.completion or ""))
         if len(ids) > max_length:
             dropped += 1
