@@ -69,13 +69,12 @@ def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
 
 def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
     samples = [Sample(tuple(range(n + 2)), 1) for n in range(23)]
-    order = BatchOrder(samples, 4, seed=5, pad=0)
+    order = BatchOrder(samples, 4, seed=5)
     whole = order.from_position(0)
-    first = [next(whole).tokens for _ in range(15)]
-    resumed = BatchOrder(samples, 4, seed=5, pad=0).from_position(9)
-    for expected in first[9:]:
-        assert torch.equal(next(resumed).tokens, expected)
-    lengths = sorted(int(x) for _, b in zip(range(6), order.from_position(0), strict=False) for x in b.lengths)
+    first = [next(whole) for _ in range(15)]
+    resumed = BatchOrder(samples, 4, seed=5).from_position(9)
+    assert [next(resumed) for _ in first[9:]] == first[9:]
+    lengths = sorted(len(s.ids) for group in first[:6] for s in group)
     assert lengths == sorted(len(s.ids) for s in samples), "an epoch shows every sample once"
 
 
