@@ -128,12 +128,22 @@ class TorchDriver:
         def keep(_: object, __: object, logits: torch.Tensor) -> None:
             seen.append(logits.detach().reshape(-1, logits.shape[-1]).float().numpy())
 
-        hook = self.model.backbone.lm_head.register_forward_hook(keep)
+        def spread(_: object, __: object, logits: torch.Tensor) -> None:
+            """Drafts are compared by token id, so a draft vocabulary's logits go to their ids."""
+            assert self.model.streams is not None
+            everywhere = np.full((logits[0].shape[0], self.geometry.vocab), -np.inf, np.float32)
+            everywhere[:, self.model.streams.draft_ids.numpy()] = logits[0].detach().float().numpy()
+            seen.append(everywhere)
+
+        hooks = [self.model.backbone.lm_head.register_forward_hook(keep)]
+        if self.model.draft_head is not None:
+            hooks.append(self.model.draft_head.register_forward_hook(spread))
         try:
             with torch.no_grad():
                 out = call()
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         self.main = seen[0]
         self.streams = seen[1] if len(seen) > 1 else self.streams
         return out

@@ -19,6 +19,8 @@ from ssdevice.errors import ConfigError
 
 T = TypeVar("T")
 MAX_RANK = 1 << 14
+MIN_DRAFT_VOCABULARY = 16
+MAX_DRAFT_VOCABULARY = 1 << 20
 
 
 class Mode(StrEnum):
@@ -58,6 +60,7 @@ class StreamConfig:
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode, on the linears of the MSA layers (appendix
     H.2 of *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*).
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
+    ``draft_vocabulary``: how many tokens streams choose among (0: all); which ones is stored beside the weights.
     """
 
     mode: Mode = Mode.SHARED
@@ -67,6 +70,7 @@ class StreamConfig:
     adapter_rank: int = 8
     stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
     lora_rank: int = 32
+    draft_vocabulary: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.gamma <= 32:
@@ -77,6 +81,11 @@ class StreamConfig:
             # Bounded, because memory is taken by it before any weights are read.
             if not 0 <= getattr(self, name) <= MAX_RANK:
                 raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")
+        if self.draft_vocabulary and not MIN_DRAFT_VOCABULARY <= self.draft_vocabulary <= MAX_DRAFT_VOCABULARY:
+            raise ConfigError(
+                f"draft_vocabulary is {str(self.draft_vocabulary)[:30]}, expected 0 (all tokens) or "
+                f"{MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
+            )
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows learn")
 

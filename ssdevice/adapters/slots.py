@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, read_json
 from ssdevice.contract import TensorSpec
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, InputError
 
 LAYOUT_FILE = "slots.json"
 LAYOUT_ROLE = "slots"
@@ -123,6 +123,11 @@ class Variant:
         """The variant that an app needs, without graphs."""
         if streams is None:
             return cls(has_lora)
+        if streams.draft_vocabulary:
+            raise InputError(
+                f"streams that choose among {streams.draft_vocabulary} tokens cannot stand beside other apps yet: "
+                "export this app by itself, or train it with --draft-vocabulary 0"
+            )
         lossless = streams.mode is Mode.LOSSLESS
         return cls(
             lora=not lossless,

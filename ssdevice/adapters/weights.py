@@ -69,6 +69,7 @@ class AdapterWeights:
         settings = read_settings(folder) if has_streams else None
         if settings is not None and settings.streams.mode is Mode.LOSSLESS and has_lora:
             raise InputError(f"{folder}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
+        Variant.of(settings.streams if settings is not None else None, has_lora)  # refuses what slots cannot hold
         factors = _read_lora(folder) if has_lora else {}
         identifiers = None
         if has_streams:

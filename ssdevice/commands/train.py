@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command; defaults are the papers' recipe."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
-    add("--data", required=True, nargs="+", type=Path, metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
+    add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
     add("--app", required=True, metavar="NAME", help="name of the app")
     add("--out", required=True, type=Path, metavar="ADAPTER", help="adapter folder to write")
     add("--mode", choices=[m.value for m in Mode], default=Mode.SHARED.value, help="shared (default) or lossless")
@@ -24,6 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
     add("--init", type=Path, metavar="ADAPTER", help="go on from this adapter: ours, or a LoRA of PEFT without streams")
     add("--limit", type=int, default=0, metavar="N", help="use the first N rows only")
+    own = parser.add_argument_group("the model's own words")
+    add = own.add_argument
+    add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
+    add("--self-prompt", type=int, default=0, metavar="N",
+        help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
+    add("--temperature", type=float, default=1.0, help="of sampled prompts (default 1)")
+    add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
+    add("--answer-tokens", type=int, default=192, metavar="N", help="longest answer to them (default 192)")
     stream = parser.add_argument_group("streams")
     add = stream.add_argument
     add("--gamma", type=int, default=4, help="γ, number of streams (default 4)")
@@ -33,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-rank", type=int, default=8, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP], default=StreamMLP.BASE_ADAPTER.value,
         help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
+    add("--draft-vocabulary", type=int, metavar="N",
+        help="streams choose among the N most used tokens; 0: all (default 8192 of a large vocabulary)")  # fmt: skip
     recipe = parser.add_argument_group("recipe")
     add = recipe.add_argument
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
     add("--epochs", type=float, default=5.0, help="passes over the data (default 5)")
     add("--steps", type=int, default=0, help="optimizer steps instead of epochs")
-    add("--batch-size", type=int, default=32)
+    add("--batch-size", type=int, default=32, help="rows at a time in each process (default 32)")
     add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
     add("--warmup", type=int, default=50, metavar="STEPS")
@@ -48,9 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS", help="completion tokens whose streams run together")
-    add("--precision", choices=["bf16", "fp32"], default="bf16")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
+        help="of products; auto (default): bf16 where the hardware has it")  # fmt: skip
+    add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="in which the frozen base is held in memory")
+    add("--gradient-checkpointing", action="store_true", help="less memory for a third more time")
     add("--seed", type=int, default=0)
-    add("--self-distill", action="store_true", help="train on the model's own greedy completions")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
 
@@ -60,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch
 
-        from ssdevice.train.options import Objective, TrainOptions
+        from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
         from ssdevice.train.trainer import train
     except ModuleNotFoundError as error:
         raise MissingExtraError("train", error.name or "torch") from error
@@ -79,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
         stream_mlp=StreamMLP(args.stream_mlp),
         lora_rank=args.lora_rank if args.mode == Mode.SHARED.value else 0,
     )
+    own = None
+    if args.self_prompt:
+        own = SelfPrompt(args.self_prompt, args.temperature, args.top_p, args.answer_tokens)
     options = TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
@@ -86,10 +102,15 @@ def run(args: argparse.Namespace) -> int:
         accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
         alpha_main=args.alpha_main,
         alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
-        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
+        base_precision=args.base_precision, recompute=args.gradient_checkpointing,
+        draft_vocabulary=args.draft_vocabulary, self_prompt=own, seed=args.seed, self_distill=args.self_distill,
+        checkpoint_seconds=args.checkpoint_seconds,
     )  # fmt: skip
-    with Progress(args.quiet) as progress:
+    helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
+    with Progress(args.quiet or helper) as progress:
         result = train(options, progress.report)
+    if helper:
+        return 0
     if result is not None:
         summary = {
             "app": args.app,

@@ -20,7 +20,7 @@ from ssdevice.adapters.settings import (
 )
 from ssdevice.config import to_json
 from ssdevice.errors import InputError
-from ssdevice.model.streams import Streams
+from ssdevice.model.streams import Streams, check_draft_ids
 
 __all__ = [
     "PEFT_CONFIG",
@@ -36,9 +36,12 @@ __all__ = [
 
 
 def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> None:
-    """Write ``streams.safetensors`` (float32) and ``streams.json``."""
+    """Write ``streams.safetensors`` (float32; ids of the draft vocabulary int32) and ``streams.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().float().cpu().contiguous() for name, value in streams.state_dict().items()}
+    weights = {
+        name: (value.detach().float() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in streams.state_dict().items()
+    }
     save_file(weights, str(folder / WEIGHTS))
     text = json.dumps(to_json(settings), indent=2, ensure_ascii=False)
     (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
@@ -64,4 +67,12 @@ def load_streams(folder: Path, streams: Streams) -> None:
             raise InputError(f"{file}: unexpected tensor {name!r}")
         if not torch.isfinite(value).all():
             raise InputError(f"{file}: tensor {name!r} has values that are not finite")
+    if streams.config.draft_vocabulary:
+        ids = weights["draft_ids"]
+        if ids.dtype != torch.int32:
+            raise InputError(f"{file}: tensor 'draft_ids' is {ids.dtype}, expected int32")
+        try:
+            check_draft_ids(ids, streams.vocab)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from error
     streams.load_state_dict(weights)

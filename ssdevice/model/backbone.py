@@ -167,8 +167,21 @@ class Backbone(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
+        return self.logits(h, self.lm_head)
+
+    def head_rows(self, ids: Tensor) -> nn.Linear:
+        """The LM head of the tokens ``ids`` only, with frozen weights of its own."""
+        whole = self.lm_head
+        rows = nn.Linear(whole.in_features, len(ids), whole.bias is not None, device="meta")
+        rows.weight = nn.Parameter(whole.weight.detach()[ids].clone(), requires_grad=False)
+        if whole.bias is not None:
+            rows.bias = nn.Parameter(whole.bias.detach()[ids].clone(), requires_grad=False)
+        return rows
+
+    def logits(self, h: Tensor, head: nn.Module) -> Tensor:
+        """Logits ``[.., n]`` of final hidden states ``[.., D]`` by a ``head`` of n tokens."""
         config, family = self.config, self.family
-        logits: Tensor = self.lm_head(self.project_out(self.norm(h)))
+        logits: Tensor = head(self.project_out(self.norm(h)))
         if family.logit_scale is not None:
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:

@@ -95,14 +95,19 @@ class AdapterFolder:
     has_lora: bool
 
 
+def has_streams(folder: Path) -> bool:
+    """Whether an adapter folder brings streams of its own."""
+    return (folder / SETTINGS).is_file()
+
+
 def open_adapter(folder: Path, identity: BaseIdentity) -> AdapterFolder:
     """What an adapter folder holds, for this base; raises InputError."""
     if not folder.is_dir():
         raise InputError(f"adapter {folder}: no such folder")
-    has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
-    if not has_streams and not has_lora:
+    streams, has_lora = has_streams(folder), (folder / PEFT_CONFIG).is_file()
+    if not streams and not has_lora:
         raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
-    settings = read_settings(folder) if has_streams else None
+    settings = read_settings(folder) if streams else None
     if settings is not None:
         settings.base.check(identity, f"adapter {folder}")
         if settings.streams.mode is Mode.LOSSLESS and has_lora:
@@ -128,4 +133,5 @@ def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = N
     model = build(hf, config, context, gamma)
     if model.streams is not None and adapter is not None:
         load_streams(adapter, model.streams)
+        model.take_draft_rows()
     return LoadedModel(folder, identity, model.eval(), settings)

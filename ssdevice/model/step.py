@@ -60,6 +60,13 @@ class StreamModel(nn.Module):
         self.streams = streams
         self.gamma = gamma if streams is not None else 0
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
+        self.draft_head: nn.Linear | None = None
+        self.take_draft_rows()
+
+    def take_draft_rows(self) -> None:
+        """Take the LM head's rows of the draft vocabulary; to be called when that changed."""
+        if self.streams is not None and self.streams.config.draft_vocabulary:
+            self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
     def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
         """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``."""
@@ -108,7 +115,14 @@ class StreamModel(nn.Module):
 
     def best(self, s: Tensor, k: int) -> Tensor:
         """The k likeliest tokens of each stream ``[1, γ, D] -> [γ, k]``; only these rows meet the LM head."""
-        return top_k(self.backbone.head(s)[0], k)
+        best = top_k(self.draft_logits(s)[0], k)
+        if self.draft_head is None or self.streams is None:
+            return best
+        return self.streams.draft_ids.index_select(0, best.reshape(-1)).reshape(best.shape)
+
+    def draft_logits(self, s: Tensor) -> Tensor:
+        """Logits ``[.., V]`` of streams ``[.., D]``, or ``[.., n]`` with a draft vocabulary of n tokens."""
+        return self.backbone.head(s) if self.draft_head is None else self.backbone.logits(s, self.draft_head)
 
 
 class StepModule(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Mode, StreamConfig, StreamMLP
-from ssdevice.errors import UnsupportedModelError
+from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.backbone import Backbone
 
 
@@ -80,20 +80,33 @@ class StreamRowAdapter(nn.Module):
         return torch.cat([y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2)
 
 
+def check_draft_ids(ids: Tensor, vocab: int) -> None:
+    """Raise InputError unless ``ids`` are tokens of a vocabulary of ``vocab``, ascending, each once."""
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
+        raise InputError(f"the draft vocabulary of {len(ids)} tokens is not of ascending ids from 0 to {vocab - 1}")
+
+
 class Streams(nn.Module):
     """Stream identifier embeddings P, the transformation f and the stream adapters.
 
     Building it in lossless mode wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
-    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter, once.
+    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter, once. ``draft_ids [n] int32``: the tokens streams choose
+    among, ascending; only with ``config.draft_vocabulary``.
     """
+
+    draft_ids: Tensor
 
     def __init__(self, backbone: Backbone, config: StreamConfig) -> None:
         super().__init__()
         config.check_layers(backbone.num_layers)
         self.config = config
+        self.vocab = int(backbone.config.vocab_size)
         width = int(backbone.config.hidden_size)
         self.split = RowSplit()
         self.identifiers = nn.Parameter(torch.randn(config.gamma, width) * 0.02)
+        if config.draft_vocabulary:
+            check_draft_ids(torch.arange(config.draft_vocabulary), self.vocab)
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.adapters = nn.ModuleDict()
         self._rows: list[StreamRowAdapter] = []  # a plain list: they are modules of the layers, not of this one

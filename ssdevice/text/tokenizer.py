@@ -139,6 +139,24 @@ class ChatTokenizer:
             ids.pop()
         return ids
 
+    def user_opening(self, instruction: str | None = None) -> tuple[list[int], int]:
+        """Ids up to where the user's words begin (after an app's ``instruction``), and the token that ends them.
+
+        Raises ConfigError for a template that does not end a user's turn with a special token.
+        """
+        messages = [{"role": "user", "content": user_content(instruction, PROBE)}]
+        text = self._template.render(messages, add_generation_prompt=False)
+        opening, found, closing = text.rpartition(PROBE)
+        end = _first_special(self.tokenizer, closing) if found else None
+        if end is None:
+            raise ConfigError("the chat template does not end a user's turn with a special token")
+        return self.encode(opening), end
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Ids of special tokens."""
+        return {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+
     @cached_property
     def _head(self) -> tuple[str, list[int]]:
         head = self._template.render(PROMPT, add_generation_prompt=True)

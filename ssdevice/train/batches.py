@@ -33,6 +33,15 @@ class Batch:
     prompts: Tensor
     lengths: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        return Batch(self.tokens.to(device), self.prompts.to(device), self.lengths.to(device))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order the loss takes them."""
+        return self.tokens, self.prompts, self.lengths
+
 
 def tokenize(
     examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, max_length: int
@@ -43,7 +52,7 @@ def tokenize(
     """
     samples, dropped = [], 0
     for example in examples:
-        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction)
+        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
         ids = (*prompt, *tokenizer.completion_ids(example.completion or ""))
         if len(ids) > max_length:
             dropped += 1
@@ -63,16 +72,16 @@ class BatchOrder:
 
     POOL = 50
 
-    def __init__(self, samples: Sequence[Sample], size: int, seed: int, pad: int) -> None:
-        self.samples, self.size, self.seed, self.pad = samples, size, seed, pad
+    def __init__(self, samples: Sequence[Sample], size: int, seed: int) -> None:
+        self.samples, self.size, self.seed = samples, size, seed
         self.per_epoch = -(-len(samples) // size)
 
-    def from_position(self, position: int) -> Iterator[Batch]:
+    def from_position(self, position: int) -> Iterator[list[Sample]]:
         """Batches from number ``position`` on, without end."""
         epoch, offset = divmod(position, self.per_epoch)
         while True:
             for group in self._epoch(epoch)[offset:]:
-                yield collate([self.samples[i] for i in group], self.pad)
+                yield [self.samples[i] for i in group]
             epoch, offset = epoch + 1, 0
 
     def _epoch(self, epoch: int) -> list[list[int]]:

@@ -17,10 +17,9 @@ FOLDER = ".training"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``step``: optimizer steps done. ``fingerprint``: the options that must not change between runs."""
+    """``step``: optimizer steps done. ``history``: by step its number and the loss of each stream."""
 
     step: int
-    fingerprint: str
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
@@ -38,18 +37,22 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     os.replace(temporary, target)
 
 
-def load(folder: Path, fingerprint: str) -> Checkpoint | None:
-    """The checkpoint in ``folder``, if there is one; raises InputError if another run left it."""
-    target = folder / FOLDER / "checkpoint.pt"
-    if not target.is_file():
-        return None
-    found = Checkpoint(**torch.load(target, weights_only=True))
-    if found.fingerprint != fingerprint:
+def claim(folder: Path, fingerprint: str) -> None:
+    """Mark ``folder`` as this run's; raises InputError if another run was left unfinished there."""
+    file = folder / FOLDER / "run"
+    if file.is_file() and file.read_text("utf-8") != fingerprint:
         raise InputError(
             f"{folder} holds an unfinished run with other options or data; "
-            f"repeat its command to finish it, or delete {target.parent} to begin anew"
+            f"repeat its command to finish it, or delete {file.parent} to begin anew"
         )
-    return found
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(fingerprint, "utf-8")
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The checkpoint in ``folder``, if there is one."""
+    target = folder / FOLDER / "checkpoint.pt"
+    return Checkpoint(**torch.load(target, weights_only=True)) if target.is_file() else None
 
 
 def remove(folder: Path) -> None:

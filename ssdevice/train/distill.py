@@ -1,80 +1,101 @@
-"""The model's own greedy completions as training targets: in lossless mode streams must guess what *it* says."""
+"""What a model writes for training: its own greedy answers, and prompts of its own, in files that outlive a kill."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from ssdevice.model.backbone import Backbone
 from ssdevice.train.batches import Sample
+from ssdevice.train.decoding import decode
+from ssdevice.train.place import Place
+
+Key = int | tuple[int, ...]
+"""What an answer belongs to: the ids of its prompt, or the number of an attempt."""
+Progress = Callable[[int, int], None]
 
 
 def own_completions(
-    hf: Any,
+    place: Place,
+    backbone: Backbone,
     samples: Sequence[Sample],
     stop: Sequence[int],
-    pad: int,
-    max_new: int,
+    most: Sequence[int],
     store: Path,
-    progress: Callable[[int, int], None],
-    batch: int = 128,
+    progress: Progress,
 ) -> list[Sample]:
-    """Samples with their completions replaced by greedy ones of at most ``max_new`` tokens.
+    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each.
 
-    ``store``: JSON Lines of what was generated so far, in order; an interrupted run goes on from there. Prompts are
-    batched by length, padded on the left.
+    A prompt that occurs twice is answered once. ``store``: see ``written``.
     """
-    order = sorted(range(len(samples)), key=lambda i: samples[i].prompt)
+    prompts = [sample.ids[: sample.prompt] for sample in samples]
+    room = dict(zip(prompts, most, strict=True))
+
+    def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
+        todo = [key for key in keys if isinstance(key, tuple)]
+        return decode(backbone, todo, set(stop), [room[prompt] for prompt in todo])
+
+    found = written(place, store, prompts, write, progress)
+    return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
+
+
+def written(
+    place: Place,
+    store: Path,
+    keys: Sequence[Key],
+    write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]],
+    progress: Progress,
+) -> dict[Key, list[int]]:
+    """The ids for every key, from ``store`` where it has them, else as ``write`` makes them.
+
+    Each process writes its share to a file of its own beside the store, line by line; the first process puts them
+    together. Whatever a kill leaves is used by the next run, of any number of processes.
+    """
+    if place.main:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        _gather(store)
+    place.wait()
     done = _read(store)
-    store.parent.mkdir(parents=True, exist_ok=True)
-    with store.open("a", encoding="utf-8") as out:
-        for start in range(len(done), len(order), batch):
-            group = [samples[i].ids[: samples[i].prompt] for i in order[start : start + batch]]
-            completions = _generate(hf, group, stop, pad, max_new)
-            out.write("".join(json.dumps(c) + "\n" for c in completions))
-            out.flush()
-            done += completions
-            progress(len(done), len(order))
-    result: list[Sample] = list(samples)
-    for i, completion in zip(order, done, strict=False):
-        prompt = samples[i].ids[: samples[i].prompt]
-        result[i] = Sample((*prompt, *completion), len(prompt))
-    return result
+    missing = place.share([key for key in dict.fromkeys(keys) if key not in done])
+    if missing:
+        with place.autocast(), _part(store, place.rank).open("a", encoding="utf-8") as out:
+            for count, (i, ids) in enumerate(write(missing), 1):
+                out.write(json.dumps({"of": missing[i], "ids": ids}) + "\n")
+                out.flush()
+                progress(count, len(missing))
+    place.wait()
+    if place.main:
+        _gather(store)
+    place.wait()
+    return _read(store)
 
 
-@torch.no_grad()
-def _generate(
-    hf: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], pad: int, max_new: int
-) -> list[list[int]]:
-    width = max(map(len, prompts))
-    tokens = torch.full((len(prompts), width), pad, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-    seen = torch.arange(width) >= width - torch.tensor([len(p) for p in prompts])[:, None]
-    out = hf.generate(
-        tokens,
-        attention_mask=seen.long(),
-        max_new_tokens=max_new,
-        do_sample=False,
-        eos_token_id=list(stop),
-        pad_token_id=pad,
-    )
-    completions = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in stop), len(row))
-        completions.append(row[:end])
-    return completions
+def _part(store: Path, rank: int) -> Path:
+    return store.with_name(f"{store.stem}.{rank}.part")
 
 
-def _read(store: Path) -> list[list[int]]:
-    """What a former run finished; a line cut by a kill is dropped."""
-    if not store.is_file():
-        return []
-    text = store.read_text("utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        store.write_text(whole, "utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+def _gather(store: Path) -> None:
+    """Put the processes' files into the store, each line once; then they go."""
+    parts = sorted(store.parent.glob(f"{store.stem}.*.part"))
+    if not parts:
+        return
+    whole = _read(store)
+    for part in parts:
+        whole |= _read(part)
+    temporary = store.with_suffix(".tmp")
+    lines = (json.dumps({"of": key, "ids": ids}) + "\n" for key, ids in whole.items())
+    temporary.write_text("".join(lines), "utf-8")
+    os.replace(temporary, store)
+    for part in parts:
+        part.unlink()
+
+
+def _read(file: Path) -> dict[Key, list[int]]:
+    """What a file holds; a line cut by a kill is dropped."""
+    if not file.is_file():
+        return {}
+    text = file.read_text("utf-8")
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return {tuple(row["of"]) if isinstance(row["of"], list) else row["of"]: row["ids"] for row in rows}

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ssdevice.model.attention import KeyValue
+from ssdevice.model.backbone import Rope
 from ssdevice.model.step import Masks, StreamModel
 from ssdevice.model.visibility import additive, stream_positions, within
 
@@ -34,37 +35,64 @@ class StreamingLoss(nn.Module):
     """``forward(tokens, prompts, lengths)`` gives the weighted loss and the mean loss of each stream ``[1 + γ]``.
 
     ``segment``: completion tokens whose streams run together. Losses are means over the predicted tokens of their
-    stream, in nats. Main rows are run without gradients when nothing in them learns (α0 = 0).
+    stream, in nats; tokens outside the draft vocabulary are not predicted by streams. Main rows are run without
+    gradients when nothing in them learns (α0 = 0). ``recompute``: keep one hidden state a layer for the backward pass
+    and compute the rest again.
     """
 
-    def __init__(self, model: StreamModel, weights: LossWeights, segment: int = 64) -> None:
-        super().__init__()
-        self.model, self.weights, self.segment = model, weights, segment
+    place: Tensor
 
-    def forward(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch."""
+    def __init__(self, model: StreamModel, weights: LossWeights, segment: int = 64, recompute: bool = False) -> None:
+        super().__init__()
+        self.model, self.weights, self.segment, self.recompute = model, weights, segment, recompute
+        place = torch.arange(int(model.backbone.config.vocab_size))
+        if model.streams is not None and model.streams.config.draft_vocabulary:
+            ids = model.streams.draft_ids.to(place.device)
+            place.fill_(IGNORE)[ids] = torch.arange(len(ids))
+        self.register_buffer("place", place, persistent=False)  # by token: its row of the streams' head
+
+    def forward(
+        self, tokens: Tensor, prompts: Tensor, lengths: Tensor, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
+
+        ``counts [1 + γ]``: what to divide the sums by, where this batch is part of a larger one (see ``counts``).
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
             middle, final, rows = self.run_main(tokens)
         nodes = completion_rows(prompts, lengths)
         zero = final.new_zeros((), dtype=torch.float32)
+        if counts is None:
+            counts = self.counts(tokens, prompts, lengths)
         main = self._main_loss(final, tokens, nodes, lengths) if self.weights.main else zero
-        totals = [main]
+        sums = zero.new_zeros(self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
-            sums = zero.new_zeros(self.model.gamma)
-            counts = zero.new_zeros(self.model.gamma)
             segments = torch.split(nodes, self.segment, dim=1)
             for part in segments:
                 arguments = (middle, part, tokens, lengths, rows)
-                if len(segments) > 1 and torch.is_grad_enabled():
-                    loss, count = checkpoint(self._segment, *arguments, use_reentrant=False)
+                if (len(segments) > 1 or self.recompute) and torch.is_grad_enabled():
+                    sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
-                    loss, count = self._segment(*arguments)
-                sums, counts = sums + loss, counts + count
-            totals += list(sums / counts.clamp(min=1))
-        per_stream = torch.stack(totals)
+                    sums = sums + self._segment(*arguments)
+        per_stream = torch.cat([main[None], sums]) / counts.clamp(min=1)
         alpha = torch.full_like(per_stream, self.weights.stream)
         alpha[0] = self.weights.main
         return (alpha * per_stream).sum(), per_stream.detach()
+
+    def counts(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Tensor:
+        """How many tokens the main stream and each stream predict in a batch, ``[1 + γ]`` float32."""
+        nodes = completion_rows(prompts, lengths)
+        main = (targets(tokens, nodes, lengths, 1) != IGNORE).sum()[None]
+        streams = (self.ahead(tokens, nodes, lengths) != IGNORE).sum((0, 1))
+        return torch.cat([main, streams]).float()
+
+    def ahead(self, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
+        """``[B, n, γ]``: the row of the streams' head that stream j of each node should choose, or IGNORE."""
+        gamma = self.model.gamma
+        if not gamma:
+            return tokens.new_zeros(*nodes.shape, 0)
+        ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
+        return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[KeyValue]]:
         """Main rows of whole sequences: hidden states at layer N - N_s and N, and the MSA layers' new rows."""
@@ -77,28 +105,41 @@ class StreamingLoss(nn.Module):
         rope = backbone.rope(positions[None])
         nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))
-        middle, _ = backbone.run(0, model.first_msa, h, rope, masks, nothing)
-        final, rows = backbone.run(model.first_msa, backbone.num_layers, middle, rope, masks, nothing)
+        middle, _ = self._layers(0, model.first_msa, h, rope, masks, nothing)
+        final, rows = self._layers(model.first_msa, backbone.num_layers, middle, rope, masks, nothing)
         return middle, final, rows
+
+    def _layers(
+        self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks, past: Sequence[Sequence[KeyValue]]
+    ) -> tuple[Tensor, list[KeyValue]]:
+        """``Backbone.run``, layer by layer from memory of their inputs only if so asked."""
+        run = self.model.backbone.run
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(first, last, h, rope, masks, past)
+        rows: list[KeyValue] = []
+        for i in range(first, last):
+            h, new = checkpoint(run, i, i + 1, h, rope, masks, past, use_reentrant=False)
+            rows += new
+        return h, rows
 
     def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
         rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
         wanted = targets(tokens, nodes, lengths, 1)
         keep = wanted != IGNORE
-        return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep])
+        return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum")
 
     def _segment(
         self, middle: Tensor, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Sequence[KeyValue]
-    ) -> tuple[Tensor, Tensor]:
-        """Summed loss and count ``[γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1 for none)."""
-        backbone, gamma = self.model.backbone, self.model.gamma
+    ) -> Tensor:
+        """Summed loss ``[γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1 for none)."""
+        gamma = self.model.gamma
         s = self.run_streams(middle, nodes, tokens.shape[1], rows)
-        ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
+        ahead = self.ahead(tokens, nodes, lengths)
         keep = ahead.flatten(1) != IGNORE
-        each = cross_entropy(backbone.head(s[keep]).float(), ahead.flatten(1)[keep], reduction="none")
+        logits = self.model.draft_logits(s[keep]).float()
+        each = cross_entropy(logits, ahead.flatten(1)[keep], reduction="none")
         stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
-        zero = each.new_zeros(gamma)
-        return zero.index_add(0, stream, each), zero.index_add(0, stream, torch.ones_like(each))
+        return each.new_zeros(gamma).index_add(0, stream, each)
 
     def run_streams(self, middle: Tensor, nodes: Tensor, width: int, rows: Sequence[KeyValue]) -> Tensor:
         """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences of ``width`` tokens."""

@@ -20,12 +20,32 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True)
+class SelfPrompt:
+    """How the model writes its own training data: so many ``prompts``, answers of at most ``answer_tokens`` tokens."""
+
+    prompts: int
+    temperature: float = 1.0
+    top_p: float = 0.95
+    answer_tokens: int = 192
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or self.answer_tokens < 1:
+            raise ConfigError("--self-prompt and --answer-tokens are 1 or more")
+        if not (self.temperature > 0 and 0 < self.top_p <= 1):
+            raise ConfigError("--temperature is above 0, --top-p above 0 and at most 1")
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """One run. ``steps`` 0: ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps.
 
     ``alpha_main``/``alpha_stream``: α0 and αj of eq. 5; None: 1 and 0.1 in shared mode, 0 and 1 in lossless mode.
     ``self_distill``: train on the model's own greedy completions. ``limit``: use the first rows only (0: all).
     ``init``: adapter folder to go on from; with ``self_distill`` it is also whose completions are learned.
+    ``self_prompt``: no data; the model writes the prompts as well. ``batch_size``: per process.
+    ``draft_vocabulary``: tokens that streams choose among (0: all, None: see vocabulary.default_size).
+    ``precision``: of products: bf16, fp32, or auto: bf16 where the hardware has it. ``base_precision``: how the frozen
+    base is held in memory. ``recompute``: gradient checkpointing.
     """
 
     model: str
@@ -50,7 +70,11 @@ class TrainOptions:
     alpha_stream: float | None = None
     max_length: int = 512
     segment: int = 64
-    precision: str = "bf16"
+    precision: str = "auto"
+    base_precision: str = "fp32"
+    recompute: bool = False
+    draft_vocabulary: int | None = None
+    self_prompt: SelfPrompt | None = None
     seed: int = 0
     self_distill: bool = False
     checkpoint_seconds: float = 120.0
@@ -58,8 +82,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
             raise ConfigError("batch size, accumulation and segment are 1 or more, max length is 2 or more")
-        if self.precision not in ("bf16", "fp32"):
-            raise ConfigError(f"precision {self.precision!r}: choose bf16 or fp32")
+        if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
+            raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
+        if bool(self.data) == (self.self_prompt is not None):
+            raise ConfigError(
+                "give --data FILE, or --self-prompt N for a model that writes its own prompts: one of them"
+            )
         if self.lr <= 0 or (self.steps <= 0 and self.epochs <= 0):
             raise ConfigError("lr and the number of epochs or steps are above 0")
         if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
@@ -75,9 +103,13 @@ class TrainOptions:
         stream = (1.0 if lossless else 0.1) if self.alpha_stream is None else self.alpha_stream
         return main, stream
 
-    def fingerprint(self, base_sha256: str) -> str:
-        """Identifies the run: equal options, data and base continue a checkpoint, others must not."""
+    def fingerprint(self, base_sha256: str, world: int) -> str:
+        """Identifies the run: equal options, data and base continue a checkpoint, others must not.
+
+        ``world``: processes; two with half the batch each continue what one began.
+        """
         fixed = {k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit")}
+        fixed["batch_size"] = self.batch_size * world
         fixed["data"] = [str(path) for path in self.data]
         fixed["init"] = str(self.init) if self.init is not None else None
         text = json.dumps([to_json(fixed), base_sha256], sort_keys=True, default=str)

@@ -3,73 +3,154 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssdevice.config import Mode, Schedule
-from ssdevice.data import read_examples
+from ssdevice.config import Mode
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
 from ssdevice.model.lora import merge_lora, open_lora
-from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report
-from ssdevice.ranks import count_paths, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample, tokenize
+from ssdevice.train.batches import BatchOrder, Sample, collate, tokenize
 from ssdevice.train.distill import own_completions
+from ssdevice.train.evaluation import DevResult, evaluate
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.options import Objective, TrainOptions
-from ssdevice.train.ranks import stream_ranks
-from ssdevice.tree import Tree
-
-"""Called with (stage, done, total, detail)."""
-TREE_SIZES = (5, 8, 12, 16)
-TREE_WIDTH = 8
-
-
-@dataclass(frozen=True)
-class DevResult:
-    """β on the dev rows for chain:γ and for the best trees of TREE_SIZES nodes, with the trees.
-
-    Trees are chosen on train rows and measured on dev rows, along the model's own greedy completions.
-    """
-
-    prompts: int
-    chain: float
-    trees: dict[int, tuple[float, Tree]]
+from ssdevice.train.place import Place
+from ssdevice.train.self_prompt import check_template, self_prompts, write_rows
+from ssdevice.train.vocabulary import covered, default_size, draft_ids
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
-    """Train one app's adapter into ``options.out``; the dev result is None without dev data or streams."""
+    """Train one app's adapter into ``options.out``; the dev result is None without dev data or streams.
+
+    Started by ``accelerate launch`` or ``torchrun``, every process trains on its share of each batch; the first one
+    writes the files, and only it returns a dev result.
+    """
     folder = loading.resolve_folder(options.model)
-    hf = loading.load_hf(folder)
-    identity = BaseIdentity.of(folder, hf.config)
     tokenizer = ChatTokenizer.open(folder)
-    examples = read_examples(options.data, limit=options.limit or None)
+    if options.self_prompt is not None:
+        check_template(tokenizer, options.instruction)
+    measured = options.dev is not None and options.objective is Objective.STREAMING
+    dev = read_examples(options.dev, limit=options.dev_limit) if measured and options.dev is not None else []
+    examples = read_examples(options.data, limit=options.limit or None) if options.data else []
+    place = Place.find(options.precision)
+    if options.base_precision == "bf16" and not place.bf16:
+        raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: leave --base-precision out")
+    if not place.main:
+        report = _silent
+    hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
+    identity = BaseIdentity.of(folder, hf.config)
+    options = _with_vocabulary(options, identity)
+    options.streams.check_layers(identity.layers)
+    if place.main:
+        checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world))
+
+    samples = _samples(options, place, folder, hf, examples, tokenizer, report)
+    torch.manual_seed(options.seed)
+    wrapped, model = _prepare(hf, options, identity)
+    _choose_vocabulary(model, options, samples, tokenizer, report)
+    loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
+    order = BatchOrder(samples, options.batch_size * place.world, options.seed)
+    history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
+    if place.main:
+        _save(options, wrapped, model.cpu(), identity, len(samples), history)
+    del hf, wrapped, model, loss
+    place.wait()
+    result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
+    if place.main:
+        checkpoint.remove(options.out)
+    return result
+
+
+def _silent(stage: str, done: int, total: int, detail: str) -> None:
+    """The first process reports for all."""
+
+
+def _with_vocabulary(options: TrainOptions, identity: BaseIdentity) -> TrainOptions:
+    """The options with the size of the draft vocabulary settled: as asked, as in ``init``, or the default."""
+    size = options.draft_vocabulary
+    if size is None and options.init is not None:
+        init = loading.open_adapter(options.init, identity)
+        size = init.settings.streams.draft_vocabulary if init.settings is not None else None
+    if size is None:
+        size = default_size(identity.vocab) if options.objective is Objective.STREAMING else 0
+    if size > identity.vocab:
+        raise InputError(f"--draft-vocabulary {size}: the model has {identity.vocab} tokens")
+    return replace(options, draft_vocabulary=size, streams=replace(options.streams, draft_vocabulary=size))
+
+
+def _choose_vocabulary(
+    model: StreamModel, options: TrainOptions, samples: list[Sample], tokenizer: ChatTokenizer, report: Report
+) -> None:
+    """Fill in the tokens that streams choose among, unless they came with ``init``."""
+    streams = model.streams
+    if streams is None or not streams.config.draft_vocabulary:
+        return
+    if options.init is None or not loading.has_streams(options.init):
+        ids = draft_ids(samples, tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
+        streams.draft_ids.copy_(torch.tensor(ids))
+    model.take_draft_rows()
+    share = covered(samples, streams.draft_ids.tolist())
+    report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of what is said")
+
+
+def _samples(
+    options: TrainOptions,
+    place: Place,
+    folder: Path,
+    hf: Any,
+    examples: list[Example],
+    tokenizer: ChatTokenizer,
+    report: Report,
+) -> list[Sample]:
+    """What is learned: the data's completions, or the model's own, to the data's prompts or to its own."""
+    work = options.out / checkpoint.FOLDER
+    own = options.self_prompt
+    teacher = None
+    if options.self_distill or own is not None:
+        teacher = loading.build(_teacher(options, folder, hf), None, options.max_length).backbone.to(place.device)
+    if own is not None:
+        assert teacher is not None
+        prompts = self_prompts(
+            place, teacher, tokenizer, options.instruction, own, options.seed, work / "prompts.jsonl",
+            lambda done, total: report("prompts", done, total, ""),
+        )  # fmt: skip
+        longest = options.max_length // 2
+        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= longest]
+        examples = [Example(prompt, " ") for prompt in prompts]
     samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
     if dropped:
         report("data", len(samples), len(examples), f"{dropped} longer than {options.max_length} tokens left out")
-    stop = tuple(tokenizer.stop_ids)
-    pad = stop[0]
-    if options.self_distill:
-        samples = _distill(options, folder, samples, stop, pad, report)
+    if len(samples) < place.world:
+        raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
+    if teacher is None:
+        return samples
+    longest = own.answer_tokens if own is not None else max(len(s.ids) - s.prompt for s in samples)
+    most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
+    samples = own_completions(
+        place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl",
+        lambda done, total: report("distill", done, total, ""),
+    )  # fmt: skip
+    if own is not None and place.main:
+        write_rows(options.out, prompts, samples, tokenizer.decode)
+    return samples
 
-    torch.manual_seed(options.seed)
-    wrapped, model = _prepare(hf, options, identity)
-    loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment)
-    history = _optimize(loss, options, identity, BatchOrder(samples, options.batch_size, options.seed, pad), report)
-    _save(options, wrapped, model, identity, len(samples), history)
-    checkpoint.remove(options.out)
-    if options.dev is None or options.objective is Objective.NEXT_TOKEN:
-        return None
-    return evaluate(options, folder, samples, tokenizer, report)
+
+def _teacher(options: TrainOptions, folder: Path, hf: Any) -> Any:
+    """Whose answers are learned: the base, or ``init``'s LoRA merged into a copy of it."""
+    init = loading.open_adapter(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
+    return merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf
 
 
 def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[Any, StreamModel]:
@@ -104,15 +185,9 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
 
 
 def _optimize(
-    loss: StreamingLoss, options: TrainOptions, identity: BaseIdentity, order: BatchOrder, report: Report
+    loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report
 ) -> list[list[float]]:
-    """AdamW with a linear schedule from the last checkpoint to the end; the history of (step, α-sum, streams...)."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(
-        gradient_accumulation_steps=options.accumulate,
-        mixed_precision="bf16" if options.precision == "bf16" else "no",
-    )
+    """AdamW with a linear schedule from the last checkpoint to the end; the history of (step, main, streams...)."""
     learned = {name: p for name, p in loss.named_parameters() if p.requires_grad}
     if not learned:
         raise InputError("nothing to train: the LoRA rank is 0 and there are no streams")
@@ -122,75 +197,64 @@ def _optimize(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup)))
     )
-    fingerprint = options.fingerprint(identity.sha256)
-    start, history = 0, list[list[float]]()
-    found = checkpoint.load(options.out, fingerprint)
+    step, history = 0, list[list[float]]()
+    found = checkpoint.load(options.out)
     if found is not None:
         loss.load_state_dict(found.weights, strict=False)
         optimizer.load_state_dict(found.optimizer)
         scheduler.load_state_dict(found.scheduler)
-        start, history = found.step, found.history
-    loss_model, optimizer, scheduler = accelerator.prepare(loss, optimizer, scheduler)
-
-    # Each process takes every n-th batch; the position in the data is the number of batches all have taken.
-    rank, world = accelerator.process_index, accelerator.num_processes
-    batches = order.from_position(start * options.accumulate * world)
+        step, history = found.step, found.history
+    parallel = place.parallel(loss)
+    batches = order.from_position(step * options.accumulate)
     saved = time.monotonic()
 
-    def save(step: int) -> None:
-        if accelerator.is_main_process:
+    def save() -> None:
+        if place.main:
             weights = {name: p.detach().cpu() for name, p in learned.items()}
-            state = (fingerprint, weights, optimizer.state_dict(), scheduler.state_dict(), history)
+            state = (weights, optimizer.state_dict(), scheduler.state_dict(), history)
             checkpoint.save(options.out, checkpoint.Checkpoint(step, *state))
 
-    step = start
     try:
         while step < steps:
-            running: Tensor | None = None
-            for _ in range(options.accumulate):
-                group = [next(batches) for _ in range(world)]
-                batch = group[rank]
-                with accelerator.accumulate(loss_model):
-                    with accelerator.autocast():
-                        total, per_stream = loss_model(
-                            *(t.to(accelerator.device) for t in (batch.tokens, batch.prompts, batch.lengths))
-                        )
-                    accelerator.backward(total)
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(list(learned.values()), 1.0)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                running = per_stream if running is None else running + per_stream
-            assert running is not None
+            groups = [next(batches) for _ in range(options.accumulate)]
+            parts = _backward(loss, parallel, groups, place, pad)
+            nn.utils.clip_grad_norm_(learned.values(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
             step += 1
-            losses = [round(x, 4) for x in (running / options.accumulate).tolist()]
+            losses = [round(x, 4) for x in place.total(parts).tolist()]
             history.append([step, *losses])
             report("train", step, steps, " ".join(f"{x:.3f}" for x in losses))
             if time.monotonic() - saved > options.checkpoint_seconds:
-                save(step)
+                save()
                 saved = time.monotonic()
-    except KeyboardInterrupt:
-        save(step)
-        raise
+    finally:
+        save()
     return history
 
 
-def _distill(
-    options: TrainOptions, folder: Path, samples: list[Sample], stop: tuple[int, ...], pad: int, report: Report
-) -> list[Sample]:
-    longest = max(len(s.ids) - s.prompt for s in samples)
-    teacher = loading.load_hf(folder)
-    if (
-        options.init is not None
-        and loading.open_adapter(options.init, BaseIdentity.of(folder, teacher.config)).has_lora
-    ):
-        teacher = merge_lora(teacher, options.init)
-    teacher = teacher.to(torch.bfloat16 if options.precision == "bf16" else torch.float32)
-    store = options.out / checkpoint.FOLDER / "completions.jsonl"
-    return own_completions(
-        teacher, samples, stop, pad, longest, store, lambda done, total: report("distill", done, total, "")
-    )
+def _backward(loss: StreamingLoss, parallel: nn.Module, groups: list[list[Sample]], place: Place, pad: int) -> Tensor:
+    """Gradients of one step over ``groups`` of samples, one group after another; this process's part of the losses.
+
+    Losses are means over the whole step: of all groups, and of all processes, each of which sees its share of a group.
+    So n processes compute what one with n times the batch would.
+    """
+    counts = sum(loss.counts(*collate(group, pad).to(place.device).tensors) for group in groups)
+    parts: Tensor | None = None
+    for number, group in enumerate(groups, 1):
+        share = place.share(group)
+        # A process without a sample still takes part in the averaging: with one that counts for nothing.
+        batch = collate(share or group[:1], pad).to(place.device)
+        weight = 1.0 if share else 0.0
+        wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(groups)
+        with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
+            with place.autocast():
+                total, losses = parallel(*batch.tensors, counts)
+            (total * (weight * place.world)).backward()
+        parts = losses * weight if parts is None else parts + losses * weight
+    assert parts is not None
+    return parts
 
 
 def _save(
@@ -214,40 +278,10 @@ def _save(
         "batch_size": options.batch_size * options.accumulate,
         "lr": options.lr,
         "alphas": list(options.alphas),
-        "self_distill": options.self_distill,
+        "self_distill": options.self_distill or options.self_prompt is not None,
+        "self_prompt": options.self_prompt.prompts if options.self_prompt is not None else 0,
         "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
     }
     write_streams(
         options.out, streams, AdapterSettings(options.app, options.streams, identity, options.instruction, training)
-    )
-
-
-def evaluate(
-    options: TrainOptions, folder: Path, train_samples: list[Sample], tokenizer: ChatTokenizer, report: Report
-) -> DevResult:
-    """Tokens per step of the saved adapter: trees chosen on train rows, β reported on dev rows."""
-    assert options.dev is not None
-    loaded = loading.load(folder, options.out, options.max_length)
-    dev_examples = read_examples(options.dev, limit=options.dev_limit)
-    dev, _ = tokenize(dev_examples, tokenizer, options.instruction, options.max_length // 2)
-    chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * options.dev_limit]
-    stop = tuple(tokenizer.stop_ids)
-    reference = Reference(loaded.model, Tree.root_only(), 1, Schedule.DEFERRED, options.max_length)
-
-    def own(samples: list[Sample], name: str) -> list[list[list[int]]]:
-        continued = []
-        for i, sample in enumerate(samples):
-            prompt = sample.ids[: sample.prompt]
-            room = options.max_length - len(prompt)
-            continued.append(replace(sample, ids=(*prompt, *reference.plain(prompt, room, stop).tokens)))
-            report(name, i + 1, len(samples), "")
-        return stream_ranks(loaded.model, continued)
-
-    paths = count_paths(own(chosen, "choose trees"), TREE_WIDTH)
-    ranks = own(dev, "dev")
-    trees = {size: Tree.from_counts(paths, size) for size in TREE_SIZES}
-    return DevResult(
-        prompts=len(dev),
-        chain=tokens_per_step(ranks, Tree.chain(loaded.model.gamma)),
-        trees={size: (tokens_per_step(ranks, tree), tree) for size, tree in trees.items()},
     )

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from ssdevice.cli import main
-from ssdevice.train.batches import BatchOrder, Sample
+from ssdevice.data import Example
+from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train.batches import BatchOrder, Sample, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +69,21 @@ def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
 
 def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
     samples = [Sample(tuple(range(n + 2)), 1) for n in range(23)]
-    order = BatchOrder(samples, 4, seed=5, pad=0)
+    order = BatchOrder(samples, 4, seed=5)
     whole = order.from_position(0)
-    first = [next(whole).tokens for _ in range(15)]
-    resumed = BatchOrder(samples, 4, seed=5, pad=0).from_position(9)
-    for expected in first[9:]:
-        assert torch.equal(next(resumed).tokens, expected)
-    lengths = sorted(int(x) for _, b in zip(range(6), order.from_position(0), strict=False) for x in b.lengths)
+    first = [next(whole) for _ in range(15)]
+    resumed = BatchOrder(samples, 4, seed=5).from_position(9)
+    assert [next(resumed) for _ in first[9:]] == first[9:]
+    lengths = sorted(len(s.ids) for group in first[:6] for s in group)
     assert lengths == sorted(len(s.ids) for s in samples), "an epoch shows every sample once"
+
+
+def test_a_system_message_is_part_of_the_prompt(base: Path) -> None:
+    """As in run, bench and verify: what is trained is what is asked later."""
+    tokenizer = ChatTokenizer.open(base)
+    samples, _ = tokenize([Example("b", "c", system="a")], tokenizer, "", 64)
+    assert list(samples[0].ids[: samples[0].prompt]) == tokenizer.prompt_ids("b", system="a")
+    assert samples[0].ids[: samples[0].prompt] != tuple(tokenizer.prompt_ids("b"))
 
 
 def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,185 @@
+"""Many answers at once: continuous batches over one cache. Teachers write with it, and dev rows are answered by it.
+
+Answers end at different lengths, so a slot whose answer ended takes the next prompt. Prompts go in order of length,
+those that start together are padded on the right, and rows beyond a slot's length are masked until they are written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.backbone import Backbone
+from ssdevice.model.visibility import additive, within
+
+Choose = Callable[[Tensor, list[int], list[int]], list[int]]
+"""``(logits [n, V], requests [n], places [n])``: the token of each row, answer number and place in it given."""
+SLOTS = 64
+PREFILL_TOKENS = 2048
+"""Padded tokens of prompts that are read together: bounds the memory of their attention scores."""
+REFILL = 4
+"""New prompts start when one slot in so many is free: a prefill of few rows costs almost what one of many does."""
+VISIBLE_MULTIPLE = 32
+
+
+def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
+    """The likeliest token, the lowest among equals."""
+    return logits.argmax(-1).tolist()
+
+
+def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> Choose:
+    """Sampling from the likeliest tokens that have ``top_p`` of the probability together, ``most`` of them at most.
+
+    A token depends on the seed, the request's number and the place: not on what else is in the batch.
+    """
+
+    def choose(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
+        best, ids = torch.softmax(logits.float() / temperature, -1).topk(min(most, logits.shape[-1]))
+        before = best.cumsum(-1) - best
+        kept = torch.where(before < top_p, best, 0.0).cumsum(-1)
+        pairs = zip(requests, places, strict=True)
+        draws = [random.Random(f"{seed}/{request}/{place}").random() for request, place in pairs]
+        wanted = torch.tensor(draws, device=logits.device)[:, None] * kept[:, -1:]
+        at = torch.searchsorted(kept, wanted, right=True).clamp(max=kept.shape[-1] - 1)
+        return ids.gather(1, at)[:, 0].tolist()
+
+    return choose
+
+
+def decode(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    stop: Set[int],
+    most: Sequence[int],
+    choose: Choose = greedy,
+    slots: int = SLOTS,
+    names: Sequence[int] | None = None,
+) -> Iterator[tuple[int, list[int]]]:
+    """``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
+
+    ``names``: what the prompts are called when ``choose`` is asked (default: their numbers).
+    """
+    return _Batch(backbone, prompts, stop, most, choose, slots, names or range(len(prompts))).run()
+
+
+class _Batch:
+    """The slots: rows 0 to n - 1 of the cache are answers in progress."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[Sequence[int]],
+        stop: Set[int],
+        most: Sequence[int],
+        choose: Choose,
+        slots: int,
+        names: Sequence[int],
+    ) -> None:
+        self.backbone, self.prompts, self.stop, self.most = backbone, prompts, stop, most
+        self.choose, self.names = choose, names
+        self.waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
+        self.slots = min(slots, len(prompts))
+        self.device = next(backbone.parameters()).device
+        self.requests: list[int] = []  # by slot
+        self.answers: list[list[int]] = []
+        self.cache: list[KeyValue] = []
+        rows = max((len(p) + m for p, m in zip(prompts, most, strict=True)), default=0)
+        self.rows = -(-rows // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE
+
+    @torch.no_grad()
+    def run(self) -> Iterator[tuple[int, list[int]]]:
+        """See ``decode``."""
+        while self.waiting or self.requests:
+            free = self.slots - len(self.requests)
+            if self.waiting and free * REFILL >= self.slots:
+                self._start(free)
+            else:
+                self._step()
+            for slot in reversed(range(len(self.requests))):
+                request, answer = self.requests[slot], self.answers[slot]
+                if answer[-1] in self.stop or len(answer) >= self.most[request]:
+                    self._drop(slot)
+                    yield request, answer
+
+    def _start(self, free: int) -> None:
+        """Read the next prompts into free slots; each gets the first token of its answer."""
+        backbone, first = self.backbone, len(self.requests)
+        group: list[int] = []
+        while self.waiting and len(group) < free:
+            width = len(self.prompts[self.waiting[0]])
+            if group and width * (len(group) + 1) > PREFILL_TOKENS:
+                break
+            group.append(self.waiting.popleft())
+        lengths = torch.tensor([len(self.prompts[i]) for i in group], device=self.device)
+        width = int(lengths.max())
+        tokens = torch.tensor(
+            [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in group], device=self.device
+        )
+        positions = torch.arange(width, dtype=torch.int32, device=self.device)
+        masks = {}
+        for window in backbone.windows():
+            causal = (positions[:, None] >= positions[None]) & within(positions, positions, window)
+            masks[window] = additive(causal[None, None], backbone.mask_value)
+        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        h = backbone.embed(tokens, positions[None].expand(len(group), -1))
+        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(positions[None]), masks, nothing)
+        if not self.cache:
+            self.cache = [(self._room(keys), self._room(values)) for keys, values in new]
+        for cached, fresh in zip(self.cache, new, strict=True):
+            for whole, part in zip(cached, fresh, strict=True):
+                whole[first : first + len(group), :, :width] = part
+        last = h[torch.arange(len(group), device=self.device), lengths - 1]
+        self.requests += group
+        self.answers += [[] for _ in group]
+        self._take(last, first)
+
+    def _step(self) -> None:
+        """One more token for every slot."""
+        backbone, n = self.backbone, len(self.requests)
+        # The last token of an answer has no row yet: its place is the number of rows.
+        lengths = [len(self.prompts[r]) + len(a) - 1 for r, a in zip(self.requests, self.answers, strict=True)]
+        visible = min(self.rows, -(-max(lengths) // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE)
+        at = torch.tensor(lengths, dtype=torch.int32, device=self.device)[:, None]
+        columns = torch.arange(visible, dtype=torch.int32, device=self.device)[None]
+        masks = {}
+        for window in backbone.windows():
+            seen = columns < at if window is None else (columns < at) & (at - columns < window)
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+            masks[window] = additive(seen[:, None, None], backbone.mask_value)
+        past = [[(keys[:n, :, :visible], values[:n, :, :visible])] for keys, values in self.cache]
+        tokens = torch.tensor([[answer[-1]] for answer in self.answers], device=self.device)
+        h, new = backbone.run(0, backbone.num_layers, backbone.embed(tokens, at), backbone.rope(at), masks, past)
+        slots = torch.arange(n, device=self.device)
+        for cached, fresh in zip(self.cache, new, strict=True):
+            for whole, part in zip(cached, fresh, strict=True):
+                whole[slots, :, at[:, 0].long()] = part[:, :, 0].to(whole.dtype)
+        self._take(h[:, 0], 0)
+
+    def _take(self, h: Tensor, first: int) -> None:
+        """Choose the next tokens of the slots from ``first`` on by their last rows ``h [n, D]``."""
+        requests = [self.names[r] for r in self.requests[first:]]
+        places = [len(answer) for answer in self.answers[first:]]
+        for answer, token in zip(
+            self.answers[first:], self.choose(self.backbone.head(h), requests, places), strict=True
+        ):
+            answer.append(token)
+
+    def _drop(self, slot: int) -> None:
+        """Free a slot; the last one moves there, so that those in use stay together."""
+        last = len(self.requests) - 1
+        if slot != last:
+            held = len(self.prompts[self.requests[last]]) + len(self.answers[last])
+            for keys, values in self.cache:
+                keys[slot, :, :held] = keys[last, :, :held]
+                values[slot, :, :held] = values[last, :, :held]
+            self.requests[slot], self.answers[slot] = self.requests[last], self.answers[last]
+        del self.requests[last], self.answers[last]
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Zeros, not whatever was in memory: a masked row that is not a number would spoil the sum."""
+        return like.new_zeros(self.slots, like.shape[1], self.rows, like.shape[3])

@@ -1,0 +1,76 @@
+"""Where a run computes: its device and precision, and its share when several processes train together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=12)
+"""How long processes wait for each other: one may still be writing answers when the others are done."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``device`` of this process, ``rank`` among ``world`` processes; ``bf16``: products run in bfloat16."""
+
+    device: torch.device
+    rank: int
+    world: int
+    bf16: bool
+    state: Any
+
+    @classmethod
+    def find(cls, precision: str) -> Place:
+        """The accelerator of this process, or the CPU; processes are those of ``accelerate launch`` or ``torchrun``."""
+        from accelerate import PartialState
+
+        state = PartialState(timeout=PATIENCE)
+        bf16 = has_bf16(state.device) if precision == "auto" else precision == "bf16"
+        return cls(state.device, state.process_index, state.num_processes, bf16, state)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes the files and speaks for all."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part of what all have in common."""
+        return list(items[self.rank :: self.world])
+
+    def wait(self) -> None:
+        """Go on when all processes are here."""
+        self.state.wait_for_everyone()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Products in bfloat16 within this context, if that is the precision."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def parallel(self, module: nn.Module) -> nn.Module:
+        """The module with its gradients averaged over the processes."""
+        if self.world == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(module, device_ids=devices, broadcast_buffers=False)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world > 1:
+            torch.distributed.all_reduce(value)
+        return value
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16; CPUs without that emulate it, some thirty times slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        found = torch.cpu.get_capabilities()
+        return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16"))
+    return False

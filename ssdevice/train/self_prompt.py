@@ -1,0 +1,101 @@
+"""A drafter from nothing: the model writes the user's turns too, so training needs no data.
+
+An instruct model that is given its template up to where the user's words begin goes on with what users say to it. Its
+greedy answers to those prompts are then what its streams learn to guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ssdevice.errors import ConfigError, InputError
+from ssdevice.model.backbone import Backbone
+from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train.batches import Sample
+from ssdevice.train.decoding import decode, sampling
+from ssdevice.train.distill import Key, Progress, written
+from ssdevice.train.options import SelfPrompt
+from ssdevice.train.place import Place
+
+FILE = "self_prompts.jsonl"
+PROMPT_TOKENS = 160
+"""Longer user turns are dropped: they seldom end at all."""
+ATTEMPTS = 4
+"""Attempts per wanted prompt before a model counts as one that cannot write prompts."""
+LEAST_WORDS = 3
+LEAST_VARIETY = 0.4
+"""Distinct words over words; below it a text goes in circles."""
+
+
+def self_prompts(
+    place: Place,
+    backbone: Backbone,
+    tokenizer: ChatTokenizer,
+    instruction: str,
+    options: SelfPrompt,
+    seed: int,
+    store: Path,
+    progress: Progress,
+) -> list[str]:
+    """``options.prompts`` distinct prompts, each sampled as a user's turn (after ``instruction``, if there is one).
+
+    Which ones depends on the options and the seed only. Raises ConfigError for a chat template that does not end a
+    user's turn with a special token, InputError if the model repeats itself or never ends its turns.
+    """
+    opening, end = tokenizer.user_opening(instruction)
+    choose = sampling(seed, options.temperature, options.top_p)
+    special = tokenizer.special_ids - {end}
+
+    def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
+        names = [key for key in keys if isinstance(key, int)]
+        stop = {end, *tokenizer.stop_ids}
+        return decode(backbone, [opening] * len(names), stop, [PROMPT_TOKENS] * len(names), choose, names=names)
+
+    attempts = 0
+    while True:
+        found = written(place, store, range(attempts), write, progress) if attempts else {}
+        whole = [ids for ids in map(found.__getitem__, range(attempts)) if ids[-1] == end and not special & set(ids)]
+        prompts = distinct(tokenizer.decode(ids[:-1]) for ids in whole)
+        if len(prompts) >= options.prompts:
+            return prompts[: options.prompts]
+        if attempts >= ATTEMPTS * options.prompts + 64:
+            raise InputError(
+                f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and whole: ask for fewer "
+                "with --self-prompt, raise --temperature, or give --data with --self-distill"
+            )
+        # Rounds of fixed sizes, so that a resumed run asks for the same attempts.
+        attempts += options.prompts - len(prompts) + 16
+
+
+def distinct(texts: Iterable[str]) -> list[str]:
+    """Texts that can serve as prompts, each once, spaces and case aside."""
+    kept: dict[str, str] = {}
+    for text in texts:
+        text = text.strip()
+        words = re.findall(r"\w+", text.casefold())
+        if len(words) < LEAST_WORDS or len(set(words)) < LEAST_VARIETY * len(words) or "\ufffd" in text:
+            continue
+        kept.setdefault(" ".join(words), text)
+    return list(kept.values())
+
+
+def write_rows(
+    out: Path, prompts: Sequence[str], samples: Sequence[Sample], decoded: Callable[[Sequence[int]], str]
+) -> None:
+    """Prompts and answers as JSON Lines that ``--data`` reads, in the output folder; empty answers are left out."""
+    with (out / FILE).open("w", encoding="utf-8") as file:
+        for prompt, sample in zip(prompts, samples, strict=True):
+            answer = decoded(sample.ids[sample.prompt :])
+            if answer.strip():
+                file.write(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n")
+
+
+def check_template(tokenizer: ChatTokenizer, instruction: str) -> None:
+    """Raise ConfigError early, before weights are loaded, for a model that cannot prompt itself."""
+    try:
+        tokenizer.user_opening(instruction)
+    except ConfigError as error:
+        raise ConfigError(f"--self-prompt: {error}; give --data with --self-distill instead") from error

@@ -1,0 +1,107 @@
+"""What a model writes for its own training: stored once, resumed, deduplicated, and the same for a seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ssdevice.cli import main
+from ssdevice.data import read_examples
+from ssdevice.errors import ConfigError
+from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train.batches import Sample
+from ssdevice.train.distill import Key, written
+from ssdevice.train.place import Place
+from ssdevice.train.self_prompt import FILE, distinct
+from ssdevice.train.vocabulary import covered, draft_ids
+from tests.train.test_run import base, command  # noqa: F401  # fixture
+
+
+class Alone:
+    """The process state of a run that nobody waits for."""
+
+    def wait_for_everyone(self) -> None:
+        pass
+
+
+PLACE = Place(torch.device("cpu"), rank=0, world=1, bf16=False, state=Alone())
+KEYS: list[Key] = [(1, 2), (3,), (1, 2), 7, (4,)]
+
+
+def writer(asked: list[Key]):
+    def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
+        for i in reversed(range(len(keys))):
+            asked.append(keys[i])
+            yield i, [len(asked)]
+
+    return write
+
+
+def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path) -> None:
+    store, asked = tmp_path / "work" / "answers.jsonl", list[Key]()
+    store.parent.mkdir()
+    for rank in (1, 0):  # the first process comes last, as it would after waiting
+        found = written(replace(PLACE, rank=rank, world=2), store, KEYS, writer(asked), lambda *_: None)
+    assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    assert len(lines) == 4 and found.keys() == set(KEYS)
+    assert [p.name for p in store.parent.iterdir()] == ["answers.jsonl"]
+    assert written(PLACE, store, KEYS, writer(asked), lambda *_: None) == found
+    assert len(asked) == 4, "nothing was asked for twice"
+
+
+def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
+    (tmp_path / "answers.1.part").write_text('{"of": [3], "ids": [9]}\n{"of": [1, 2], "i')
+    asked = list[Key]()
+    found = written(PLACE, tmp_path / "answers.jsonl", KEYS, writer(asked), lambda *_: None)
+    assert found[(3,)] == [9] and (3,) not in asked and len(asked) == 3
+
+
+def test_prompts_that_go_in_circles_or_come_twice_are_dropped() -> None:
+    texts = ["What is it?", "what is  it", "no no no no no no", "Hi", "a b \ufffd", " Name a river in Peru. "]
+    assert distinct(texts) == ["What is it?", "Name a river in Peru."]
+
+
+def test_a_draft_vocabulary_is_of_what_is_said() -> None:
+    samples = [Sample((9, 9, 8, 5, 5, 6), 3), Sample((7, 5, 4), 1)]
+    assert draft_ids(samples, [30], 4, 40) == [4, 5, 6, 30]
+    assert draft_ids(samples, [30, 99], 8, 40) == [0, 4, 5, 6, 7, 8, 9, 30]
+    assert covered(samples, [5]) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("instruction", ["", "a b"])
+def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) -> None:  # noqa: F811
+    found = []
+    for name, extra in (("first", []), ("again", ["--epochs", "1"])):
+        arguments = command(base, Path("unused"), tmp_path / name, "--mode", "lossless", "--self-prompt", "12")[3:]
+        at = arguments.index("--data")
+        del arguments[at : at + 2]
+        assert main([*arguments, "--steps", "2", "--answer-tokens", "9", "--instruction", instruction, *extra]) == 0
+        found.append((tmp_path / name / FILE).read_text())
+    assert found[0] == found[1], "the seed decides"
+    rows = read_examples(tmp_path / "first" / FILE)
+    assert len({row.prompt for row in rows}) == len(rows) > 6, "all but those with an empty answer"
+    assert load_file(tmp_path / "first" / "streams.safetensors")["identifiers"].shape == (4, 32)
+
+
+def test_the_opening_is_the_templates_own(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    tokenizer = ChatTokenizer.open(base)
+    ids, end = tokenizer.user_opening("a")
+    assert [*ids, *tokenizer.encode("b"), end] == tokenizer.prompt_ids("b", instruction="a")[:-1]
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] + ' . ' }}{% endfor %}")
+    with pytest.raises(ConfigError, match="does not end a user's turn"):
+        ChatTokenizer.open(tmp_path).user_opening()
+
+
+def test_data_or_own_prompts(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    arguments = command(base, tmp_path / "x.jsonl", tmp_path / "out", "--self-prompt", "4")[3:]
+    assert main(arguments) == 2
+    assert "either --data" in capsys.readouterr().err
