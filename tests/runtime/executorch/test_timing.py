@@ -102,7 +102,7 @@ def test_a_cut_call_stops_where_it_was_cut(bundle: Bundle, folder: Path) -> None
     engine = ExecutorchEngine.of(bundle, None, EngineOptions(), copy)
     conversation = engine.new_conversation()
     with copy.open("r+b") as opened, timed.mmap.mmap(opened.fileno(), 0) as window:
-        method = timed._Method(conversation, window, PLAIN, calls)
+        method = timed._Method(engine, conversation, window, PLAIN, calls)
         states = engine.program.states(PLAIN)
         for state in states:
             state.zero_()
