@@ -33,8 +33,8 @@ PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 SILENT = 4  # errors are raised; a log would print them a second time
 ort.set_default_logger_severity(SILENT)  # allocations log apart from sessions
-BINDINGS = 128
-"""Visible sizes of the cache for which a function keeps a binding: those of answers over some 250 rows."""
+BINDINGS = 256
+"""Visible sizes of the cache for which a function keeps a binding: those of answers over some 500 rows."""
 
 
 class OnnxEngine(Engine):
