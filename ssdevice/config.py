@@ -54,8 +54,9 @@ class Target(StrEnum):
 class StreamConfig:
     """How streams are built and trained; stored as ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in eq. 3 (0: identity).
-    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (000 H.2), on the linears of the MSA layers.
+    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity).
+    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
+    Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
     """
 

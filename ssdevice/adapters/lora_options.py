@@ -1,8 +1,8 @@
 """Which options of PEFT's LoRA ssdevice takes: one list for merging, slots, Core ML functions and training.
 
-A LoRA is merged by PEFT itself, which knows its options. Where apps stand apart (slots of ONNX and ExecuTorch, functions
-of Core ML) only the two factors of a linear and their scaling are kept, so whatever else an option does would be lost
-without a word.
+A LoRA is merged by PEFT itself, which knows its options. Where apps stand apart (slots of ONNX and ExecuTorch,
+functions of Core ML) only the two factors of a linear and their scaling are kept, so whatever else an option does would
+be lost without a word.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
         raise InputError(f"{folder}: layer_replication makes another base of the model; it is not supported")
     start = config.get("init_lora_weights", True)
     if str(start).startswith(RANDOM_START):
-        raise InputError(f"{folder}: init_lora_weights={start!r} changes the base at random; convert it to a plain LoRA")
+        raise InputError(
+            f"{folder}: init_lora_weights={str(start)[:40]!r} changes the base at random; convert it to a plain LoRA"
+        )
     for option, value in config.items():
         if value and option not in PLAIN | MERGED | {"layer_replication"}:
             raise InputError(f"{folder}: this version does not know the LoRA option {option[:60]!r}")

@@ -67,7 +67,7 @@ class StreamModel(nn.Module):
         return backbone.run(0, self.first_msa, h, backbone.rope(positions), masks, [[kv] for kv in past])
 
     def run_msa_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
-        """The top N_s layers on main rows (eq. 1)."""
+        """The top N_s layers on main rows (2402.11131 eq. 1)."""
         backbone = self.backbone
         runs = [[kv] for kv in past]
         return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
@@ -75,7 +75,7 @@ class StreamModel(nn.Module):
     def stream_pass(
         self, h: Tensor, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
     ) -> Tensor:
-        """The MSA layers on the streams of n nodes alone (eq. 2 and 3).
+        """The MSA layers on the streams of n nodes alone (2402.11131 eq. 2 and 3).
 
         ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows
         that streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
@@ -167,7 +167,7 @@ class StepModule(nn.Module):
         return Step(predicted.index_select(0, path), depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
-        """``[1, 1, T, P + T]``: committed rows, then the node's ancestors and itself (eq. 4), in each window."""
+        """``[1, 1, T, P + T]``: committed rows, then ancestors and the node itself, by window (2402.11131 eq. 4)."""
         masks = {}
         for window in self.model.backbone.windows():
             tree = self.ancestors & within(self.depths, self.depths, window)

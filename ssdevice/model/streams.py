@@ -1,4 +1,8 @@
-"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (H.2 of its successor)."""
+"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows.
+
+The latter is of its successor, *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream
+Attention*, appendix H.2.
+"""
 
 from __future__ import annotations
 
