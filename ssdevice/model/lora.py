@@ -1,4 +1,4 @@
-"""LoRA beside the base's linears instead of folded into them: what an app brings stays apart from what apps share."""
+"""LoRA beside the base's linears instead of merged into them: what an app brings stays apart from what apps share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSALS = (
 
 
 class LoraLinear(nn.Module):
-    """``base(x) + up(down(x))``; PEFT's scaling is folded into ``adapter.up``, so that ranks are all that differs."""
+    """``base(x) + up(down(x))``; PEFT's scaling is part of ``adapter.up``, so that ranks are all that differs."""
 
     def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
 
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter folded into its weights; raises InputError."""
+    """The model with a PEFT adapter merged into its weights; raises InputError."""
     wrapped = open_lora(hf, adapter)
     try:
         return wrapped.merge_and_unload().eval()

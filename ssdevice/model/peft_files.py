@@ -24,7 +24,7 @@ def check_peft(folder: Path, apart: bool = False) -> None:
     ``apart``: it is to stand beside the base, see ``ssdevice.adapters.lora_options``.
 
     Without this a rank in the configuration decides how much memory is taken, a missing file is looked for on the hub
-    by its folder's name, and a NaN is folded into the base.
+    by its folder's name, and a NaN is merged into the base.
     """
     file = folder / PEFT_CONFIG
     config = read_json(file)

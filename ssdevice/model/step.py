@@ -41,9 +41,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a prefill gives: ``root [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
+    """What a prefill gives: ``token [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
 
-    root: Tensor
+    token: Tensor
     drafts: Tensor
     rows: list[KeyValue]
 
@@ -132,11 +132,11 @@ class StepModule(nn.Module):
         ):
             self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
 
-    def forward(self, root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
-        """One step at ``length [1]`` committed tokens."""
+    def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
+        """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
         # The tree: tokens gathered from the drafts, one position per depth, eyes on the past and on ancestors.
-        tokens = torch.cat([root, drafts.reshape(-1)]).index_select(0, self.slots)
+        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.slots)
         positions = length + self.depths
         masks = self._main_masks(positions, length, past[0][0].shape[2])
         h = model.backbone.embed(tokens[None], positions[None])
@@ -211,7 +211,7 @@ class StepModule(nn.Module):
 
 
 class PrefillModule(nn.Module):
-    """``prefill``: commit a chunk of C prompt tokens; the last chunk's root and drafts start decoding."""
+    """``prefill``: commit a chunk of C prompt tokens; the last chunk's token and drafts start decoding."""
 
     offsets: Tensor
 
@@ -236,10 +236,10 @@ class PrefillModule(nn.Module):
         h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
         rows = rows + msa_rows
         last = valid - 1
-        root = argmax(backbone.head(h.index_select(1, last))[0])
+        token = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:
-            return Prefill(root, torch.zeros(0, self.k, dtype=torch.int32), rows)
-        return Prefill(root, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
+            return Prefill(token, torch.zeros(0, self.k, dtype=torch.int32), rows)
+        return Prefill(token, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
 
 
 def argmax(scores: Tensor) -> Tensor:

@@ -52,22 +52,22 @@ class StreamRowAdapter(nn.Module):
         self.adapter = adapter
         self.split = split
         self.replace = replace
-        self.merged: nn.Linear | None = None
+        self.folded: nn.Linear | None = None
 
-    def merge(self) -> None:
+    def fold(self) -> None:
         """Give stream rows a weight of their own with the low-rank term folded in; they compute the same."""
         if self.replace or not isinstance(self.base, nn.Linear):
             return
         base = self.base
-        self.merged = nn.Linear(base.in_features, base.out_features, base.bias is not None)
+        self.folded = nn.Linear(base.in_features, base.out_features, base.bias is not None)
         with torch.no_grad():
-            self.merged.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
+            self.folded.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
             if base.bias is not None:
-                self.merged.bias.copy_(base.bias)
+                self.folded.bias.copy_(base.bias)
 
     def _stream(self, x: Tensor) -> Tensor:
-        if self.merged is not None:
-            return cast(Tensor, self.merged(x))
+        if self.folded is not None:
+            return cast(Tensor, self.folded(x))
         low_rank = self.adapter(x)
         return cast(Tensor, low_rank if self.replace else self.base(x) + low_rank)
 
@@ -121,14 +121,14 @@ class Streams(nn.Module):
         batch, nodes, width = h.shape
         return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
 
-    def merge(self) -> bool:
+    def fold(self) -> bool:
         """Fold stream adapters into second weights of the MSA layers; whether there were any.
 
         For graphs whose streams run on their own: one product in place of three, for a copy of these layers' weights.
         """
         rows = [row for row in self._rows if not row.replace]
         for row in rows:
-            row.merge()
+            row.fold()
         return bool(rows)
 
     def _wrap(self, layer: nn.Module, index: int) -> None:
