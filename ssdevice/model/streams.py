@@ -136,8 +136,9 @@ class Streams(nn.Module):
         replace_mlp = config.stream_mlp is StreamMLP.ADAPTER
         if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
             raise UnsupportedModelError("stream_mlp 'adapter' needs layers with an mlp module; use 'base+adapter'")
+        replaced = set(cast(nn.Module, layer.mlp).modules()) if replace_mlp else set()
         for path, linear in list(layer.named_modules()):
-            if isinstance(linear, nn.Linear) and not (replace_mlp and path.startswith("mlp.")):
+            if isinstance(linear, nn.Linear) and linear not in replaced:
                 adapter = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
                 self._install(layer, index, path, linear, adapter, replace=False)
         if replace_mlp:
