@@ -93,14 +93,14 @@ class RowsForm(nn.Module):
             tokens, valid, length = tensors[:integers]
             prefill = module(tokens, valid, length, past)
             drafts = (prefill.drafts,) if self.name == PREFILL else ()
-            return (prefill.root, *drafts, stack(prefill.rows))
+            return (prefill.token, *drafts, stack(prefill.rows))
         if self.name == PLAIN:
-            root, length = tensors[:integers]
+            last, length = tensors[:integers]
             none = torch.zeros(0, 1, dtype=torch.int32)
-            step = module(root, none, length, past)
+            step = module(last, none, length, past)
             return step.tokens, stack(step.rows)
-        root, drafts_in, length = tensors[:integers]
-        step = module(root, drafts_in, length, past)
+        last, drafts_in, length = tensors[:integers]
+        step = module(last, drafts_in, length, past)
         return step.tokens, step.count, step.drafts, stack(step.rows)
 
 

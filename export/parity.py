@@ -92,7 +92,7 @@ class TorchDriver:
         ids = torch.tensor([*tokens, *([0] * (chunk - len(tokens)))], dtype=torch.int32)
         out = self._watched(lambda: module(ids, int32(len(tokens)), int32(length), self._past(length)))
         self.cache.commit(out.rows, len(tokens))
-        return int(out.root), out.drafts.tolist()
+        return int(out.token), out.drafts.tolist()
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         """See Driver."""

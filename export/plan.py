@@ -29,7 +29,7 @@ GIVES_LOGITS = "step and step_plain also give their logits, for `ssdevice verify
 BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
 FOLDED = "stream rows have weights of their own in the MSA layers: the stream adapters are folded into a copy"
-"""A note of a bundle on which ``Streams.merge`` had something to do."""
+"""A note of a bundle on which ``Streams.fold`` had something to do."""
 DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512

@@ -79,14 +79,14 @@ class StateForm(nn.Module):
             chunk, valid, length = tensors
             prefill = module(chunk, valid, length, past)
             self.commit(prefill.rows, length)
-            return (prefill.root, *self._drafts(prefill.drafts))
+            return (prefill.token, *self._drafts(prefill.drafts))
         if self.name == PLAIN:
-            root, length = tensors
-            step = module(root, torch.zeros(0, 1, dtype=torch.int32), length, past)
+            last, length = tensors
+            step = module(last, torch.zeros(0, 1, dtype=torch.int32), length, past)
             self.commit(step.rows, length)
             return (step.tokens, *self._logits(step))
-        root, drafts, length = tensors
-        step = module(root, drafts, length, past)
+        last, drafts, length = tensors
+        step = module(last, drafts, length, past)
         self.commit(step.rows, length)
         return step.tokens, step.count, *self._drafts(step.drafts), *self._logits(step)
 

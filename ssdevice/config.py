@@ -56,9 +56,9 @@ class Target(StrEnum):
 class StreamConfig:
     """How streams are built and trained; stored as ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in eq. 3 (0: identity).
-    ``adapter_rank``: rank R_s of the stream adapters in lossless mode, on the linears of the MSA layers (appendix
-    H.2 of *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*).
+    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity).
+    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
+    Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
     ``draft_vocabulary``: how many tokens streams choose among (0: all); which ones is stored beside the weights.
     """

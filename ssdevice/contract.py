@@ -1,16 +1,22 @@
 """The step contract: the functions every target exports and every runtime calls, as data.
 
-Three functions share one set of weights and one KV cache. All sizes are constants of an export::
+Three functions share one set of weights and one KV cache. All sizes but that of a cache passed in are constants of an
+export::
 
     step(root[1], drafts[γ,k], length[1], cache)        -> tokens[A], count[1], next_drafts[γ,k], cache'
     prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
     step_plain(root[1], length[1], cache)               -> tokens[1], cache'
 
+Without streams there is no ``step``, and ``prefill`` gives no drafts.
+
 The cache takes one of two forms. ``STATE``: the graph owns tensors ``keys``/``values`` of shape
-``[layers, kv_heads, capacity, head_dim]`` and writes the committed rows itself. ``ROWS``: the caller passes the
-committed rows of each layer as ``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
+``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may cut both by layer
+(``keys.0``, .., see ``ssdevice.export.state_form``). ``ROWS``: the caller passes the committed rows of each layer as
+``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
 ``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
-writes at ``length``. No tensor name is spelled anywhere else.
+writes at ``length``. Either way n rows are written, A, C or 1; those beyond the count are garbage and stay masked.
+
+What an app brings to graphs that several apps share is no part of this contract: see ``ssdevice.adapters.slots``.
 """
 
 from __future__ import annotations
@@ -74,7 +80,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """What a function takes, gives and keeps; the order is the order of the exported signature."""
+    """What a function takes, gives and keeps; inputs and outputs are in the order of the exported signature."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -118,11 +124,6 @@ class Geometry:
         """Cache rows: every fixed-size write at a length within the context stays inside."""
         rows = self.context + max(self.tree.emitted, self.chunk)
         return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-
-    @property
-    def positions(self) -> int:
-        """Rows of the position tables: the deepest stream of the deepest node at a full context."""
-        return self.context + max(self.chunk, self.tree.depth + 1) + self.gamma + 1
 
     @property
     def row_width(self) -> int:

@@ -204,7 +204,7 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
-        """[T, T]; row i is true at node i and its ancestors: the tree part of the attention mask (eq. 4)."""
+        """[T, T]; row i is true at node i and its ancestors: the tree part of the attention mask (2402.11131 eq. 4)."""
         return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
 
     def token_slots(self, k: int) -> tuple[int, ...]:

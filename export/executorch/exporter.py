@@ -78,7 +78,7 @@ class ExecutorchExporter:
             source = slots.model
         # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
         alone = plan.merged and plan.schedule is Schedule.DEFERRED
-        folded = alone and source.streams is not None and source.streams.merge()
+        folded = alone and source.streams is not None and source.streams.fold()
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)

@@ -1,4 +1,4 @@
-"""The ExecuTorch engine with its logits shown, for telling near-ties from faults: some programs give them."""
+"""The ExecuTorch engine with its logits shown, for telling near-ties from faults; programs give them if asked to."""
 
 from __future__ import annotations
 

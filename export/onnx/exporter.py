@@ -76,7 +76,7 @@ class OnnxExporter:
         specs = plan.functions(CacheForm.ROWS, CACHE_DTYPE)
         store = WeightStore()
         streams = job.loaded.model.streams
-        folded = plan.schedule is Schedule.DEFERRED and streams is not None and streams.merge()
+        folded = plan.schedule is Schedule.DEFERRED and streams is not None and streams.fold()
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             for number, (name, spec) in enumerate(specs.items()):
                 job.report("write the graphs", number, len(specs), name)

@@ -1,4 +1,4 @@
-"""An adapter folder's weights as the tensors that a bundle's slots take. Needs NumPy alone."""
+"""An adapter folder's weights as the tensors that a bundle's slots take. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.safetensors_file import read_floats
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIGHTS, AdapterSettings, read_settings
 from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, Slot, SlotKind, SlotPart, Variant
@@ -22,12 +23,6 @@ Array = NDArray[Any]
 LEVELS = 127.0
 """Largest code of an int8 weight."""
 PEFT_PREFIX = "base_model.model."
-UNSLOTTED = (
-    "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "layer_replication",
-    "fan_in_fan_out", "use_qalora", "alora_invocation_tokens", "arrow_config", "monteclora_config", "kasa_config",
-    "use_bdlora", "velora_config",
-)  # fmt: skip
-"""What PEFT's LoRA can also be, and a slot cannot."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +185,7 @@ def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
     config = read_json(folder / PEFT_CONFIG)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise InputError(f"{folder / PEFT_CONFIG}: peft_type is not LORA; only LoRA can stand in a slot")
-    for option in UNSLOTTED:
-        if config.get(option):
-            raise InputError(f"{folder}: {option} cannot stand in a slot of a shared base; export this app by itself")
-    if config.get("bias", "none") != "none":
-        raise InputError(f"{folder}: bias={config['bias']!r} cannot stand in a slot; export this app by itself")
+    check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
     factors = {}
     for name, (down, up) in _pairs(file, _finite(file), ".lora_A.weight", ".lora_B.weight").items():

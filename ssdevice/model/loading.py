@@ -118,7 +118,7 @@ def open_adapter(folder: Path, identity: BaseIdentity) -> AdapterFolder:
 def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None, merge: bool = True) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
-    ``merge``: fold its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
+    ``merge``: merge its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
     An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. Raises InputError.
     """
     hf = load_hf(folder)

@@ -1,4 +1,4 @@
-"""LoRA beside the base's linears instead of folded into them: what an app brings stays apart from what apps share."""
+"""LoRA beside the base's linears instead of merged into them: what an app brings stays apart from what apps share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSALS = (
 
 
 class LoraLinear(nn.Module):
-    """``base(x) + up(down(x))``; PEFT's scaling is folded into ``adapter.up``, so that ranks are all that differs."""
+    """``base(x) + up(down(x))``; PEFT's scaling is part of ``adapter.up``, so that ranks are all that differs."""
 
     def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
 
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter folded into its weights; raises InputError."""
+    """The model with a PEFT adapter merged into its weights; raises InputError."""
     wrapped = open_lora(hf, adapter)
     try:
         return wrapped.merge_and_unload().eval()
@@ -45,19 +45,11 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
 def attach_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter's linears as ``LoraLinear``; raises InputError, UnsupportedModelError.
 
-    Only plain LoRA of linears can stand apart: embeddings, biases, DoRA and whole saved modules can be merged, not
-    slotted.
+    Only plain LoRA of linears can stand apart, see ``ssdevice.adapters.lora_options``.
     """
+    hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
 
-    wrapped = open_lora(hf, adapter)
-    config = wrapped.peft_config["default"]
-    for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
-        if getattr(config, option, None):
-            raise UnsupportedModelError(f"{adapter}: {option} cannot be a slot of a shared base; export it by itself")
-    if config.bias != "none":
-        raise UnsupportedModelError(f"{adapter}: bias={config.bias!r} cannot be a slot of a shared base")
-    hf = wrapped.base_model.model
     for name, module in list(hf.named_modules()):
         if not hasattr(module, "lora_A"):
             continue
@@ -75,11 +67,11 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
     return hf.eval()
 
 
-def open_lora(hf: Any, adapter: Path, trainable: bool = False) -> Any:
-    """PEFT's model of a base and an adapter folder; raises InputError."""
+def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
+    """PEFT's model of a base and an adapter folder, to be merged or to stand ``apart``; raises InputError."""
+    check_peft(adapter, apart)
     from peft import PeftModel
 
-    check_peft(adapter)
     try:
         return PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
     except (*REFUSALS, SafetensorError) as error:

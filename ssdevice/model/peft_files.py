@@ -8,21 +8,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ssdevice.adapters.lora_options import check_options
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
 from ssdevice.config import read_json
 from ssdevice.errors import InputError
-from ssdevice.model.adapter import PEFT_CONFIG
 
-PEFT_WEIGHTS = "adapter_model.safetensors"
 LORA = "LORA"
 SLACK = 4
 """A configuration may name a rank that no tensor has, where patterns replace it; not one that fills memory."""
 
 
-def check_peft(folder: Path) -> None:
+def check_peft(folder: Path, apart: bool = False) -> None:
     """Raise InputError unless a folder holds a LoRA whose ranks are those of its tensors, all of them finite.
 
+    ``apart``: it is to stand beside the base, see ``ssdevice.adapters.lora_options``.
+
     Without this a rank in the configuration decides how much memory is taken, a missing file is looked for on the hub
-    by its folder's name, and a NaN is folded into the base.
+    by its folder's name, and a NaN is merged into the base.
     """
     file = folder / PEFT_CONFIG
     config = read_json(file)
@@ -30,6 +32,7 @@ def check_peft(folder: Path) -> None:
         raise InputError(f"{file}: not an object")
     if config.get("peft_type") != LORA:
         raise InputError(f"{file}: peft_type is {str(config.get('peft_type'))[:40]!r}, expected {LORA!r}")
+    check_options(folder, config, apart)
     weights = folder / PEFT_WEIGHTS
     if not weights.is_file():
         raise InputError(f"{folder}: no {PEFT_WEIGHTS}")
@@ -40,8 +43,6 @@ def check_peft(folder: Path) -> None:
     for rank in (config.get("r"), *pattern.values()):
         if type(rank) is not int or not 1 <= rank <= SLACK * largest:
             raise InputError(f"{file}: rank {str(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
-    if config.get("layer_replication"):
-        raise InputError(f"{file}: layer_replication makes another base of the model; it is not supported")
 
 
 def _check_weights(file: Path) -> int:

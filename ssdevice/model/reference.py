@@ -43,7 +43,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Decoded:
     """Tokens, and how many each step emitted (prefill's token is the first and belongs to no step)."""
 
     tokens: list[int]
@@ -86,14 +86,14 @@ class Reference:
             tokens = torch.tensor(chunk + [0] * (self.chunk - len(chunk)), dtype=torch.int32)
             out = self.prefill(tokens, int32(len(chunk)), int32(cache.length), cache.past())
             cache.commit(out.rows, len(chunk))
-        return int(out.root), out.drafts
+        return int(out.token), out.drafts
 
     @torch.no_grad()
-    def speculative(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> Generation:
+    def speculative(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> Decoded:
         """Greedy tokens with drafting, the stop token included."""
         cache = self.new_cache()
-        root, drafts = self.start(prompt, cache)
-        result = Generation([root])
+        first, drafts = self.start(prompt, cache)
+        result = Decoded([first])
         while room := self._room(result, cache, max_tokens, stop):
             out = self.step(int32(result.tokens[-1]), drafts, int32(cache.length), cache.past())
             run = until(out.tokens[: int(out.count)].tolist(), stop)[:room]
@@ -104,11 +104,11 @@ class Reference:
         return result
 
     @torch.no_grad()
-    def plain(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> Generation:
+    def plain(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> Decoded:
         """Greedy tokens one by one through the T = 1 step."""
         cache = self.new_cache()
-        root, _ = self.start(prompt, cache)
-        result = Generation([root])
+        first, _ = self.start(prompt, cache)
+        result = Decoded([first])
         none = torch.zeros(0, 1, dtype=torch.int32)
         while self._room(result, cache, max_tokens, stop):
             out = self.step_plain(int32(result.tokens[-1]), none, int32(cache.length), cache.past())
@@ -117,7 +117,7 @@ class Reference:
             result.steps.append(1)
         return result
 
-    def _room(self, result: Generation, cache: Cache, max_tokens: int, stop: Sequence[int]) -> int:
+    def _room(self, result: Decoded, cache: Cache, max_tokens: int, stop: Sequence[int]) -> int:
         """How many more tokens may follow; 0 ends the answer. Prefill's token is always given."""
         if result.tokens[-1] in stop:
             return 0

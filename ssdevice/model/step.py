@@ -41,9 +41,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a prefill gives: ``root [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
+    """What a prefill gives: ``token [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
 
-    root: Tensor
+    token: Tensor
     drafts: Tensor
     rows: list[KeyValue]
 
@@ -74,7 +74,7 @@ class StreamModel(nn.Module):
         return backbone.run(0, self.first_msa, h, backbone.rope(positions), masks, [[kv] for kv in past])
 
     def run_msa_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
-        """The top N_s layers on main rows (eq. 1)."""
+        """The top N_s layers on main rows (2402.11131 eq. 1)."""
         backbone = self.backbone
         runs = [[kv] for kv in past]
         return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
@@ -82,7 +82,7 @@ class StreamModel(nn.Module):
     def stream_pass(
         self, h: Tensor, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
     ) -> Tensor:
-        """The MSA layers on the streams of n nodes alone (eq. 2 and 3).
+        """The MSA layers on the streams of n nodes alone (2402.11131 eq. 2 and 3).
 
         ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows
         that streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
@@ -146,11 +146,11 @@ class StepModule(nn.Module):
         ):
             self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
 
-    def forward(self, root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
-        """One step at ``length [1]`` committed tokens."""
+    def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
+        """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
         # The tree: tokens gathered from the drafts, one position per depth, eyes on the past and on ancestors.
-        tokens = torch.cat([root, drafts.reshape(-1)]).index_select(0, self.slots)
+        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.slots)
         positions = length + self.depths
         masks = self._main_masks(positions, length, past[0][0].shape[2])
         h = model.backbone.embed(tokens[None], positions[None])
@@ -181,7 +181,7 @@ class StepModule(nn.Module):
         return Step(predicted.index_select(0, path), depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
-        """``[1, 1, T, P + T]``: committed rows, then the node's ancestors and itself (eq. 4), in each window."""
+        """``[1, 1, T, P + T]``: committed rows, then ancestors and the node itself, by window (2402.11131 eq. 4)."""
         masks = {}
         for window in self.model.backbone.windows():
             tree = self.ancestors & within(self.depths, self.depths, window)
@@ -225,7 +225,7 @@ class StepModule(nn.Module):
 
 
 class PrefillModule(nn.Module):
-    """``prefill``: commit a chunk of C prompt tokens; the last chunk's root and drafts start decoding."""
+    """``prefill``: commit a chunk of C prompt tokens; the last chunk's token and drafts start decoding."""
 
     offsets: Tensor
 
@@ -250,10 +250,10 @@ class PrefillModule(nn.Module):
         h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
         rows = rows + msa_rows
         last = valid - 1
-        root = argmax(backbone.head(h.index_select(1, last))[0])
+        token = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:
-            return Prefill(root, torch.zeros(0, self.k, dtype=torch.int32), rows)
-        return Prefill(root, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
+            return Prefill(token, torch.zeros(0, self.k, dtype=torch.int32), rows)
+        return Prefill(token, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
 
 
 def argmax(scores: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (H.2 of its successor)."""
+"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows.
+
+The latter is of its successor, *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream
+Attention*, appendix H.2.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +52,22 @@ class StreamRowAdapter(nn.Module):
         self.adapter = adapter
         self.split = split
         self.replace = replace
-        self.merged: nn.Linear | None = None
+        self.folded: nn.Linear | None = None
 
-    def merge(self) -> None:
+    def fold(self) -> None:
         """Give stream rows a weight of their own with the low-rank term folded in; they compute the same."""
         if self.replace or not isinstance(self.base, nn.Linear):
             return
         base = self.base
-        self.merged = nn.Linear(base.in_features, base.out_features, base.bias is not None)
+        self.folded = nn.Linear(base.in_features, base.out_features, base.bias is not None)
         with torch.no_grad():
-            self.merged.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
+            self.folded.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
             if base.bias is not None:
-                self.merged.bias.copy_(base.bias)
+                self.folded.bias.copy_(base.bias)
 
     def _stream(self, x: Tensor) -> Tensor:
-        if self.merged is not None:
-            return cast(Tensor, self.merged(x))
+        if self.folded is not None:
+            return cast(Tensor, self.folded(x))
         low_rank = self.adapter(x)
         return cast(Tensor, low_rank if self.replace else self.base(x) + low_rank)
 
@@ -130,14 +134,14 @@ class Streams(nn.Module):
         batch, nodes, width = h.shape
         return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
 
-    def merge(self) -> bool:
+    def fold(self) -> bool:
         """Fold stream adapters into second weights of the MSA layers; whether there were any.
 
         For graphs whose streams run on their own: one product in place of three, for a copy of these layers' weights.
         """
         rows = [row for row in self._rows if not row.replace]
         for row in rows:
-            row.merge()
+            row.fold()
         return bool(rows)
 
     def _wrap(self, layer: nn.Module, index: int) -> None:
@@ -145,8 +149,9 @@ class Streams(nn.Module):
         replace_mlp = config.stream_mlp is StreamMLP.ADAPTER
         if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
             raise UnsupportedModelError("stream_mlp 'adapter' needs layers with an mlp module; use 'base+adapter'")
+        replaced = set(cast(nn.Module, layer.mlp).modules()) if replace_mlp else set()
         for path, linear in list(layer.named_modules()):
-            if isinstance(linear, nn.Linear) and not (replace_mlp and path.startswith("mlp.")):
+            if isinstance(linear, nn.Linear) and linear not in replaced:
                 adapter = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
                 self._install(layer, index, path, linear, adapter, replace=False)
         if replace_mlp:

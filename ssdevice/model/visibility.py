@@ -26,7 +26,7 @@ def within(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
 
 
 def own_streams(nodes: int, gamma: int, device: torch.device | None = None) -> Tensor:
-    """``[n * γ, n * γ]`` bool: stream j of a node sees streams 1..j of the same node (eq. 2)."""
+    """``[n * γ, n * γ]`` bool: stream j of a node sees streams 1..j of the same node (2402.11131 eq. 2)."""
     block = torch.ones(gamma, gamma, dtype=torch.bool, device=device).tril()
     same = torch.eye(nodes, dtype=torch.bool, device=device)
     return (same[:, None, :, None] & block[None, :, None, :]).reshape(nodes * gamma, nodes * gamma)

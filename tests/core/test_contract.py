@@ -45,13 +45,6 @@ def test_every_write_at_a_length_within_the_context_fits(g: Geometry, data: st.D
     assert g.capacity - g.context - max(g.tree.emitted, g.chunk) < contract.CAPACITY_MULTIPLE
 
 
-@given(geometries())
-def test_every_row_has_a_position(g: Geometry) -> None:
-    tree_rows = [g.context + depth + stream for depth in g.tree.depths for stream in range(g.gamma + 1)]
-    chunk_rows = [g.context + row + stream for row in range(g.chunk) for stream in range(g.gamma + 1)]
-    assert max(tree_rows + chunk_rows) < g.positions
-
-
 @pytest.mark.parametrize("cache", CacheForm)
 @given(g=geometries())
 def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> None:

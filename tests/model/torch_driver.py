@@ -46,7 +46,7 @@ class TorchDriver:
         padded = list(tokens) + [(7 * i + 3) % self.vocab for i in range(self.chunk - len(tokens))]
         out = self.prefill_module(int32(*padded), int32(len(tokens)), int32(length), self.past())
         self._commit(out.rows, length)
-        return int(out.root), out.drafts.tolist()
+        return int(out.token), out.drafts.tolist()
 
     @torch.no_grad()
     def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:

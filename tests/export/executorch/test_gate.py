@@ -102,5 +102,5 @@ def test_stream_adapters_are_folded_where_streams_run_on_their_own(
     monkeypatch.setattr(target, "lower", lowered)
     notes = EXPORTER.export(given, tmp_path).notes
     rows = [part for part in seen[0].modules() if isinstance(part, StreamRowAdapter)]
-    assert rows and all((row.merged is not None) is folded for row in rows)
+    assert rows and all((row.folded is not None) is folded for row in rows)
     assert (FOLDED in notes) is folded

@@ -97,7 +97,7 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
             del given[1]
         out = form(*given)
     assert [tuple(tensor.shape) for tensor in out] == [tuple(tensor.shape) for tensor in spec.outputs]
-    assert torch.equal(out[0], expected.root if name == PREFILL else expected.tokens)
+    assert torch.equal(out[0], expected.token if name == PREFILL else expected.tokens)
     for layer, (keys, values) in enumerate(expected.rows):
         for state, rows, before in ((form.keys, keys, noise[0]), (form.values, values, noise[1])):
             end = 9 + rows.shape[2]
