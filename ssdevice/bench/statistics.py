@@ -48,11 +48,6 @@ class Spread:
     low: float
     high: float
 
-    @property
-    def iqr(self) -> float:
-        """Distance of the quartiles: half of the rounds lie within."""
-        return self.q3 - self.q1
-
 
 def spread(values: Sequence[float] | ArrayLike) -> Spread:
     """Median, quartiles (linear interpolation), least and greatest of one value or more; raises InputError."""
@@ -65,18 +60,6 @@ def mean_interval(values: ArrayLike, *, confidence: float = 0.95, samples: int =
     """The mean of values ``[n]`` and its bootstrap interval; raises InputError for none or not finite ones."""
     data = _values(values, "values")
     return _bootstrap(data[:, None], lambda means: means[:, 0], confidence, samples, seed)
-
-
-def paired_difference(
-    first: ArrayLike, second: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0
-) -> Interval:
-    """Mean of ``second - first`` over paired examples ``[n]`` and its bootstrap interval.
-
-    The gain of ``second`` is sure at this confidence if the interval excludes 0. Raises InputError unless both have
-    the same number, one or more, of finite values.
-    """
-    a, b = _pair(first, second)
-    return mean_interval(b - a, confidence=confidence, samples=samples, seed=seed)
 
 
 def speedup(
