@@ -33,10 +33,6 @@ class Interval:
     high: float | None
     confidence: float
 
-    def excludes(self, value: float) -> bool:
-        """Whether ``value`` (0 for a difference, 1 for a ratio) lies outside; never without bounds."""
-        return self.low is not None and self.high is not None and not self.low <= value <= self.high
-
 
 @dataclass(frozen=True)
 class Spread:
