@@ -23,13 +23,14 @@ def _slicer(node: Node, cut: bool = False) -> Callable[[Tensor, Tensor, Tensor],
     Slices beyond the array raise ExecutionError; with ``cut`` they end where it ends, as constant ones may.
     """
 
-    def flags(name: str, rank: int) -> list[int]:
-        return node.ints(name) if node.has(name) else [0] * rank
+    names = ("begin_mask", "end_mask", "squeeze_mask")
+    masks = [node.ints(name) if node.has(name) else None for name in names]
+    strides = node.ints("stride") if node.has("stride") else None
 
     def index(x: Tensor, begin: Tensor, end: Tensor) -> Index:
         rank = x.ndim
-        stride = node.ints("stride") if node.has("stride") else [1] * rank
-        skip_begin, skip_end, squeeze = (flags(f"{name}_mask", rank) for name in ("begin", "end", "squeeze"))
+        stride = strides or [1] * rank
+        skip_begin, skip_end, squeeze = (mask or [0] * rank for mask in masks)
         if {len(begin), len(end), len(stride), len(skip_begin), len(skip_end), len(squeeze)} != {rank}:
             raise ExecutionError(f"begin {begin.tolist()} and end {end.tolist()} do not fit shape {list(x.shape)}")
         parts: list[Any] = []

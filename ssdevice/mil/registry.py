@@ -132,13 +132,6 @@ class Node:
             raise ExecutionError(f"{self.where}: parameter {name!r} is not a string")
         return value
 
-    def dtype(self, index: int = 0) -> DType:
-        """Declared element type of an output."""
-        dtype = self.outputs[index].dtype
-        if dtype is None:
-            raise ExecutionError(f"{self.where}: its output is a string")
-        return dtype
-
     def cast_type(self, name: str) -> DType:
         """The type a parameter such as ``dtype`` names."""
         text = self.text(name)
