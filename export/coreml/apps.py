@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from ssdevice.contract import PLAIN
 from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
-from ssdevice.mil.reader import Package, constants
+from ssdevice.mil.audit import places
+from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import BlobRef
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
@@ -82,11 +83,9 @@ def growth(
     users: dict[BlobRef, set[str]] = {}
     sizes: dict[BlobRef, int] = {}
     for name, function in package.functions.items():
-        for operation in function.operations:
-            for value in constants(operation):
-                if isinstance(value.data, BlobRef):
-                    users.setdefault(value.data, set()).add(name)
-                    sizes[value.data] = package.stored_bytes(value)
+        for place, size in places(package, function).items():
+            users.setdefault(place, set()).add(name)
+            sizes[place] = size
     found = {}
     for app, names in table.items():
         others = {name for other, theirs in table.items() if other != app for name in theirs.values()}

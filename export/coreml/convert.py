@@ -6,7 +6,6 @@ import ctypes
 import gc
 import logging
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from ssdevice.export.coreml.graph import name_inputs, simplify
 from ssdevice.export.coreml.half import half_precision
 from ssdevice.export.coreml.options import Deployment, KVWrite
 from ssdevice.export.forms import function_module
+from ssdevice.export.quiet import quiet as silenced
 from ssdevice.export.state_form import StateForm, Write
 from ssdevice.model.step import StreamModel
 
@@ -95,20 +95,13 @@ def release_memory() -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within this context coremltools and torch say nothing but errors: progress is the caller's to report."""
-    loggers = [logging.getLogger(name) for name in ("coremltools", "torch")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     bars = [(module, name, getattr(module, name)) for module, name in _progress_bars()]
     for module, name, bar in bars:
         setattr(module, name, partial(bar, disable=True))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silenced("coremltools", "torch"):
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
         for module, name, bar in bars:
             setattr(module, name, bar)
 

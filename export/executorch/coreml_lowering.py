@@ -7,7 +7,6 @@ method. Conversion itself is that of the ``coreml`` target: its rewrites, its me
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +17,14 @@ from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
 from ssdevice.export.coreml import ops as coreml_ops
-from ssdevice.export.coreml.convert import quiet
+from ssdevice.export.coreml.convert import quiet as quiet_conversion
 from ssdevice.export.coreml.graph import simplify
 from ssdevice.export.coreml.half import half_precision
 from ssdevice.export.coreml.weights import compress, matrices, plan_weights
 from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
+from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import StateForm
 from ssdevice.model.step import StreamModel
 
@@ -69,7 +69,7 @@ def lower(
         notes.extend(note for note in found if note not in notes)
         return made
 
-    with quiet(), _silent():
+    with quiet_conversion(), quiet("executorch.backends.apple"):
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         report(len(specs), "lower to Core ML")
         with _conversion(CoreMLBackend, convert):
@@ -110,18 +110,3 @@ def _conversion(backend: Any, convert: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         backend._convert_to_mlmodel = staticmethod(before)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Within this context ExecuTorch's Core ML backend tells nothing of every operator it passes over."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("executorch.backends.apple")]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +17,7 @@ from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.plan import ExportPlan
+from ssdevice.export.quiet import quiet
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.program import SET_ADAPTER
 
@@ -32,21 +30,6 @@ class Lowered:
 
     data: bytes
     delegations: Mapping[str, Delegation]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings and notes about what these exports do not use."""
-    levels = {name: logging.getLogger(name).level for name in NOISY}
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
@@ -77,7 +60,7 @@ def lower(
 
     Where the model has slots they are state too, and ``set_adapter`` fills them.
     """
-    with quiet(), faster():
+    with quiet(*NOISY), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         slots = [name for name, _ in slots_of(model)]
         if slots:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +29,7 @@ from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.onnx.translations import TRANSLATIONS
 from ssdevice.export.parity import Tolerance, check
 from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.quiet import quiet
 from ssdevice.export.variants import (
     OpenIdentifiers,
     app_functions,
@@ -210,7 +208,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
         dynamic.append(None)
         names.append(IDENTIFIERS)
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet("torch.onnx"):
             program = torch.export.export(form, tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
             onnx_program = torch.onnx.export(
                 program,
@@ -230,20 +228,6 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     assert onnx_program is not None
     tag(onnx_program.model, roles_of(form))
     return onnx_program.model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the exporter's warnings, which concern packages this export does not use."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ssdevice.bundle.manifest import ModelIdentity
 from ssdevice.config import StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
 
@@ -15,21 +16,6 @@ WEIGHTS = "streams.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 SCHEMA_VERSION = 1
-
-
-class Identified(Protocol):
-    """What tells one base from another."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class BaseIdentity:
             sha256=weights_sha256(folder),
         )
 
-    def check(self, other: Identified, what: str) -> None:
+    def check(self, other: BaseIdentity | ModelIdentity, what: str) -> None:
         """Raise InputError if ``other`` is not this base, naming the first difference."""
         for name in ("model_type", "hidden_size", "layers", "vocab", "sha256"):
             mine, theirs = getattr(self, name), getattr(other, name)

@@ -33,10 +33,6 @@ class Interval:
     high: float | None
     confidence: float
 
-    def excludes(self, value: float) -> bool:
-        """Whether ``value`` (0 for a difference, 1 for a ratio) lies outside; never without bounds."""
-        return self.low is not None and self.high is not None and not self.low <= value <= self.high
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -47,11 +43,6 @@ class Spread:
     q3: float
     low: float
     high: float
-
-    @property
-    def iqr(self) -> float:
-        """Distance of the quartiles: half of the rounds lie within."""
-        return self.q3 - self.q1
 
 
 def spread(values: Sequence[float] | ArrayLike) -> Spread:
@@ -65,18 +56,6 @@ def mean_interval(values: ArrayLike, *, confidence: float = 0.95, samples: int =
     """The mean of values ``[n]`` and its bootstrap interval; raises InputError for none or not finite ones."""
     data = _values(values, "values")
     return _bootstrap(data[:, None], lambda means: means[:, 0], confidence, samples, seed)
-
-
-def paired_difference(
-    first: ArrayLike, second: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0
-) -> Interval:
-    """Mean of ``second - first`` over paired examples ``[n]`` and its bootstrap interval.
-
-    The gain of ``second`` is sure at this confidence if the interval excludes 0. Raises InputError unless both have
-    the same number, one or more, of finite values.
-    """
-    a, b = _pair(first, second)
-    return mean_interval(b - a, confidence=confidence, samples=samples, seed=seed)
 
 
 def speedup(

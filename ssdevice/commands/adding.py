@@ -11,7 +11,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ssdevice.adapters.safetensors_file import write_tensors
-from ssdevice.adapters.settings import BaseIdentity
 from ssdevice.adapters.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
 from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights, fill, fill_program
@@ -141,9 +140,7 @@ def _check_base(bundle: Bundle, weights: AdapterWeights) -> None:
     """Raise InputError for an adapter of another base, or with fewer streams than the tree is deep."""
     settings, manifest = weights.settings, bundle.manifest
     if settings is not None:
-        mine = manifest.model
-        base = BaseIdentity(mine.model_type, mine.hidden_size, mine.layers, mine.vocab, mine.sha256)
-        settings.base.check(base, f"adapter {weights.folder}")
+        settings.base.check(manifest.model, f"adapter {weights.folder}")
         if settings.streams.gamma < bundle.geometry.gamma:
             raise InputError(
                 f"{weights.folder} has γ = {settings.streams.gamma} streams, the draft tree of {bundle.folder} is "

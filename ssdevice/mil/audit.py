@@ -21,6 +21,8 @@ STATE_MULTIPLE = 32
 BLOCKWISE = "constexpr_blockwise_shift_scale"
 PALETTE = "constexpr_lut_to_dense"
 CONSTEXPR = "constexpr_"
+DATA = {BLOCKWISE: "data", PALETTE: "indices"}
+"""Operations that decompress weights, and their parameter with the data."""
 
 REPORTS = "reports by users of the Neural Engine (coremltools 9, macOS 15 and 26); CPU and GPU were fine"
 STATES = "github.com/apple/coremltools/issues/2631 (macOS 15, M4); CPU and GPU were fine"
@@ -82,7 +84,7 @@ def audit(package: Package) -> Audit:
         states.update((state, kind) for state, kind in function.inputs if kind.state)
         types = dict(function.inputs) | {key: kind for one in function.operations for key, kind in one.outputs}
         rows[name] = max((_query_rows(operation, types) for operation in function.operations), default=0)
-        loaded[name] = _loaded_bytes(package, function)
+        loaded[name] = sum(places(package, function).values())
         warnings += list(_warnings(package, function))
     weights = _weights(package)
     if len(loaded) > 1:
@@ -95,15 +97,14 @@ def audit(package: Package) -> Audit:
     return Audit(operations, weights, state_bytes, rows, loaded, tuple(warnings))
 
 
-def _loaded_bytes(package: Package, function: Function) -> int:
-    """Bytes of weights that one function reads."""
-    places = {
+def places(package: Package, function: Function) -> dict[BlobRef, int]:
+    """Bytes of the weights that one function reads, by their place in the weight files."""
+    return {
         value.data: package.stored_bytes(value)
         for operation in function.operations
         for value in constants(operation)
         if isinstance(value.data, BlobRef)
     }
-    return sum(places.values())
 
 
 def _bytes(kind: TensorType) -> int:
@@ -114,40 +115,34 @@ def _weights(package: Package) -> tuple[Weights, ...]:
     """Every place in the weight files once, under the form of the weight it is part of."""
     forms: dict[BlobRef, str] = {}
     sizes: dict[BlobRef, int] = {}
-    main: set[BlobRef] = set()
+    main: set[BlobRef] = set()  # of a compressed weight the data: scales, offsets and tables belong to it
     for function in package.functions.values():
-        stored: dict[str, Value] = {}
+        sizes |= places(package, function)
+        stored = {
+            operation.output: value
+            for operation in function.operations
+            if operation.kind == CONST and (value := operation.attributes.get("val")) is not None
+        }
         for operation in function.operations:
-            for value in constants(operation):
-                if isinstance(value.data, BlobRef):
-                    sizes[value.data] = package.stored_bytes(value)
-                    if operation.kind == CONST:
-                        stored[operation.output] = value
-            if operation.kind.startswith(CONSTEXPR):
-                parts = list(_parts(operation, stored))
-                # The data first: scales, offsets and tables belong to it.
-                for value in parts:
-                    assert isinstance(value.data, BlobRef)
-                    forms[value.data] = _form(operation, stored)
-                if parts and isinstance(parts[0].data, BlobRef):
-                    main.add(parts[0].data)
+            if operation.kind in DATA:
+                for name in (*operation.inputs, *operation.attributes):
+                    value = _value(operation, name, stored)
+                    if value is not None and isinstance(value.data, BlobRef):
+                        forms[value.data] = _form(operation, stored)
+                        if name == DATA[operation.kind]:
+                            main.add(value.data)
         for value in stored.values():
-            assert isinstance(value.data, BlobRef)
-            if value.data not in forms and value.type is not None and value.type.dtype is not None:
+            if isinstance(value.data, BlobRef) and value.data not in forms and value.type and value.type.dtype:
                 forms[value.data] = value.type.dtype.name
                 main.add(value.data)
-    names = sorted({*forms.values()})
     return tuple(
         Weights(
             name,
             sum(1 for place in main if forms[place] == name),
             sum(sizes[place] for place, form in forms.items() if form == name),
         )
-        for name in names
+        for name in sorted({*forms.values()})
     )
-
-
-_DATA = ("data", "indices", "quantized_data", "nonzero_data", "indices_nonzero_data", "source_val")
 
 
 def _value(operation: Operation, name: str, stored: dict[str, Value]) -> Value | None:
@@ -156,24 +151,14 @@ def _value(operation: Operation, name: str, stored: dict[str, Value]) -> Value |
     return stored.get(argument) if isinstance(argument, str) else argument
 
 
-def _parts(operation: Operation, stored: dict[str, Value]) -> Iterator[Value]:
-    names = {*operation.inputs, *operation.attributes}
-    for name in sorted(names, key=lambda name: (name not in _DATA, name)):
-        value = _value(operation, name, stored)
-        if value is not None and isinstance(value.data, BlobRef):
-            yield value
-
-
 def _form(operation: Operation, stored: dict[str, Value]) -> str:
     """In words, how a compressed weight is stored."""
-    data = next((found for name in _DATA if (found := _value(operation, name, stored)) is not None), None)
+    data = _value(operation, DATA[operation.kind], stored)
     dtype = data.type.dtype.name if data is not None and data.type is not None and data.type.dtype else "values"
-    if operation.kind == BLOCKWISE:
-        block = _block(operation, stored)
-        return f"{dtype}, per channel" if block is None else f"{dtype}, blocks of {block}"
     if operation.kind == PALETTE:
         return f"palette of {dtype} indices"
-    return f"{dtype}, {operation.kind.removeprefix(CONSTEXPR)}"
+    block = _block(operation, stored)
+    return f"{dtype}, per channel" if block is None else f"{dtype}, blocks of {block}"
 
 
 def _block(operation: Operation, stored: dict[str, Value]) -> int | None:

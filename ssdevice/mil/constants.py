@@ -46,7 +46,7 @@ class ConstantPool:
 
 
 def held(value: Any) -> Any:
-    """An array, or each of a sequence of arrays, as registers hold constants."""
+    """An array, or each of a sequence of arrays, as plans hold constants."""
     if isinstance(value, tuple | list):
         return tuple(held(item) for item in value)
     array = np.asarray(value)

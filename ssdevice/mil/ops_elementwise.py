@@ -28,22 +28,13 @@ _BINARY_EXACT: dict[str, Function] = {
     "less_equal": np.less_equal,
     "logical_and": np.logical_and,
     "logical_or": np.logical_or,
-    "logical_xor": np.logical_xor,
 }
 _UNARY: dict[str, Function] = {
-    "acos": np.arccos,
-    "asin": np.arcsin,
-    "atan": np.arctan,
-    "atanh": np.arctanh,
     "cos": np.cos,
-    "cosh": np.cosh,
     "exp": np.exp,
-    "exp2": np.exp2,
     "sin": np.sin,
-    "sinh": np.sinh,
     "sqrt": np.sqrt,
     "square": np.square,
-    "tan": np.tan,
     "tanh": np.tanh,
 }
 _UNARY_EXACT: dict[str, Function] = {
@@ -95,10 +86,8 @@ def erf(x: Tensor) -> Tensor:
 define("erf", "x", erf)
 define("sigmoid", "x", sigmoid)
 define("silu", "x", lambda x: x * sigmoid(x))
-define("softsign", "x", lambda x: x / (1 + np.abs(x)))
 define("softplus", "x", lambda x: np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0))
 define("relu", "x", lambda x: np.maximum(x, 0), exact=True)
-define("relu6", "x", lambda x: np.clip(x, 0, 6), exact=True)
 
 
 @kernel("gelu", "x")
@@ -133,12 +122,6 @@ def _clip(node: Node) -> Function:
     return lambda x: np.minimum(np.maximum(x, low), high)
 
 
-@kernel("threshold", "x", exact=True)
-def _threshold(node: Node) -> Function:
-    low = node.array("alpha")
-    return lambda x: np.maximum(x, low)
-
-
 @kernel("inverse", "x")
 def _inverse(node: Node) -> Function:
     epsilon = node.number("epsilon", 1e-4)
@@ -166,51 +149,3 @@ def _cast(node: Node) -> Function:
     if target.name == "bool":
         return lambda x: np.not_equal(x, 0)
     return lambda x: x.astype(storage, copy=False)
-
-
-@kernel("leaky_relu", "x")
-def _leaky_relu(node: Node) -> Function:
-    alpha = node.number("alpha")
-    return lambda x: np.where(x < 0, alpha * x, x)
-
-
-@kernel("prelu", "x")
-def _prelu(node: Node) -> Function:
-    alpha = node.array("alpha")
-    return lambda x: np.where(x < 0, alpha.reshape(1, -1, *[1] * (x.ndim - 2)) * x, x)
-
-
-@kernel("elu", "x")
-def _elu(node: Node) -> Function:
-    alpha = node.number("alpha")
-    return lambda x: np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x)
-
-
-@kernel("thresholded_relu", "x")
-def _thresholded_relu(node: Node) -> Function:
-    alpha = node.number("alpha")
-    return lambda x: np.where(x >= alpha, x, np.float32(0))
-
-
-@kernel("clamped_relu", "x")
-def _clamped_relu(node: Node) -> Function:
-    alpha, beta = node.number("alpha"), node.number("beta")
-    return lambda x: np.minimum(np.where(x >= 0, x, alpha * x), beta)
-
-
-@kernel("linear_activation", "x")
-def _linear_activation(node: Node) -> Function:
-    alpha, beta = node.number("alpha"), node.number("beta")
-    return lambda x: alpha * x + beta
-
-
-@kernel("scaled_tanh", "x")
-def _scaled_tanh(node: Node) -> Function:
-    alpha, beta = node.number("alpha"), node.number("beta")
-    return lambda x: alpha * np.tanh(beta * x)
-
-
-@kernel("sigmoid_hard", "x")
-def _sigmoid_hard(node: Node) -> Function:
-    alpha, beta = node.number("alpha"), node.number("beta")
-    return lambda x: np.minimum(np.maximum(alpha * x + beta, 0), 1)

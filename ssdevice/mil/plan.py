@@ -1,15 +1,16 @@
 """A function compiled to a flat list of steps: constants folded, dead values freed, updates in place where safe.
 
-Values live in numbered registers. A step calls a kernel on some registers, stores the results and drops registers
-that nothing reads again. Which registers share memory is known from which kernels return views, so a cache update
-writes into the state's own buffer when nobody can see the old contents any more.
+A step calls a kernel on named values, keeps the results under their names and drops what nothing reads again. Which
+values share memory is known from which kernels return views, so a cache update writes into the state's own buffer
+when nobody can see the old contents any more.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,9 @@ from ssdevice.mil import (  # noqa: F401  (imported for the kernels they registe
     ops_shape,
 )
 from ssdevice.mil.constants import ConstantPool
-from ssdevice.mil.finish import TO_FLOAT, Finish, Run, check_type, finished, round_half, to
+from ssdevice.mil.dtypes import Array
 from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
 from ssdevice.mil.schema import Argument, Function, Operation, TensorType, Value
-from ssdevice.mil.steps import Plan, Slot, Step, uses, with_frees
 
 FP16 = "fp16"
 FP32 = "fp32"
@@ -36,16 +36,31 @@ CONST = "const"
 READ_STATE = "read_state"
 UPDATE_STATE = "coreml_update_state"  # write_state and read_state in one; coremltools splits it when it saves
 WRITERS = ("write_state", UPDATE_STATE)
+Run = Callable[..., Any]
 
 
-@dataclass
-class _Known:
-    """A name while compiling: its register, the buffer its memory is part of and, for a constant, value and key."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call: ``run`` on the values ``reads`` gives ``writes``; ``frees`` are dropped afterwards."""
 
-    register: int
-    buffer: int
-    constant: Any = None
-    key: Hashable | None = None
+    run: Run
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    operation: Operation
+    frees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compiled function. ``constants``: every constant and decompressed weight by name, floats as float32.
+
+    ``types``: of every value of the function.
+    """
+
+    function: Function
+    steps: tuple[Step, ...]
+    constants: dict[str, Array]
+    types: dict[str, TensorType]
 
 
 class Compiler:
@@ -55,90 +70,70 @@ class Compiler:
         self._function = function
         self._pool = pool
         self._half = precision == FP16
-        self._registers: list[Any] = []
-        self._names: dict[str, _Known] = {}
-        self._members: dict[int, list[str]] = defaultdict(list)  # buffer -> names whose memory it is
-        self._owned: set[int] = set()  # buffers a run may write into
+        self._types = dict(function.inputs)
+        self._constants: dict[str, Constant] = {}
+        self._keys: dict[str, Hashable | None] = {}  # of constants: what their contents were made of
+        self._buffers: dict[str, int] = {}  # of other values but states: the memory they are part of
         self._held: dict[str, int] = {}  # state -> the buffer it holds at this point
+        self._owned: set[int] = set()  # buffers a run may write into
+        self._numbers = count()
         self._steps: list[Step] = []
-        self._last, self._events = uses(function)
+        self._last: dict[str, float] = {}  # where a name is read last; a returned one: infinitely late
+        for position, operation in enumerate(function.operations):
+            self._last.update(dict.fromkeys(operation.names(), position))
+        self._last.update(dict.fromkeys(function.outputs, math.inf))
 
     def compile(self) -> Plan:
         """The plan. Raises UnsupportedOpError, naming operation, function and output, for what has no kernel."""
-        function = self._function
-        types = dict(function.inputs)
-        for name, kind in function.inputs:
-            known = self._define(name)
+        for name, kind in self._function.inputs:
             if kind.state:
-                self._held[name] = known.buffer
-                self._owned.add(known.buffer)
-                self._members[known.buffer].clear()  # the state is no reader; _may_overwrite asks for its events
-        for position, operation in enumerate(function.operations):
-            types.update(operation.outputs)
+                self._held[name] = self._new_buffer()
+            else:
+                self._buffers[name] = next(self._numbers)
+        for position, operation in enumerate(self._function.operations):
+            self._types.update(operation.outputs)
             if operation.kind == CONST:
-                self._add_constant(operation)
+                value = operation.attributes.get("val")
+                if value is None:
+                    raise ExecutionError(f"{self._where(operation)}: a constant without a value")
+                self._define_constant(operation.output, *self._literal(value))
             elif operation.kind == READ_STATE or operation.kind in WRITERS:
                 self._add_state(operation)
             else:
                 self._add_kernel(position, operation)
+        arrays = {name: value for name, value in self._constants.items() if not isinstance(value, str)}
+        kept = {*self._held, *self._function.outputs}
+        return Plan(self._function, _with_frees(self._steps, kept), arrays, self._types)
 
-        def slots(names: Sequence[str]) -> dict[str, Slot]:
-            return {name: (self._names[name].register, types[name]) for name in names}
+    def _new_buffer(self) -> int:
+        buffer = next(self._numbers)
+        self._owned.add(buffer)
+        return buffer
 
-        inputs = slots([name for name, kind in function.inputs if not kind.state])
-        states, outputs = slots(list(self._held)), slots(function.outputs)
-        kept = {register for register, _ in (*states.values(), *outputs.values())}
-        constants = {name: known for name, known in self._names.items() if known.constant is not None}
-        kept |= {known.register for known in constants.values()}
-        return Plan(
-            function,
-            with_frees(self._steps, kept),
-            tuple(self._registers),
-            inputs,
-            states,
-            outputs,
-            {name: known.constant for name, known in constants.items() if not isinstance(known.constant, str)},
-        )
+    def _literal(self, value: Value) -> tuple[Constant, Hashable]:
+        return self._pool.load(value), self._pool.key(value)
 
-    def _define(self, name: str, buffer: int | None = None) -> _Known:
-        known = _Known(len(self._registers), len(self._members) if buffer is None else buffer)
-        self._registers.append(None)
-        self._names[name] = known
-        self._members[known.buffer].append(name)
-        return known
-
-    def _define_constant(self, name: str, value: Any, key: Hashable | None) -> _Known:
-        known = self._define(name)
-        known.constant, known.key = value, key
-        self._registers[known.register] = value
-        return known
-
-    def _add_constant(self, operation: Operation) -> None:
-        value = operation.attributes.get("val")
-        if value is None:
-            raise ExecutionError(f"{self._where(operation)}: a constant without a value")
-        self._define_constant(operation.output, self._pool.load(value), self._pool.key(value))
+    def _define_constant(self, name: str, value: Constant, key: Hashable | None) -> None:
+        self._constants[name], self._keys[name] = value, key
 
     def _add_state(self, operation: Operation) -> None:
-        """State operations move references only; a state is a register that a write points at another buffer."""
+        """State operations move references only; a state is a name that a write points at another buffer."""
         name = _argument(operation, "input" if operation.kind == READ_STATE or "input" in operation.inputs else "state")
         if name not in self._held:
             raise ExecutionError(f"{self._where(operation)}: {name!r} is no state of the function")
-        register = self._names[name].register
         if operation.kind in WRITERS:
-            source = self._names[_argument(operation, "value" if "value" in operation.inputs else "data")]
-            others = [buffer for state, buffer in self._held.items() if state != name]
-            if source.buffer in self._owned and source.buffer not in others:
-                self._held[name] = source.buffer
-                self._steps.append(Step(_same, (source.register,), (register,), (), operation))
+            source = _argument(operation, "value" if "value" in operation.inputs else "data")
+            buffer = self._buffers.get(source)
+            others = [held for state, held in self._held.items() if state != name]
+            if buffer is not None and buffer in self._owned and buffer not in others:
+                self._held[name] = buffer
+                self._steps.append(Step(_same, (source,), (name,), operation))
             else:
-                self._held[name] = len(self._members)
-                self._members[self._held[name]] = []
-                self._owned.add(self._held[name])
-                self._steps.append(Step(np.array, (source.register,), (register,), (), operation))
+                self._held[name] = self._new_buffer()
+                self._steps.append(Step(np.array, (source,), (name,), operation))
         for output, _ in operation.outputs:
-            target = self._define(output, self._held[name]).register
-            self._steps.append(Step(_same, (register,), (target,), (), operation))
+            self._buffers[output] = self._held[name]
+            self._steps.append(Step(_same, (name,), (output,), operation))
 
     def _add_kernel(self, position: int, operation: Operation) -> None:
         kernel = KERNELS.get(operation.kind)
@@ -147,56 +142,57 @@ class Compiler:
                 f"{self._where(operation)}: operation {operation.kind!r} is not supported by the interpreter; "
                 f"export the bundle again if the package was edited, else run it on a Mac"
             )
-        node = self._node(operation, kernel)
+        node = self._node(operation)
         run = _on_wide(kernel.build(node)) if kernel.sums else kernel.build(node)
-        sources = self._sources(operation, node)
+        sources = self._sources(operation, kernel)
         finish = [self._finish(kind, kernel, node) for _, kind in operation.outputs]
-        if all(source.constant is not None for source in sources):
-            self._fold(operation, finished(_on_copy(run) if kernel.updates else run, finish), sources)
+        if all(source in self._constants for source in sources):
+            self._fold(operation, _finished(_on_copy(run) if kernel.updates else run, finish), sources)
             return
         if kernel.updates and not self._may_overwrite(position, sources):
             run = _on_copy(run)
-        buffer = sources[0].buffer if kernel.view else None
-        targets = [self._define(name, buffer) for name, _ in operation.outputs]
-        if not kernel.view:
-            self._owned.update(target.buffer for target in targets)
-        reads, writes = tuple(source.register for source in sources), tuple(target.register for target in targets)
-        self._steps.append(Step(finished(run, finish), reads, writes, (), operation))
+        for name, _ in operation.outputs:
+            shared = self._buffers.get(sources[0], next(self._numbers)) if kernel.view else None
+            self._buffers[name] = self._new_buffer() if shared is None else shared
+        writes = tuple(name for name, _ in operation.outputs)
+        self._steps.append(Step(_finished(run, finish), tuple(sources), writes, operation))
 
-    def _node(self, operation: Operation, kernel: Kernel) -> Node:
+    def _node(self, operation: Operation) -> Node:
         constants: dict[str, list[Constant | None]] = {}
         for name, value in operation.attributes.items():
             if name != "name":
                 constants[name] = [self._pool.load(value)]
         for name, arguments in operation.inputs.items():
-            constants[name] = [self._known(argument).constant for argument in arguments]
-        kinds = tuple(kind for _, kind in operation.outputs)
-        return Node(operation.kind, self._where(operation), self._function.opset, kinds, constants, [*kernel.operands])
+            constants[name] = [self._known(argument)[0] for argument in arguments]
+        return Node(
+            self._where(operation), self._function.opset, tuple(kind for _, kind in operation.outputs), constants
+        )
 
-    def _known(self, argument: Argument) -> _Known:
+    def _known(self, argument: Argument) -> tuple[Constant | None, Hashable | None]:
+        """Value and key of a constant; None for what is known at run time only."""
         if isinstance(argument, str):
-            return self._names[argument]
-        return _Known(-1, -1, self._pool.load(argument), self._pool.key(argument))
+            return self._constants.get(argument), self._keys.get(argument)
+        return self._literal(argument)
 
-    def _sources(self, operation: Operation, node: Node) -> list[_Known]:
-        """What the operands are, in order; constants written in place get a register."""
+    def _sources(self, operation: Operation, kernel: Kernel) -> list[str]:
+        """The names of the operands, in order; constants written in place get one."""
         sources = []
-        for operand in node.operands:
+        for operand in kernel.operands:
             name = operand.rstrip("?*")
             arguments: Sequence[Argument] = operation.inputs.get(name, ())
             if not arguments and name in operation.attributes:
                 arguments = (operation.attributes[name],)
             if not arguments and not operand.endswith("?"):
-                raise ExecutionError(f"{node.where}: parameter {name!r} is missing")
+                raise ExecutionError(f"{self._where(operation)}: parameter {name!r} is missing")
             for argument in arguments:
-                known = self._known(argument)
                 if isinstance(argument, Value):
-                    unique = f"{operation.output}.{name}.{len(self._registers)}"
-                    known = self._define_constant(unique, known.constant, known.key)
-                sources.append(known)
+                    unique = f"{operation.output}.{name}.{next(self._numbers)}"
+                    self._define_constant(unique, *self._literal(argument))
+                    argument = unique
+                sources.append(argument)
         return sources
 
-    def _finish(self, kind: TensorType, kernel: Kernel, node: Node) -> Finish | None:
+    def _finish(self, kind: TensorType, kernel: Kernel, node: Node) -> Run | None:
         """What brings an output to its declared type; None if the kernel's result has it already."""
         exact = kernel.exact if node.exact is None else node.exact
         if kind.dtype is None:
@@ -205,19 +201,20 @@ class Compiler:
             return round_half
         if kernel.view or kernel.updates:
             return None
-        return TO_FLOAT if kind.dtype.floating else to(kind.dtype.storage)
+        storage = np.dtype(np.float32) if kind.dtype.floating else kind.dtype.storage
+        return lambda value: value if value.dtype == storage else value.astype(storage)
 
-    def _fold(self, operation: Operation, run: Run, sources: list[_Known]) -> None:
-        parameters: list[Hashable] = [operation.kind, len(operation.outputs), *self._declared(operation)]
+    def _fold(self, operation: Operation, run: Run, sources: list[str]) -> None:
+        parameters: list[Hashable] = [operation.kind, len(operation.outputs), *(kind for _, kind in operation.outputs)]
         for name, arguments in sorted(operation.inputs.items()):
-            parameters.append((name, *(self._known(argument).key for argument in arguments)))
+            parameters.append((name, *(self._known(argument)[1] for argument in arguments)))
         for name, value in sorted(operation.attributes.items()):
             if name != "name":
                 parameters.append((name, self._pool.key(value)))
-        known = all(self._known(argument).key is not None for args in operation.inputs.values() for argument in args)
+        known = all(self._known(one)[1] is not None for arguments in operation.inputs.values() for one in arguments)
         key = tuple(parameters) if known else None
         try:
-            result = self._pool.fold(key, lambda: run(*[source.constant for source in sources]))
+            result = self._pool.fold(key, lambda: run(*[self._constants[source] for source in sources]))
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
             raise ExecutionError(f"{self._where(operation)}: {error}") from error
         results = result if len(operation.outputs) > 1 or isinstance(result, tuple) else (result,)
@@ -225,25 +222,43 @@ class Compiler:
             check_type(value, kind, self._where(operation))
             self._define_constant(name, value, None if key is None else (key, index))
 
-    @staticmethod
-    def _declared(operation: Operation) -> list[Hashable]:
-        return [kind for _, kind in operation.outputs]
-
-    def _may_overwrite(self, position: int, sources: list[_Known]) -> bool:
+    def _may_overwrite(self, position: int, sources: list[str]) -> bool:
         """Whether an update may write into its first operand: the run owns it and nothing reads it afterwards."""
-        buffer = sources[0].buffer
-        if buffer not in self._owned or any(source.buffer == buffer for source in sources[1:]):
+        buffer = self._buffers.get(sources[0])
+        if buffer not in self._owned or any(self._buffers.get(source) == buffer for source in sources[1:]):
             return False
-        if any(self._last.get(name, -1) > position for name in self._members[buffer]):
+        if any(self._last.get(name, -1) > position for name, at in self._buffers.items() if at == buffer):
             return False
-        for state in (name for name, held in self._held.items() if held == buffer):
-            following = [kind for at, kind in self._events[state] if at > position]
-            if not following or following[0] not in WRITERS:
-                return False
-        return True
+        states = [state for state, held in self._held.items() if held == buffer]
+        return all(next(self._uses(state, position), None) in WRITERS for state in states)
+
+    def _uses(self, name: str, position: int) -> Iterator[str]:
+        """Kinds of the operations behind a position that read or write a state."""
+        for operation in self._function.operations[position + 1 :]:
+            if name in operation.names():
+                yield operation.kind
 
     def _where(self, operation: Operation) -> str:
         return f"function {self._function.name!r}, {operation.kind} {operation.output!r}"
+
+
+def round_half(value: Any) -> Array:
+    """Values rounded to the nearest float16, ties to even, held as float32."""
+    rounded: Array = value.astype(np.float16).astype(np.float32)
+    return rounded
+
+
+def check_type(value: Any, kind: TensorType, where: str) -> None:
+    """Raises ExecutionError if an array is not what the program declares."""
+    shape = np.shape(value)
+    fits = len(shape) == len(kind.shape) and all(b is None or a == b for a, b in zip(shape, kind.shape, strict=True))
+    # A scalar may be declared as a vector of one element and the other way round.
+    if not fits and not (math.prod(shape) == 1 == kind.count):
+        raise ExecutionError(f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}")
+    if kind.dtype is not None:
+        expected = np.dtype(np.float32) if kind.dtype.floating else kind.dtype.storage
+        if np.asarray(value).dtype != expected:
+            raise ExecutionError(f"{where}: its result is {np.asarray(value).dtype}, declared {kind.dtype.name}")
 
 
 def _same(value: Any) -> Any:
@@ -257,6 +272,28 @@ def _on_wide(run: Run) -> Run:
 
 def _on_copy(run: Run) -> Run:
     return lambda data, *rest: run(data.copy(), *rest)
+
+
+def _finished(run: Run, finish: list[Run | None]) -> Run:
+    """``run`` with its output, or each of its outputs, brought to the declared type."""
+    if not any(finish):
+        return run
+    if len(finish) == 1:
+        return lambda *operands: finish[0](run(*operands))  # type: ignore[misc]
+    return lambda *operands: [
+        value if one is None else one(value) for one, value in zip(finish, run(*operands), strict=True)
+    ]
+
+
+def _with_frees(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:
+    """The steps, each with the values that nothing after it reads."""
+    seen = set(kept)
+    finished = []
+    for step in reversed(steps):
+        frees = tuple({name for name in (*step.reads, *step.writes) if name not in seen})
+        seen.update(frees)
+        finished.append(replace(step, frees=frees))
+    return tuple(reversed(finished))
 
 
 def _argument(operation: Operation, name: str) -> str:

@@ -4,9 +4,9 @@ What a run proves depends on the precision:
 
 ``fp16``
     Every output is rounded to the type the program declares (float16 for most of an iOS 18 program), once an
-    operation. Sums and everything else inside one operation are float32. This shows what the saved file computes:
-    that conversion, compression, states and integer logic are right and that float16 ranges suffice (an overflow
-    becomes an infinity here too).
+    operation. Inside an operation values are float32 and sums float64, so that a sum is the same in whatever order
+    its terms come. This shows what the saved file computes: that conversion, compression, states and integer logic
+    are right and that float16 ranges suffice (an overflow becomes an infinity here too).
 ``fp32``
     Nothing is rounded to float16 except the weights, which keep their stored values; states stay float32. Compared
     with the original model in float32 this shows that the graph is the same function, free of rounding.
@@ -26,12 +26,10 @@ import numpy as np
 from ssdevice.errors import InputError
 from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array, DType
-from ssdevice.mil.finish import check_type, round_half
-from ssdevice.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler
+from ssdevice.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler, Plan, check_type, round_half
 from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import KERNELS, ExecutionError
-from ssdevice.mil.schema import Operation, TensorType
-from ssdevice.mil.steps import Plan
+from ssdevice.mil.schema import Function, Operation, TensorType
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
 MAX_STATE_BYTES = 1 << 35
@@ -115,49 +113,49 @@ class Program:
         and output, for what cannot be executed.
         """
         plan = self.plan(function)
-        registers = list(plan.registers)
-        self._fill(plan, registers, inputs, state)
+        values: dict[str, Any] = {**plan.constants, **self._given(plan.function, inputs, state)}
         check = function not in self._checked
         step = None
         try:
             with np.errstate(all="ignore"):
                 for step in plan.steps:
-                    result = step.run(*[registers[i] for i in step.reads])
-                    writes = step.writes
-                    if len(writes) == 1:
-                        registers[writes[0]] = result
-                    else:
-                        for target, value in zip(writes, result, strict=True):
-                            registers[target] = value
-                    if check:
-                        _check(step.operation, [registers[i] for i in writes], function)
-                    if observe is not None and len(writes) == len(step.operation.outputs):
-                        observe(step.operation, tuple(np.asarray(registers[i]) for i in writes))
-                    for register in step.frees:
-                        registers[register] = None
+                    result = step.run(*[values[name] for name in step.reads])
+                    values.update(zip(step.writes, result if len(step.writes) > 1 else (result,), strict=True))
+                    own = len(step.writes) == len(step.operation.outputs)
+                    if check and own:
+                        for name, kind in step.operation.outputs:
+                            check_type(values[name], kind, f"output {name!r}")
+                    if observe is not None and own:
+                        observe(step.operation, tuple(np.asarray(values[name]) for name in step.writes))
+                    for name in step.frees:
+                        del values[name]
         except _FAILURES as error:
             assert step is not None
             where = f"function {function!r}, {step.operation.kind} {step.operation.output!r}"
             raise ExecutionError(f"{where}: {error}") from error
         self._checked.add(function)
         if state is not None:
-            state.arrays.update((name, registers[register]) for name, (register, _) in plan.states.items())
-        return {name: self._output(registers[register], kind) for name, (register, kind) in plan.outputs.items()}
+            state.arrays.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
+        return {name: self._output(values[name], plan.types[name]) for name in plan.function.outputs}
 
-    def _fill(self, plan: Plan, registers: list[Any], inputs: Mapping[str, Array], state: State | None) -> None:
-        name = plan.function.name
-        if inputs.keys() != plan.inputs.keys():
-            wanted, given = ", ".join(sorted(plan.inputs)), ", ".join(sorted(inputs))
-            raise InputError(f"function {name!r} takes {wanted or 'no inputs'}; given: {given or 'none'}")
-        if plan.states and state is None:
-            raise InputError(f"function {name!r} has states ({', '.join(plan.states)}): pass make_state()")
-        for key, (register, kind) in plan.inputs.items():
-            registers[register] = self._input(key, np.asarray(inputs[key]), kind)
-        if state is not None:
-            for key, (register, _) in plan.states.items():
-                if key not in state.arrays:
-                    raise InputError(f"the state lacks {key!r}: it was made by another program")
-                registers[register] = state.arrays[key]
+    def _given(self, function: Function, inputs: Mapping[str, Array], state: State | None) -> dict[str, Any]:
+        """Inputs and states of a call, by name."""
+        types = {name: kind for name, kind in function.inputs if not kind.state}
+        states = [name for name, kind in function.inputs if kind.state]
+        if inputs.keys() != types.keys():
+            wanted, given = ", ".join(sorted(types)), ", ".join(sorted(inputs))
+            raise InputError(f"function {function.name!r} takes {wanted or 'no inputs'}; given: {given or 'none'}")
+        if states and state is None:
+            raise InputError(f"function {function.name!r} has states ({', '.join(states)}): pass make_state()")
+        found: dict[str, Any] = {
+            name: self._input(name, np.asarray(inputs[name]), kind) for name, kind in types.items()
+        }
+        for name in states:
+            assert state is not None
+            if name not in state.arrays:
+                raise InputError(f"the state lacks {name!r}: it was made by another program")
+            found[name] = state.arrays[name]
+        return found
 
     def _input(self, name: str, array: Array, kind: TensorType) -> Array:
         dtype = kind.dtype
@@ -196,9 +194,3 @@ def unsupported(package: Package) -> list[str]:
 
 def _held_type(dtype: DType) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.floating else dtype.storage
-
-
-def _check(operation: Operation, values: list[Any], function: str) -> None:
-    if len(values) == len(operation.outputs):
-        for value, (name, kind) in zip(values, operation.outputs, strict=True):
-            check_type(value, kind, f"output {name!r}")

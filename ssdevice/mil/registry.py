@@ -1,7 +1,7 @@
 """How an operation becomes a NumPy function: the table of kernels and what a kernel sees of its operation.
 
-A kernel is built once per operation: ``build(node)`` reads the constant parameters, says which values it needs at
-run time (``operands`` of its registration or ``node.take``) and returns a function of those. Floating values are
+A kernel is built once per operation: ``build(node)`` reads the constant parameters and returns a function of the
+values it needs at run time, the ``operands`` of its registration. Floating values are
 float32 arrays whatever the program declares, float64 for kernels that sum; ``Program`` rounds a kernel's output to the
 declared type.
 """
@@ -9,7 +9,7 @@ declared type.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,9 +74,9 @@ def kernel(
     return register
 
 
-def define(kind: str, operands: str, function: Function, *, exact: bool = False, sums: bool = False) -> None:
+def define(kind: str, operands: str, function: Function, **traits: bool) -> None:
     """Register an operation without constant parameters: its kernel is ``function`` itself."""
-    KERNELS[kind] = Kernel(lambda node: function, tuple(operands.split()), exact, sums=sums)
+    kernel(kind, operands, **traits)(lambda node: function)
 
 
 @dataclass
@@ -86,12 +86,10 @@ class Node:
     A parameter absent from the operation is not in ``constants``; one that is only known at run time is None.
     """
 
-    kind: str
     where: str
     opset: int
     outputs: tuple[TensorType, ...]
     constants: Mapping[str, Sequence[Constant | None]]
-    operands: list[str] = field(default_factory=list)
     exact: bool | None = None  # a kernel may overrule what its registration says
 
     def has(self, name: str) -> bool:
@@ -101,10 +99,6 @@ class Node:
     def known(self, name: str) -> bool:
         """Whether the parameter is absent or a constant."""
         return all(value is not None for value in self.constants.get(name, ()))
-
-    def take(self, *names: str) -> None:
-        """Replace the operands of the registration by these parameters."""
-        self.operands = list(names)
 
     def array(self, name: str) -> Array:
         """A constant tensor parameter. Raises UnsupportedOpError if it is only known at run time."""
@@ -137,13 +131,6 @@ class Node:
         if not isinstance(value, str):
             raise ExecutionError(f"{self.where}: parameter {name!r} is not a string")
         return value
-
-    def dtype(self, index: int = 0) -> DType:
-        """Declared element type of an output."""
-        dtype = self.outputs[index].dtype
-        if dtype is None:
-            raise ExecutionError(f"{self.where}: its output is a string")
-        return dtype
 
     def cast_type(self, name: str) -> DType:
         """The type a parameter such as ``dtype`` names."""

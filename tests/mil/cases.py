@@ -57,14 +57,12 @@ def elementwise() -> list[Case]:
     cases.append(Case("mod_negative", op("mod", "x", "y"), (i(2, 9), i(9, low=-4, high=0)), exact=True))
     cases.append(Case("floor_div_negative", op("floor_div", "x", "y"), (i(2, 9), i(9, low=-4, high=0)), exact=True))
     cases.append(Case("pow_f", op("pow", "x", "y"), (f(2, 5, low=0.1), f(5))))
-    for kind in ("logical_and", "logical_or", "logical_xor"):
+    for kind in ("logical_and", "logical_or"):
         cases.append(Case(kind, op(kind, "x", "y"), (b(3, 4), b(4)), exact=True))
     cases.append(Case("logical_not", op("logical_not", "x"), (b(3, 4),), exact=True))
-    for kind in ("abs", "ceil", "cos", "cosh", "erf", "exp", "exp2", "floor", "round", "sign", "sin", "sinh", "square",
-                 "tan", "tanh", "atan", "sigmoid", "relu", "relu6", "softplus", "softsign"):  # fmt: skip
+    for kind in ("abs", "ceil", "cos", "erf", "exp", "floor", "round", "sign", "sin", "square", "tanh", "sigmoid",
+                 "relu", "softplus"):  # fmt: skip
         cases.append(Case(kind, op(kind, "x"), (f(3, 7, low=-4, high=8),)))
-    for kind in ("acos", "asin", "atanh"):
-        cases.append(Case(kind, op(kind, "x"), (f(3, 7, low=-0.9, high=0.9),)))
     cases.append(Case("abs_i", op("abs", "x"), (i(3, 7),), exact=True))
     cases.append(Case("sqrt", op("sqrt", "x"), (f(3, 7, low=0, high=9),)))
     cases.append(Case("rsqrt", op("rsqrt", "x", epsilon=1e-3), (f(3, 7, low=0, high=9),)))
@@ -76,20 +74,6 @@ def elementwise() -> list[Case]:
         cases.append(Case(f"gelu_{mode.lower()}", op("gelu", "x", mode=mode), (f(3, 7, low=-5, high=5),)))
     cases.append(Case("softmax", op("softmax", "x", axis=1), (f(2, 5, 3, low=-30, high=30),)))
     cases.append(Case("clip", op("clip", "x", alpha=-0.5, beta=0.25), (f(3, 7),), exact=True))
-    cases.append(Case("threshold", op("threshold", "x", alpha=0.25), (f(3, 7),), exact=True))
-    for kind in ("leaky_relu", "elu"):
-        cases.append(Case(kind, op(kind, "x", alpha=0.3), (f(3, 7),)))
-    cases.append(
-        Case(
-            "thresholded_relu",
-            op("thresholded_relu", "x", alpha=0.3),
-            (f(3, 7),),
-            lambda x: np.where(x >= np.float32(0.3), x, 0),
-        )
-    )
-    for kind in ("linear_activation", "scaled_tanh", "sigmoid_hard", "clamped_relu"):
-        cases.append(Case(kind, op(kind, "x", alpha=0.3, beta=0.6), (f(3, 7),)))
-    cases.append(Case("prelu", op("prelu", "x", alpha=np.array([0.1, 0.2, 0.3], np.float32)), (f(2, 3, 2, 2),)))
     cases.append(Case("select", op("select", "cond", "a", "b"), (b(3, 1), f(3, 4), f(4)), exact=True))
     cases.append(Case("select_i", op("select", "cond", "a", "b"), (b(3, 4), i(3, 4), i(1)), exact=True))
     for dtype, source in (("int32", f(3, 5)), ("fp16", f(3, 5)), ("fp32", i(3, 5)), ("bool", i(3, 5, low=-1, high=2))):
@@ -107,33 +91,17 @@ def _cast_back(dtype: str) -> Build:
 def reductions() -> list[Case]:
     """Along axes: sums, norms, sorting."""
     cases = []
-    for kind in ("sum", "mean", "max", "min", "prod", "l1_norm", "l2_norm", "sum_square", "log_sum_exp"):
+    for kind in ("sum", "mean", "max", "min"):
         name = f"reduce_{kind}"
         cases.append(Case(f"{name}_keep", op(name, "x", axes=[-1, 0], keep_dims=True), (f(2, 3, 4),)))
         cases.append(Case(f"{name}_one", op(name, "x", axes=[1], keep_dims=False), (f(2, 3, 4),)))
-    cases.append(Case("reduce_log_sum", op("reduce_log_sum", "x", axes=[1]), (f(2, 3, low=0.1),)))
     cases.append(Case("reduce_sum_i", op("reduce_sum", "x", axes=[1]), (i(2, 9),), exact=True))
     cases.append(Case("reduce_max_all", op("reduce_max", "x", keep_dims=True), (f(2, 9),), exact=True))
-    for kind in ("reduce_argmax", "reduce_argmin"):
-        cases.append(Case(kind, op(kind, "x", axis=1, keep_dims=True), (f(2, 9, 2),), exact=True))
-        cases.append(Case(f"{kind}_tie", op(kind, "x"), (np.full((2, 5), 3, np.float32),), exact=True))
+    cases.append(Case("reduce_argmax", op("reduce_argmax", "x", axis=1, keep_dims=True), (f(2, 9, 2),), exact=True))
+    cases.append(Case("reduce_argmax_tie", op("reduce_argmax", "x"), (np.full((2, 5), 3, np.float32),), exact=True))
     cases.append(Case("reduce_argmax_u16", _argmax_u16, (f(2, 9),), lambda x: x.argmax(-1), exact=True))
-    cases.append(Case("cumsum", op("cumsum", "x", axis=1), (f(2, 6),)))
-    cases.append(Case("cumsum_i", op("cumsum", "x", axis=-1, reverse=True), (i(2, 6),), exact=True))
-    cases.append(
-        Case(
-            "cumsum_exclusive",
-            op("cumsum", "x", axis=1, exclusive=True),
-            (i(2, 6),),
-            lambda x: np.cumsum(x, 1) - x,
-            exact=True,
-        )
-    )
-    cases.append(Case("argsort", op("argsort", "x", axis=0, ascending=True), (f(7, 2),), exact=True))
-    cases.append(Case("argsort_down", op("argsort", "x"), (f(2, 7),), exact=True))
     for k in (1, 3, 20):
         cases.append(Case(f"topk_{k}", op("topk", "x", k=k, axis=1), (f(2, 32, 2),), exact=True))
-    cases.append(Case("topk_up", op("topk", "x", k=2, ascending=True), (f(2, 9),), exact=True))
     ties = np.array([[1, 3, 3, 2, 3], [0, 0, 0, 0, 0]], np.float32)
     cases.append(
         Case(
@@ -153,27 +121,6 @@ def reductions() -> list[Case]:
         Case("layer_norm", op("layer_norm", "x", axes=[-1], gamma=gamma, beta=beta, epsilon=1e-3), (f(2, 3, 4),))
     )
     cases.append(Case("layer_norm_plain", op("layer_norm", "x", axes=[1, 2]), (f(2, 3, 4),)))
-    cases.append(Case("l2_norm", op("l2_norm", "x"), (f(2, 2, 3, 4),)))
-    mean, variance, scale, shift = f(3), f(3, low=0.5), f(3), f(3)
-    cases.append(
-        Case(
-            "batch_norm",
-            op("batch_norm", "x", mean=mean, variance=variance, gamma=scale, beta=shift, epsilon=1e-3),
-            (f(2, 3, 4),),
-            lambda x: (x - mean[:, None]) / np.sqrt(variance[:, None] + 1e-3) * scale[:, None] + shift[:, None],
-        )
-    )
-    cases.append(
-        Case(
-            "instance_norm",
-            op("instance_norm", "x", gamma=scale, beta=shift, epsilon=1e-3),
-            (f(2, 3, 4),),
-            lambda x: (
-                (x - x.mean(2, keepdims=True)) / np.sqrt(x.var(2, keepdims=True) + 1e-3) * scale[:, None]
-                + shift[:, None]
-            ),
-        )
-    )
     return cases
 
 
@@ -184,66 +131,10 @@ def _argmax_u16(mb: Any, x: Any) -> Any:
 def linear() -> list[Case]:
     """Products of matrices."""
     weight, bias = f(5, 4), f(5)
-    cases = [
+    return [
         Case("linear", op("linear", "x", weight=weight, bias=bias), (f(2, 3, 4),)),
         Case("linear_plain", op("linear", "x", weight=weight), (f(3, 4),)),
         Case("matmul", op("matmul", "x", "y"), (f(2, 3, 4), f(4, 5))),
         Case("matmul_xy", op("matmul", "x", "y", transpose_x=True, transpose_y=True), (f(2, 4, 3), f(1, 2, 5, 4))),
         Case("matmul_vector", op("matmul", "x", "y"), (f(4), f(4, 3))),
-        Case(
-            "einsum",
-            lambda mb, x, y: mb.einsum(values=(x, y), equation="nchw,nwhu->nchu"),
-            (f(2, 3, 4, 5), f(2, 5, 4, 2)),
-        ),
-        Case(
-            "attention",
-            op("scaled_dot_product_attention", "query", "key", "value"),
-            (f(1, 2, 3, 4), f(1, 2, 5, 4), f(1, 2, 5, 6)),
-        ),
-        Case(
-            "attention_mask",
-            op("scaled_dot_product_attention", "query", "key", "value", "attn_mask"),
-            (f(1, 2, 3, 4), f(1, 2, 5, 4), f(1, 2, 5, 4), f(1, 1, 3, 5)),
-        ),
-        Case(
-            "attention_bool",
-            op("scaled_dot_product_attention", "query", "key", "value", "attn_mask"),
-            (f(1, 2, 3, 4), f(1, 2, 5, 4), f(1, 2, 5, 4), np.tril(np.ones((3, 5), bool), 1)),
-        ),
     ]
-    one, wide, deep = f(6, 4, 1, 1), f(6, 2, 3, 2), f(6, 4, 3)
-    cases += [
-        Case("conv_1x1", op("conv", "x", weight=one, bias=f(6) * 0), (f(2, 4, 3, 5),), _torch_conv(one)),
-        Case(
-            "conv_groups",
-            op(
-                "conv",
-                "x",
-                weight=wide,
-                groups=2,
-                strides=[2, 1],
-                pad_type="custom",
-                pad=[1, 1, 0, 0],
-                dilations=[1, 2],
-            ),
-            (f(2, 4, 7, 6),),
-            _torch_conv(wide, stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2),
-        ),
-        Case(
-            "conv_same",
-            op("conv", "x", weight=deep, pad_type="same"),
-            (f(2, 4, 7),),
-            _torch_conv(deep, name="conv1d", padding=1),
-        ),
-    ]
-    return cases
-
-
-def _torch_conv(weight: np.ndarray, name: str = "conv2d", **options: Any) -> Any:
-    def run(x: np.ndarray) -> np.ndarray:
-        import torch
-
-        function = getattr(torch.nn.functional, name)
-        return function(torch.tensor(x), torch.tensor(weight), **options).numpy()
-
-    return run

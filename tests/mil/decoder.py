@@ -16,7 +16,7 @@ K = 2
 COMMITTED = (3, 1, 2, 3, 2, 3)  # rows kept of each step; the others are overwritten by the next
 QKV = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
 CACHE = (LAYERS, KV_HEADS, CAPACITY, HEAD_DIM)
-SLICE, SCATTER, MASK = "slice", "scatter", "mask"
+SLICE, MASK = "slice", "mask"
 TRACE, EXPORT = "trace", "export"
 INPUTS = {"tokens": (1, ROWS), "length": (1,)}
 OUTPUTS = ("chosen", "logits", "best")
@@ -25,7 +25,7 @@ OUTPUTS = ("chosen", "logits", "best")
 class Decoder(nn.Module):
     """``tokens`` [1, ROWS] after ``length`` [1] committed ones -> argmax, logits and top-K ids; the cache is written.
 
-    ``write``: how rows reach the cache: a slice at a run-time offset, a scatter, or a mask over the whole cache.
+    ``write``: how rows reach the cache: a slice at a run-time offset, or a mask over the whole cache.
     ``item``: read the offset with .item(), which torch.export needs and tracing must not see.
     """
 
@@ -79,10 +79,6 @@ class Decoder(nn.Module):
                 torch._check(start >= 0)
                 torch._check(start <= CAPACITY - ROWS)
             cache[layer : layer + 1, :, start : start + ROWS, :] = rows.half()
-        elif self.write == SCATTER:
-            index = positions.reshape(1, 1, ROWS, 1).expand(1, KV_HEADS, ROWS, HEAD_DIM).long()
-            # coremltools reads a state as float32: both sides of a scatter must be that while it converts.
-            cache[layer : layer + 1] = cache[layer : layer + 1].float().scatter(2, index, rows).half()
         else:
             hit = (torch.arange(CAPACITY)[:, None] == positions[None]).half()
             old = cache[layer : layer + 1]

@@ -16,7 +16,7 @@ from ssdevice.mil.audit import audit
 from ssdevice.mil.reader import Package
 from tests.mil.builder import convert, coremltools
 from tests.mil.conftest import Conversions
-from tests.mil.decoder import CACHE, EXPORT, LAYERS, SCATTER, SLICE, TRACE
+from tests.mil.decoder import CACHE, EXPORT, LAYERS, MASK, SLICE, TRACE
 from tests.mil.test_compression import compressed
 
 
@@ -60,8 +60,8 @@ def test_a_write_at_a_runtime_offset_is_named(base: Path, conversions: Conversio
     assert all(warning.source for warning in found.warnings)
     # Half of CACHE's last two sizes, the head dimension, is not a multiple of 32.
     assert {warning.subject for warning in found.warnings if warning.code == "state-size"} == {"keys", "values"}
-    by_scatter = audit(Package.open(conversions(SCATTER, EXPORT)))
-    assert "runtime-offset" not in codes(by_scatter)
+    by_mask = audit(Package.open(conversions(MASK, EXPORT)))
+    assert "runtime-offset" not in codes(by_mask)
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import ExecutionError
 from tests.mil import decoder
 from tests.mil.conftest import Conversions
-from tests.mil.decoder import CAPACITY, COMMITTED, EXPORT, ROWS, SCATTER, SLICE, TRACE, VOCAB, Decoder, steps
+from tests.mil.decoder import CAPACITY, COMMITTED, EXPORT, MASK, ROWS, SLICE, TRACE, VOCAB, Decoder, steps
 
-ROUTES = [(SLICE, TRACE), (SLICE, EXPORT), (SCATTER, EXPORT)]
+ROUTES = [(SLICE, TRACE), (SLICE, EXPORT), (MASK, EXPORT)]
 Converted = tuple[Decoder, Package]
 
 

@@ -11,9 +11,12 @@ import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
+from ssdevice.mil.dtypes import BY_NAME
+from ssdevice.mil.plan import check_type
 from ssdevice.mil.program import Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import ExecutionError
+from ssdevice.mil.schema import TensorType
 from tests.mil.builder import convert, coremltools
 
 SHAPE = (4, 3)
@@ -173,7 +176,7 @@ def test_half_precision_overflows_and_rounds_where_the_program_says(program: Any
     np.testing.assert_allclose(result["y1"], 0.01, atol=1e-4)
 
 
-def test_registers_are_dropped(program: Any) -> None:
+def test_values_are_dropped(program: Any) -> None:
     """Every step's reads are live, and a value nothing reads again does not stay."""
 
     def body(mb: Any, x: Any, s: Any, t: Any) -> Any:
@@ -184,7 +187,7 @@ def test_registers_are_dropped(program: Any) -> None:
 
     made, state = program(body)
     plan = made.plan("main")
-    freed = [register for step in plan.steps for register in step.frees]
+    freed = [name for step in plan.steps for name in step.frees]
     assert len(freed) == len(set(freed)) >= 19
     made.run("main", {"x": ONES}, state)
 
@@ -197,3 +200,12 @@ def test_an_error_names_operation_function_and_output(program: Any) -> None:
     made, state = program(body)
     with pytest.raises(ExecutionError, match="function 'main', gather 'picked': index 9 is out of range for size 4"):
         made.run("main", {"x": ONES * 9}, state)
+
+
+def test_a_result_of_another_shape_or_type_is_refused() -> None:
+    kind = TensorType(BY_NAME["float16"], (2, None))
+    check_type(np.zeros((2, 7), np.float32), kind, "here")
+    with pytest.raises(ExecutionError, match=r"shape \[3, 7\], the program declares \[2, None\]"):
+        check_type(np.zeros((3, 7), np.float32), kind, "here")
+    with pytest.raises(ExecutionError, match="its result is int32, declared float16"):
+        check_type(np.zeros((2, 7), np.int32), kind, "here")

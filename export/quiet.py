@@ -1,0 +1,25 @@
+"""Third parties that tell what does not concern the export, silenced while they work."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet(*packages: str) -> Iterator[None]:
+    """Within this context the loggers of these packages tell nothing but errors, and nothing warns."""
+    inside = tuple(f"{package}." for package in packages)
+    names = {*packages, *(name for name in logging.root.manager.loggerDict if name.startswith(inside))}
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
