@@ -15,6 +15,9 @@ OUT    ?= out/bench.json
 # The demo asks for less than the tests; an environment that has everything serves both.
 DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 
+# Tests start many interpreters; without bytecode each compiles the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check format conformance fuzz soak bench clean
 
 demo: $(DEMO_ENV)
