@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
         help="of products; auto (default): bf16 where the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="in which the frozen base is held in memory")
+    add("--keep-gb", type=float, default=4.0, metavar="GB",
+        help="memory for main rows that lossless training keeps between epochs (default 4)")  # fmt: skip
     add("--gradient-checkpointing", action="store_true", help="less memory for a third more time")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, seed=args.seed, self_distill=args.self_distill,
-        checkpoint_seconds=args.checkpoint_seconds,
+        checkpoint_seconds=args.checkpoint_seconds, keep_gb=args.keep_gb,
     )  # fmt: skip
     helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
     with Progress(args.quiet or helper) as progress:

@@ -52,20 +52,30 @@ class StreamingLoss(nn.Module):
         self.register_buffer("place", place, persistent=False)  # by token: its row of the streams' head
 
     def forward(
-        self, tokens: Tensor, prompts: Tensor, lengths: Tensor, counts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        prompts: Tensor,
+        lengths: Tensor,
+        counts: Tensor | None = None,
+        known: tuple[Tensor, list[KeyValue]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
 
         ``counts [1 + γ]``: what to divide the sums by, where this batch is part of a larger one (see ``counts``).
+        ``known``: hidden states at layer N - N_s and the MSA layers' rows, where α0 = 0 and they are at hand.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
-            middle, final, rows = self.run_main(tokens)
         nodes = completion_rows(prompts, lengths)
-        zero = final.new_zeros((), dtype=torch.float32)
         if counts is None:
             counts = self.counts(tokens, prompts, lengths)
-        main = self._main_loss(final, tokens, nodes, lengths) if self.weights.main else zero
-        sums = zero.new_zeros(self.model.gamma)
+        main = counts.new_zeros(())
+        if known is not None and not self.weights.main:
+            middle, rows = known
+        else:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
+                middle, final, rows = self.run_main(tokens)
+            if self.weights.main:
+                main = self._main_loss(final, tokens, nodes, lengths)
+        sums = main.new_zeros(self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
             segments = torch.split(nodes, self.segment, dim=1)
             for part in segments:

@@ -45,7 +45,8 @@ class TrainOptions:
     ``self_prompt``: no data; the model writes the prompts as well. ``batch_size``: per process.
     ``draft_vocabulary``: tokens that streams choose among (0: all, None: see vocabulary.default_size).
     ``precision``: of products: bf16, fp32, or auto: bf16 where the hardware has it. ``base_precision``: how the frozen
-    base is held in memory. ``recompute``: gradient checkpointing.
+    base is held in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for main rows that lossless
+    training keeps between epochs.
     """
 
     model: str
@@ -78,6 +79,7 @@ class TrainOptions:
     seed: int = 0
     self_distill: bool = False
     checkpoint_seconds: float = 120.0
+    keep_gb: float = 4.0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
@@ -85,9 +87,7 @@ class TrainOptions:
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):
-            raise ConfigError(
-                "give --data FILE, or --self-prompt N for a model that writes its own prompts: one of them"
-            )
+            raise ConfigError("give either --data FILE or --self-prompt N, with which the model writes its own prompts")
         if self.lr <= 0 or (self.steps <= 0 and self.epochs <= 0):
             raise ConfigError("lr and the number of epochs or steps are above 0")
         if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
@@ -108,7 +108,9 @@ class TrainOptions:
 
         ``world``: processes; two with half the batch each continue what one began.
         """
-        fixed = {k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit")}
+        fixed = {
+            k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit", "keep_gb")
+        }
         fixed["batch_size"] = self.batch_size * world
         fixed["data"] = [str(path) for path in self.data]
         fixed["init"] = str(self.init) if self.init is not None else None

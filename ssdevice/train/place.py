@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ class Place:
     def find(cls, precision: str) -> Place:
         """The accelerator of this process, or the CPU; processes are those of ``accelerate launch`` or ``torchrun``."""
         from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
 
-        state = PartialState(timeout=PATIENCE)
+        # Several processes that find no GPU must be told that the CPU is meant; one alone may have a GPU of Apple's.
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.cuda.is_available())
+        state = PartialState(cpu=cpu, timeout=PATIENCE) if several else PartialState(cpu=cpu)
         bf16 = has_bf16(state.device) if precision == "auto" else precision == "bf16"
         return cls(state.device, state.process_index, state.num_processes, bf16, state)
 
@@ -47,6 +52,11 @@ class Place:
     def wait(self) -> None:
         """Go on when all processes are here."""
         self.state.wait_for_everyone()
+
+    def leave(self) -> None:
+        """Part from the other processes."""
+        if self.world > 1:
+            self.state.destroy_process_group()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Products in bfloat16 within this context, if that is the precision."""

@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Mode
-from ssdevice.data import Example, read_examples
+from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
-from ssdevice.model.lora import merge_lora, open_lora
+from ssdevice.model.lora import open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample, collate, tokenize
-from ssdevice.train.distill import own_completions
+from ssdevice.train.batches import BatchOrder, Sample, collate
 from ssdevice.train.evaluation import DevResult, evaluate
 from ssdevice.train.loss import LossWeights, StreamingLoss
+from ssdevice.train.main_rows import MainRows
 from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.place import Place
-from ssdevice.train.self_prompt import check_template, self_prompts, write_rows
+from ssdevice.train.samples import read_samples
+from ssdevice.train.self_prompt import check_template
 from ssdevice.train.vocabulary import covered, default_size, draft_ids
 
 
@@ -56,7 +57,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     if place.main:
         checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world))
 
-    samples = _samples(options, place, folder, hf, examples, tokenizer, report)
+    samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
     torch.manual_seed(options.seed)
     wrapped, model = _prepare(hf, options, identity)
     _choose_vocabulary(model, options, samples, tokenizer, report)
@@ -70,6 +71,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
     if place.main:
         checkpoint.remove(options.out)
+    place.leave()
     return result
 
 
@@ -103,54 +105,6 @@ def _choose_vocabulary(
     model.take_draft_rows()
     share = covered(samples, streams.draft_ids.tolist())
     report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of what is said")
-
-
-def _samples(
-    options: TrainOptions,
-    place: Place,
-    folder: Path,
-    hf: Any,
-    examples: list[Example],
-    tokenizer: ChatTokenizer,
-    report: Report,
-) -> list[Sample]:
-    """What is learned: the data's completions, or the model's own, to the data's prompts or to its own."""
-    work = options.out / checkpoint.FOLDER
-    own = options.self_prompt
-    teacher = None
-    if options.self_distill or own is not None:
-        teacher = loading.build(_teacher(options, folder, hf), None, options.max_length).backbone.to(place.device)
-    if own is not None:
-        assert teacher is not None
-        prompts = self_prompts(
-            place, teacher, tokenizer, options.instruction, own, options.seed, work / "prompts.jsonl",
-            lambda done, total: report("prompts", done, total, ""),
-        )  # fmt: skip
-        longest = options.max_length // 2
-        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= longest]
-        examples = [Example(prompt, " ") for prompt in prompts]
-    samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
-    if dropped:
-        report("data", len(samples), len(examples), f"{dropped} longer than {options.max_length} tokens left out")
-    if len(samples) < place.world:
-        raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
-    if teacher is None:
-        return samples
-    longest = own.answer_tokens if own is not None else max(len(s.ids) - s.prompt for s in samples)
-    most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
-    samples = own_completions(
-        place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl",
-        lambda done, total: report("distill", done, total, ""),
-    )  # fmt: skip
-    if own is not None and place.main:
-        write_rows(options.out, prompts, samples, tokenizer.decode)
-    return samples
-
-
-def _teacher(options: TrainOptions, folder: Path, hf: Any) -> Any:
-    """Whose answers are learned: the base, or ``init``'s LoRA merged into a copy of it."""
-    init = loading.open_adapter(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
-    return merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf
 
 
 def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[Any, StreamModel]:
@@ -205,6 +159,8 @@ def _optimize(
         scheduler.load_state_dict(found.scheduler)
         step, history = found.step, found.history
     parallel = place.parallel(loss)
+    frozen = not options.alphas[0] and options.streams.mode is Mode.LOSSLESS
+    kept = MainRows(loss, int(options.keep_gb * 1e9)) if frozen else None
     batches = order.from_position(step * options.accumulate)
     saved = time.monotonic()
 
@@ -217,7 +173,7 @@ def _optimize(
     try:
         while step < steps:
             groups = [next(batches) for _ in range(options.accumulate)]
-            parts = _backward(loss, parallel, groups, place, pad)
+            parts = _backward(loss, parallel, groups, place, pad, kept)
             nn.utils.clip_grad_norm_(learned.values(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -234,7 +190,14 @@ def _optimize(
     return history
 
 
-def _backward(loss: StreamingLoss, parallel: nn.Module, groups: list[list[Sample]], place: Place, pad: int) -> Tensor:
+def _backward(
+    loss: StreamingLoss,
+    parallel: nn.Module,
+    groups: list[list[Sample]],
+    place: Place,
+    pad: int,
+    kept: MainRows | None,
+) -> Tensor:
     """Gradients of one step over ``groups`` of samples, one group after another; this process's part of the losses.
 
     Losses are means over the whole step: of all groups, and of all processes, each of which sees its share of a group.
@@ -250,7 +213,8 @@ def _backward(loss: StreamingLoss, parallel: nn.Module, groups: list[list[Sample
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(groups)
         with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
             with place.autocast():
-                total, losses = parallel(*batch.tensors, counts)
+                known = kept.of(share or group[:1], batch) if kept is not None else None
+                total, losses = parallel(*batch.tensors, counts, known)
             (total * (weight * place.world)).backward()
         parts = losses * weight if parts is None else parts + losses * weight
     assert parts is not None

@@ -10,7 +10,9 @@ from ssdevice.config import Mode, StreamConfig
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive
+from ssdevice.train.batches import Sample, collate
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows, targets
+from ssdevice.train.main_rows import MainRows
 
 GAMMA = 3
 
@@ -107,6 +109,29 @@ def test_lossless_training_keeps_no_graph_of_main_rows() -> None:
     total.backward()
     assert all(p.grad is None for n, p in model.backbone.named_parameters() if "adapter" not in n)
     assert model.streams is not None and model.streams.identifiers.grad is not None
+
+
+def test_kept_main_rows_give_the_same_loss_and_gradients() -> None:
+    tokens, prompts, lengths = batch()
+    rows = zip(tokens.tolist(), lengths.tolist(), prompts.tolist(), strict=True)
+    samples = [Sample(tuple(row[:length]), prompt) for row, length, prompt in rows]
+    model = tiny_model(Mode.LOSSLESS)
+    model.backbone.requires_grad_(False)
+    assert model.streams is not None
+    loss = StreamingLoss(model, LossWeights(0.0, 1.0))
+    kept = MainRows(loss, 1 << 20)
+    for group in (samples, samples, samples[1:], samples[::-1]):
+        data = collate(group, 0)
+        grads = []
+        for known in (kept.of(group, data), None):
+            model.zero_grad()
+            loss(*data.tensors, None, known)[0].backward()
+            grads.append({name: p.grad for name, p in model.streams.named_parameters()})
+        for name, value in grads[1].items():
+            torch.testing.assert_close(grads[0][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert len(kept.kept) == 2
+    little = MainRows(loss, 10)
+    assert little.of(samples, collate(samples, 0))[0].shape[0] == 2 and not little.kept
 
 
 def test_peak_memory_of_streams_is_that_of_one_segment() -> None:

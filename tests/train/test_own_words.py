@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ from tests.train.test_run import base, command  # noqa: F401  # fixture
 
 
 class Alone:
-    """The process state of a run that nobody waits for."""
+    """The process state of a run without accelerate."""
 
-    def wait_for_everyone(self) -> None:
-        pass
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        self.wait_for_everyone = wait
 
 
 PLACE = Place(torch.device("cpu"), rank=0, world=1, bf16=False, state=Alone())
@@ -45,9 +46,11 @@ def writer(asked: list[Key]):
 
 def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path) -> None:
     store, asked = tmp_path / "work" / "answers.jsonl", list[Key]()
-    store.parent.mkdir()
-    for rank in (1, 0):  # the first process comes last, as it would after waiting
-        found = written(replace(PLACE, rank=rank, world=2), store, KEYS, writer(asked), lambda *_: None)
+    barrier = threading.Barrier(2)
+    both = [Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait)) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        one, found = pool.map(lambda place: written(place, store, KEYS, writer(asked), lambda *_: None), both)
+    assert one == found
     assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     assert len(lines) == 4 and found.keys() == set(KEYS)

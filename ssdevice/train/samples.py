@@ -1,0 +1,70 @@
+"""What a run learns from: rows of the data, or what the model says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ssdevice.data import Example
+from ssdevice.errors import InputError
+from ssdevice.model import loading
+from ssdevice.model.adapter import BaseIdentity
+from ssdevice.model.lora import merge_lora
+from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train import checkpoint
+from ssdevice.train.batches import Sample, tokenize
+from ssdevice.train.distill import own_completions
+from ssdevice.train.options import TrainOptions
+from ssdevice.train.place import Place
+from ssdevice.train.self_prompt import self_prompts, write_rows
+
+Report = Callable[[str, int, int, str], None]
+
+
+def read_samples(
+    options: TrainOptions,
+    place: Place,
+    folder: Path,
+    hf: Any,
+    examples: list[Example],
+    tokenizer: ChatTokenizer,
+    report: Report,
+) -> list[Sample]:
+    """What is learned: the data's completions, or the model's own, to the data's prompts or to its own."""
+    work = options.out / checkpoint.FOLDER
+    own = options.self_prompt
+    teacher = None
+    if options.self_distill or own is not None:
+        teacher = loading.build(_teacher(options, folder, hf), None, options.max_length).backbone.to(place.device)
+    if own is not None:
+        assert teacher is not None
+        prompts = self_prompts(
+            place, teacher, tokenizer, options.instruction, own, options.seed, work / "prompts.jsonl",
+            lambda done, total: report("prompts", done, total, ""),
+        )  # fmt: skip
+        longest = options.max_length // 2
+        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= longest]
+        examples = [Example(prompt, " ") for prompt in prompts]
+    samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
+    if dropped:
+        report("data", len(samples), len(examples), f"{dropped} longer than {options.max_length} tokens left out")
+    if len(samples) < place.world:
+        raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
+    if teacher is None:
+        return samples
+    longest = own.answer_tokens if own is not None else max(len(s.ids) - s.prompt for s in samples)
+    most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
+    samples = own_completions(
+        place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl",
+        lambda done, total: report("distill", done, total, ""),
+    )  # fmt: skip
+    if own is not None and place.main:
+        write_rows(options.out, prompts, samples, tokenizer.decode)
+    return samples
+
+
+def _teacher(options: TrainOptions, folder: Path, hf: Any) -> Any:
+    """Whose answers are learned: the base, or ``init``'s LoRA merged into a copy of it."""
+    init = loading.open_adapter(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
+    return merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf
