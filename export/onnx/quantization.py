@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ssdevice.adapters.slots import Slot
-from ssdevice.adapters.weights import LEVELS, int8_columns
+from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, role_of, shape_of
 from ssdevice.export.onnx.linears import (
     SMALL,
@@ -47,7 +47,7 @@ class Int8Weight:
     @classmethod
     def of(cls, weight: Array) -> Int8Weight:
         """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
-        return cls(*int8_columns(weight))
+        return cls(*int8_factors(weight))
 
     def dequantized(self) -> Array:
         """``[K, N]`` float32."""
