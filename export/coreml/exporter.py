@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,14 +13,16 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
-from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, quiet, release_memory
+from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
 from ssdevice.export.coreml.driver import CoreMLDriver
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
-from ssdevice.export.coreml.options import ComputeUnits
-from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
-from ssdevice.export.coreml.weights import compress, matrices, plan_weights
-from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
+from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.quiet import quiet
+from ssdevice.export.mlprogram.stored import adopt_weights, drop_matrices
+from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
+from ssdevice.export.parity import check
+from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
@@ -32,21 +33,17 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
-TOLERANCE = Tolerance(rows=0.02, tie=0.15)
-"""Ceilings for float16 against the float32 model with the package's weights."""
-WEIGHTS_ALONE = "weights alone are compressed: activations are float16"
 
 
-@dataclass(frozen=True)
-class CoreMLExporter:
+class CoreMLExporter(Exporter):
     """Writes the package, its settings for hosts, and golden integers to check a host with.
 
     Several apps become functions of one package, which holds the base's weights once.
     """
 
-    quants: tuple[Quant, ...] = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
-    schedule: Schedule = Schedule.FUSED
-    several_apps: bool = True
+    bits = BITS
+    schedule = Schedule.FUSED
+    several_apps = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
@@ -68,7 +65,7 @@ class CoreMLExporter:
         _write_settings(plan, folder / SETTINGS)
         if plan.options.quant is not Quant.FP16:
             notes.append(WEIGHTS_ALONE)
-        notes += _device_notes(package, plan.options.coreml.compute_units)
+        notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
@@ -118,7 +115,7 @@ class _Parts:
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options
-        chosen = options.coreml
+        chosen = options.chosen(CoreMLOptions)
         made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
         weights = matrices(made.get_spec())
         schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
@@ -134,7 +131,7 @@ def _result(app: AppPlan, names: Names) -> AppResult:
 
 
 def _write_settings(plan: ExportPlan, file: Path) -> None:
-    chosen = plan.options.coreml
+    chosen = plan.options.chosen(CoreMLOptions)
     tokenizer = ChatTokenizer.open(plan.folder)
     frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
     settings = {
@@ -154,6 +151,3 @@ def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
     for warning in audit(Package.open(package)).warnings:
         first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
     return list(first.values())
-
-
-EXPORTER = CoreMLExporter()

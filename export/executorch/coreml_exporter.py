@@ -10,22 +10,22 @@ import executorch  # noqa: F401  where it is missing, that is known before a mod
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
-from ssdevice.export.coreml.stored import adopt_weights
 from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.driver import ExecutorchDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
+from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.parity import check
-from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
 
 
-class CoreMLDelegateExporter:
+class CoreMLDelegateExporter(Exporter):
     """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
 
-    quants = CoreMLExporter.quants
+    bits = BITS
     schedule = Schedule.FUSED
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
@@ -52,6 +52,3 @@ class CoreMLDelegateExporter:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
             return check(job, driver, TOLERANCE)
-
-
-EXPORTER = CoreMLDelegateExporter()

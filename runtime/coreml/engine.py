@@ -39,6 +39,7 @@ from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
 from ssdevice.runtime.engine import Conversation, Engine, EngineOptions
+from ssdevice.runtime.notice import say_once
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -205,16 +206,6 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
                     f"{package.path}: function {function!r} {where} {kind[:-1]} {odd.name!r} "
                     f"({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
                 )
-
-
-def say_once(text: str) -> None:
-    """Tell on stderr what a process need not hear twice."""
-    if text not in _said:
-        _said.add(text)
-        print(text, file=sys.stderr)
-
-
-_said: set[str] = set()
 
 
 def _int(value: int) -> NDArray[np.int32]:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.mil.program import Program as Interpreter
-from ssdevice.runtime.coreml.engine import say_once
 from ssdevice.runtime.executorch.delegates import Delegate, Method, open_delegates
+from ssdevice.runtime.notice import say_once
 
 SLOW = "ssdevice: Core ML delegates run on Apple's systems alone; here their operations run in NumPy one by one, slowly"
 Array = NDArray[Any]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.config import Target
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,13 +22,7 @@ LOADED = 0.01
 
 
 def check_timed(bundle: Bundle) -> None:
-    """Raise InputError for a bundle of a target that ``--time`` cannot take apart."""
-    target = bundle.manifest.target
-    if target is not Target.EXECUTORCH:
-        raise InputError(
-            f"--time is for executorch bundles, {bundle.folder} is for {target.value}: "
-            "use `ssdevice bench BUNDLE --data FILE --profile`"
-        )
+    """Raise InputError for a bundle whose delegates cannot run here."""
     from ssdevice.runtime.executorch.engine import PROGRAM
     from ssdevice.runtime.executorch.file import has_coreml
 

@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.config import Target
-from ssdevice.runtime.coreml.description import describe_package, print_package
-from ssdevice.runtime.executorch.description import describe_delegates, describe_program, print_program
-from ssdevice.runtime.executorch.time_report import check_timed, describe_times, print_times
+from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -38,29 +35,30 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bundle.folder import Bundle
 
     bundle = Bundle.open(args.bundle)
+    target = runtime_target(bundle.manifest.target)
     if args.time:
-        check_timed(bundle)
-    found = describe(bundle)
+        target.check_timed(bundle)
+    found = {**describe(bundle), **target.describe(bundle)}
     if args.time:
         from ssdevice.commands.progress import Progress
 
         with Progress(args.quiet) as progress:
-            found["times"] = describe_times(bundle, args.threads, args.committed, progress.report)
+            found["times"] = target.times(bundle, args.threads, args.committed, progress.report)
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
-        _print(found)
+        _print(found, target)
     if args.time and not args.quiet and not all(one["valid"] for one in found["times"]["methods"].values()):
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """The bundle as plain values; sizes in bytes."""
+    """What every bundle has, as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
-    found: dict[str, Any] = {
+    return {
         "bundle": str(bundle.folder),
-        "target": manifest.target.value,
+        "target": manifest.target,
         "precision": manifest.precision.value,
         "model": {
             "family": manifest.model.model_type,
@@ -100,15 +98,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "notes": list(manifest.notes),
         "tools": manifest.tools,
     }
-    if manifest.target is Target.COREML:
-        found["package"] = describe_package(bundle.file("model"))
-    if manifest.target is Target.EXECUTORCH:
-        file = bundle.file("program")
-        found["methods"] = describe_program(file)
-        package = describe_delegates(file)
-        if package is not None:
-            found["package"] = package
-    return found
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
@@ -120,7 +109,7 @@ def memory(manifest: Manifest) -> dict[str, int]:
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -163,12 +152,9 @@ def _print(found: dict[str, Any]) -> None:
     for name, size in found["files"].items():
         files.add_row(escape(name), _size(size))
     console.print(files)
-    if "package" in found:
-        print_package(console, found["package"], _size)
-    if "methods" in found:
-        print_program(console, found["methods"])
+    target.print_description(console, found, _size)
     if "times" in found:
-        print_times(console, found["times"])
+        target.print_times(console, found["times"])
 
 
 def _size(count: int) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.config import StreamConfig, Target
+from ssdevice.config import StreamConfig
 from ssdevice.tree import Tree
 from tests.runtime.scripted import TEMPLATE, make_tokenizer
 
@@ -78,7 +78,7 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
 
     options = ExportOptions(
         model=str(base_folder()),
-        target=Target.ONNX,
+        target="onnx",
         quant=Quant(quant),
         out=folder() / f"bundle-{quant}-{streams}",
         adapters=((APP, adapter_folder()),) if streams else (),

@@ -19,15 +19,14 @@ pytest.importorskip("executorch")
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
-from ssdevice.config import Target
 from ssdevice.contract import FUNCTIONS, PLAIN, STEP
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch import timing as timed
 from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine
 from ssdevice.runtime.executorch.file import DelegateCalls, read_calls
-from ssdevice.runtime.executorch.time_report import check_timed
 from ssdevice.runtime.executorch.timing import TOGETHER, MethodTimes, rising, time_methods
+from ssdevice.runtime.target import runtime_target
 from tests.export.executorch import programs
 
 COMMITTED = 7
@@ -162,11 +161,9 @@ def test_inspect_prints_tables_and_one_json_object(
         assert parts == pytest.approx(method["whole_ms"], rel=1e-9)
 
 
-@pytest.mark.parametrize("target", [Target.ONNX, Target.COREML])
-def test_bundles_of_other_targets_are_refused_in_one_line(bundle: Bundle, target: Target) -> None:
+@pytest.mark.parametrize("target", ["onnx", "coreml"])
+def test_bundles_of_other_targets_are_refused_in_one_line(bundle: Bundle, target: str) -> None:
     other = Bundle(bundle.folder, replace(bundle.manifest, target=target))
-    with pytest.raises(
-        InputError, match=f"is for {target.value}: use `ssdevice bench BUNDLE --data FILE --profile`"
-    ) as e:
-        check_timed(other)
+    with pytest.raises(InputError, match=f"is for {target}: use `ssdevice bench BUNDLE --data FILE --profile`") as e:
+        runtime_target(target).check_timed(other)
     assert "\n" not in str(e.value)

@@ -10,16 +10,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.settings import BaseIdentity
-from ssdevice.adapters.slots import LAYOUT_ROLE, SlotLayout, Variant, read_layout, read_program_layout
+from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
 from ssdevice.adapters.storage import stored
-from ssdevice.adapters.weights import AdapterWeights, fill, fill_program
+from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
 from ssdevice.bundle.integrity import check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
-from ssdevice.config import Target
 from ssdevice.errors import InputError
+from ssdevice.runtime.target import runtime_target
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
@@ -32,13 +31,10 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     check_rule("an app's name", name, NAME)
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
-    file = _slots_file(bundle, name, folder)
-    weights = AdapterWeights.read(folder)
-    made = _for_program if manifest.target is Target.EXECUTORCH else _for_graphs
-    addition = made(bundle, file, weights)
+    addition = runtime_target(manifest.target).new_app(bundle, name, folder)
     own = f"{addition.parent}/{name}"
     path = f"{own}/{addition.file}"
-    settings, variant = weights.settings, addition.variant
+    settings, variant = addition.weights.settings, addition.variant
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
@@ -46,7 +42,7 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         mode=variant.mode,
         msa_layers=variant.msa_layers,
         instruction=settings.instruction if settings is not None else "",
-        rank=weights.lora_rank,
+        rank=addition.weights.lora_rank,
         folder=own,
         files=(path,),
         functions=dict(addition.functions),
@@ -62,9 +58,10 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
 
 
 @dataclass(frozen=True)
-class _Addition:
+class NewApp:
     """How a target keeps an app's ``tensors``. ``write``: them into a path; ``file`` stands in ``parent/<app>``."""
 
+    weights: AdapterWeights
     variant: Variant
     functions: Mapping[str, str]
     parent: str
@@ -73,49 +70,9 @@ class _Addition:
     write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
 
 
-def _for_graphs(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
-    """For graphs whose slots are inputs."""
-    # Here, because the runtime of the target is not needed to refuse an adapter.
-    from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, write_adapter
-
-    layout = read_layout(file)
-    variant = _variant(bundle, layout, weights)
-    tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
-
-    def write(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-        write_adapter(path, tensors, bundle.manifest.model.sha256)
-
-    return _Addition(variant, variant.functions, ADAPTERS, ADAPTER_FILE, tensors, write)
-
-
-def _for_program(bundle: Bundle, file: Path, weights: AdapterWeights) -> _Addition:
-    """For a program whose slots are state."""
-    from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
-
-    layout, wanted = read_program_layout(file), weights.variant
-    _check_base(bundle, weights)
-    if not layout.takes(wanted):
-        raise InputError(
-            f"{bundle.folder} has no program for {wanted.described}; its own is for {layout.variant.described}. "
-            f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
-        )
-    tensors = fill_program(weights, layout, bundle.geometry.gamma)
-    return _Addition(wanted, functions_of(wanted.mode is not None), ADAPTERS, ADAPTER_FILE, tensors, write_tensors)
-
-
-def _slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
+def slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
     """The bundle's layout; raises InputError for a bundle that takes no more apps."""
-    manifest = bundle.manifest
-    if manifest.target is Target.COREML:
-        # The apps' adapters are not kept apart from the package: their folders are the caller's to name again.
-        apps = " ".join(f"--adapter {app.name}=DIR" for app in manifest.apps if app.kind is not AdapterKind.BASE)
-        raise InputError(
-            f"{bundle.folder} is a {manifest.target} bundle, whose apps are functions of one package, made together; "
-            f"export it again with app {name!r} among them: ssdevice export --model BASE --target {manifest.target} "
-            f"--quant {manifest.precision} {apps}{' ' if apps else ''}--adapter {name}={folder} "
-            f"--out {bundle.folder} --overwrite"
-        )
-    if LAYOUT_ROLE not in manifest.roles:
+    if LAYOUT_ROLE not in bundle.manifest.roles:
         raise InputError(
             f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
             f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
@@ -123,21 +80,7 @@ def _slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
     return bundle.file(LAYOUT_ROLE)
 
 
-def _variant(bundle: Bundle, layout: SlotLayout, weights: AdapterWeights) -> Variant:
-    """The graphs for this adapter; raises InputError where the bundle or the base is another."""
-    _check_base(bundle, weights)
-    wanted = weights.variant
-    found = layout.variant(wanted.name)
-    if found is None:
-        there = "; ".join(variant.described for variant in layout.variants)
-        raise InputError(
-            f"{bundle.folder} has no graphs for {wanted.described}; it has those for {there}. Export the bundle again "
-            f"with this app among its own: ssdevice export --adapter NAME={weights.folder} .."
-        )
-    return found
-
-
-def _check_base(bundle: Bundle, weights: AdapterWeights) -> None:
+def check_base(bundle: Bundle, weights: AdapterWeights) -> None:
     """Raise InputError for an adapter of another base, or with fewer streams than the tree is deep."""
     settings, manifest = weights.settings, bundle.manifest
     if settings is not None:
