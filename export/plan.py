@@ -291,7 +291,10 @@ class Exporter(ABC):
 
     @abstractmethod
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the target's files below ``folder`` (the bundle in the making)."""
+        """Write the target's files below ``folder`` (the bundle in the making).
+
+        What the gate must know of it is in the result; a model whose memory is given back here is said there too.
+        """
 
     @abstractmethod
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

@@ -13,16 +13,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ssdevice import targets
-from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import Precision
     from ssdevice.export.plan import Exporter, ExportOptions
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
 
-AsStored = tuple[AbstractContextManager[None] | None, Precision]
+AsStored = tuple[AbstractContextManager[None] | None, "Precision"]
 """A context in which a torch model rounds as a bundle does, None where that is not known; the precision of what then
 still differs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.quiet import quiet
-from ssdevice.export.mlprogram.stored import adopt_weights, drop_matrices
+from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
 from ssdevice.export.parity import check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -33,6 +34,14 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
+
+
+@dataclass(frozen=True)
+class CoreMLResult(TargetResult):
+    """``sketches``: by app, what its model's matrices were; export gives their memory back, and the gate takes the
+    package's values and holds them against these."""
+
+    sketches: Mapping[str, Sketches] = field(default_factory=dict)
 
 
 class CoreMLExporter(Exporter):
@@ -69,20 +78,22 @@ class CoreMLExporter(Exporter):
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
-        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps)
+        return CoreMLResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.
 
         The models of the job have the package's weights afterwards: nothing holds their weights twice.
         """
+        assert isinstance(result, CoreMLResult)
         table = function_names(job.plan)
         program = Program(Package.open(folder / PACKAGE))
         facts: dict[str, float] = {}
         golden = []
         for app, one in jobs(job):
             names = table[app.name]
-            adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
+            sketches = result.sketches[app.name]
+            adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
             found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
             golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))
@@ -99,6 +110,7 @@ class _Parts:
         self.paths: dict[str, Path] = {}
         self.adapter_bytes: dict[str, int] = {}
         self.notes: list[str] = []
+        self.sketches: dict[str, Sketches] = {}
 
     def write(self) -> None:
         """Convert and compress the functions of one app after another."""
@@ -110,7 +122,8 @@ class _Parts:
                     self.job.report("write the graphs", len(self.paths), self.total + 1, name)
                     self.paths[name] = self._function(function, name, model)
                     release_memory()
-            drop_matrices(model)  # merging needs the memory, and the gate takes the package's values
+            # Merging needs the memory, and the gate takes the package's values.
+            self.sketches[app.name] = drop_matrices(model)
             release_memory()
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ssdevice.bundle.manifest import Precision
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.target import AsStored, ExportTarget
 
@@ -40,6 +39,7 @@ class CoreMLTarget(ExportTarget):
         return LogitsEngine(bundle, app)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import Precision
         from ssdevice.export.mlprogram.stored import stored_weights
         from ssdevice.mil.program import Program
         from ssdevice.mil.reader import Package

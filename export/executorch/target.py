@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import ConfigError
 from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
@@ -59,6 +58,7 @@ class ExecutorchTarget(ExportTarget):
         return LogitsEngine.of(bundle, app, options)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import Precision
         from ssdevice.export.mlprogram.stored import stored_weights
         from ssdevice.runtime.executorch.delegates import open_delegates
         from ssdevice.runtime.executorch.engine import PROGRAM

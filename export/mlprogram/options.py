@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import ConfigError
 from ssdevice.export.target import TargetOptions
 
@@ -107,5 +106,7 @@ class CoreMLOptions(TargetOptions):
 
     def check(self, options: ExportOptions) -> None:
         """Raise ConfigError where they do not fit the rest of an export's options."""
+        from ssdevice.bundle.manifest import Precision  # --help is answered without it
+
         if self.per_channel and options.quant is not Precision.INT4:
             raise ConfigError(f"--per-channel is a form of int4; {options.quant} has no blocks to leave out")

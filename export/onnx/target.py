@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.contract import STEP
 from ssdevice.errors import MissingExtraError
 from ssdevice.export.target import AsStored, ExportTarget
@@ -38,6 +37,8 @@ class OnnxTarget(ExportTarget):
         return LogitsEngine.of(bundle, app, options)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import AdapterKind, Precision
+
         precision = bundle.manifest.precision
         if precision not in (Precision.INT8, Precision.INT4):
             return super().as_stored(bundle, app, model)
