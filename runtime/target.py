@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 class RuntimeTarget(ABC):
-    """One target. ``extra``: of pip, with what its engine needs; ``timed``: whether ``times`` can be asked for."""
+    """One target. ``extra``: of pip, with what its engine needs."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
-    timed: ClassVar[bool] = False
 
     @abstractmethod
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
@@ -46,24 +45,6 @@ class RuntimeTarget(ABC):
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
         """The same for a reader; ``size``: bytes to text."""
         return
-
-    def check_timed(self, bundle: Bundle) -> None:
-        """Raise InputError for a bundle whose functions ``times`` cannot take apart."""
-        timed = " and ".join(name for name in targets.names() if runtime_target(name).timed)
-        raise InputError(
-            f"--time is for {timed} bundles, {bundle.folder} is for {self.name}: "
-            "use `ssdevice bench BUNDLE --data FILE --profile`"
-        )
-
-    def times(
-        self, bundle: Bundle, threads: int, committed: int | None, report: Callable[[str, int, int], None]
-    ) -> dict[str, Any]:
-        """What the parts of each function take, as plain values; after ``check_timed``."""
-        raise NotImplementedError
-
-    def print_times(self, console: Console, times: dict[str, Any]) -> None:
-        """The same for a reader."""
-        raise NotImplementedError
 
 
 def runtime_target(name: str) -> RuntimeTarget:

@@ -1,6 +1,6 @@
 """What ``ssdevice inspect`` adds for an ExecuTorch bundle: what each method hands to delegates, and what it does not.
 
-These are counts of calls, read from the file alone; ``program_time`` measures what they take.
+These are counts of calls, read from the file.
 """
 
 from __future__ import annotations

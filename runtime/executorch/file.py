@@ -15,8 +15,6 @@ from ssdevice.runtime.executorch.flatbuffer import LIMIT, Data, Table, read_prog
 
 KERNEL, DELEGATE = 1, 2
 """Members of the union InstructionArguments that are calls; the others move values within the program."""
-JUMP = "jump"
-OTHERS = {3: "move", 4: JUMP, 5: "free"}
 SEGMENT = 1
 """DataLocation: a delegate's data are a segment rather than part of the flatbuffer."""
 XNNPACK = b"XH00"
@@ -33,18 +31,14 @@ class DelegateCalls:
 
 @dataclass(frozen=True)
 class MethodCalls:
-    """What one method calls, in order. ``kernels``: portable calls by operator; ``runs``: calls of kernels in a row.
+    """What one method calls. ``kernels``: portable calls by operator; ``runs``: calls of kernels in a row.
 
-    ``runs`` begins with those before the first delegate and ends with those after the last. ``instructions``: calls of
-    delegates, names of kernels and of ``OTHERS``; ``counts_at``: where the file says how many they are, a uint32 for
-    each chain of them.
+    ``runs`` begins with those before the first delegate and ends with those after the last.
     """
 
     delegates: tuple[DelegateCalls, ...]
     kernels: Counter[str]
     runs: tuple[int, ...]
-    instructions: tuple[str | DelegateCalls, ...]
-    counts_at: tuple[int, ...]
 
     @property
     def breaks(self) -> int:
@@ -75,27 +69,21 @@ def _methods(data: Data, program: Table) -> dict[str, MethodCalls]:
 def _calls(data: Data, program: Table, plan: Table) -> MethodCalls:
     operators = [_operator(entry) for entry in plan.tables(6)]
     delegates = [_delegate(data, program, entry) for entry in plan.tables(7)]
-    made: list[str | DelegateCalls] = []
-    kernels, runs, counts_at = Counter[str](), [0], []
+    called: list[DelegateCalls] = []
+    kernels, runs, seen = Counter[str](), [0], 0
     for chain in plan.tables(5):
-        start, _ = chain.vector(2)
-        counts_at.append(start - 4)
         for instruction in chain.tables(2):
-            if len(made) >= LIMIT:  # vectors may be shared, so the file's size does not bound this
+            seen += 1
+            if seen > LIMIT:  # vectors may be shared, so the file's size does not bound this
                 raise ValueError(f"a method of more than {LIMIT} instructions")
             kind = instruction.byte(0)
             if kind == DELEGATE:
-                made.append(delegates[_index(instruction.table(1).integer(0))])
+                called.append(delegates[_index(instruction.table(1).integer(0))])
                 runs.append(0)
             elif kind == KERNEL:
-                operator = operators[_index(instruction.table(1).integer(0))]
-                made.append(operator)
-                kernels[operator] += 1
+                kernels[operators[_index(instruction.table(1).integer(0))]] += 1
                 runs[-1] += 1
-            else:
-                made.append(OTHERS.get(kind, "?"))
-    called = tuple(one for one in made if isinstance(one, DelegateCalls))
-    return MethodCalls(called, kernels, tuple(runs), tuple(made), tuple(counts_at))
+    return MethodCalls(tuple(called), kernels, tuple(runs))
 
 
 def _index(number: int) -> int:

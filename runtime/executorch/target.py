@@ -24,7 +24,6 @@ class ExecutorchTarget(RuntimeTarget):
 
     name = "executorch"
     extra = "executorch"
-    timed = True
 
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.executorch.engine import open_engine
@@ -72,23 +71,6 @@ class ExecutorchTarget(RuntimeTarget):
         if PACKAGE in found:
             print_package(console, found[PACKAGE], size)
         print_program(console, found[METHODS])
-
-    def check_timed(self, bundle: Bundle) -> None:
-        from ssdevice.runtime.executorch.time_report import check_timed
-
-        check_timed(bundle)
-
-    def times(
-        self, bundle: Bundle, threads: int, committed: int | None, report: Callable[[str, int, int], None]
-    ) -> dict[str, Any]:
-        from ssdevice.runtime.executorch.time_report import describe_times
-
-        return describe_times(bundle, threads, committed, report)
-
-    def print_times(self, console: Console, times: dict[str, Any]) -> None:
-        from ssdevice.runtime.executorch.time_report import print_times
-
-        print_times(console, times)
 
 
 TARGET = ExecutorchTarget()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--time", action="store_true", help="ExecuTorch: run it, and show what delegates and portable operators take"
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of --time (default: 1)")
-    parser.add_argument(
-        "--committed", type=int, metavar="N", help="tokens in the cache of --time (default: half of the context)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,20 +28,11 @@ def run(args: argparse.Namespace) -> int:
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    if args.time:
-        target.check_timed(bundle)
     found = {**describe(bundle), **target.describe(bundle)}
-    if args.time:
-        from ssdevice.commands.progress import Progress
-
-        with Progress(args.quiet) as progress:
-            found["times"] = target.times(bundle, args.threads, args.committed, progress.report)
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         _print(found, target)
-    if args.time and not args.quiet and not all(one["valid"] for one in found["times"]["methods"].values()):
-        print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
     return 0
 
 
@@ -153,8 +136,6 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
         files.add_row(escape(name), _size(size))
     console.print(files)
     target.print_description(console, found, _size)
-    if "times" in found:
-        target.print_times(console, found["times"])
 
 
 def _size(count: int) -> str:

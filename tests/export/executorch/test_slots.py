@@ -31,7 +31,6 @@ from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE
 from ssdevice.runtime.executorch.engine import ExecutorchEngine
 from ssdevice.runtime.executorch.program import SET_ADAPTER, AdapterSlots
-from ssdevice.runtime.executorch.timing import time_methods
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 from tests.export.models import write_adapter, write_lora
@@ -294,9 +293,3 @@ def test_lossless_apps_share_a_program(schedule: Schedule) -> None:
     opened = bundle(Mode.LOSSLESS, Quant.FP32, schedule)
     with Session.open(opened) as session:
         assert answers(session, "one") == answers(session, "two") == answers(session, "base")
-
-
-def test_a_program_of_slots_is_timed() -> None:
-    found = time_methods(bundle(), EngineOptions(), 3, lambda *_: None, seconds=0)
-    assert SET_ADAPTER not in found and set(found) == set(bundle().functions)
-    assert all(times.whole > times.outside > 0 for times in found.values())
