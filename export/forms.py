@@ -68,7 +68,8 @@ def _attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    return attend(query, list(keys), list(values), mask, float(scale), float(softcap or 0.0))
+    out: Tensor = attend(query, list(keys), list(values), mask, float(scale), float(softcap or 0.0))
+    return out
 
 
 def exportable(model: StreamModel) -> StreamModel:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
-from ssdevice.config import Mode, Schedule, Target
+from ssdevice.config import Mode, Schedule
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
-from ssdevice.export.coreml.options import CoreMLOptions, KVWrite
-from ssdevice.export.executorch.options import Delegate
+from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
-GIVES_LOGITS = "step and step_plain also give their logits, for `ssdevice verify`"
-"""A note of a bundle that was exported with ``logits``."""
+Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
 FOLDED = "stream rows have weights of their own in the MSA layers: the stream adapters are folded into a copy"
-"""A note of a bundle on which ``Streams.fold`` had something to do."""
+"""A note of a bundle whose job was ``folded``."""
 DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
@@ -43,16 +42,15 @@ Quant = Precision
 class ExportOptions:
     """What the caller asks for; None: the default of the target or the adapter.
 
-    ``coreml``: what Core ML alone lets choose, as a target or as ExecuTorch's ``delegate``.
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
-    ``logits``: ExecuTorch programs also give what they chose their tokens from, which ``verify`` measures margins with.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
     ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapters.storage``.
+    ``target_options``: what only some targets let choose, of each kind one; see ``chosen``.
     """
 
     model: str
-    target: Target
+    target: str
     quant: Quant
     out: Path
     adapters: tuple[tuple[str, Path], ...] = ()
@@ -60,9 +58,7 @@ class ExportOptions:
     schedule: Schedule | None = None
     context: int = DEFAULT_CONTEXT
     chunk: int = DEFAULT_CHUNK
-    coreml: CoreMLOptions = field(default_factory=CoreMLOptions)
-    delegate: Delegate = Delegate.XNNPACK
-    logits: bool = False
+    target_options: tuple[TargetOptions, ...] = ()
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     overwrite: bool = False
@@ -73,29 +69,16 @@ class ExportOptions:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
         if self.adapter_precision not in PRECISIONS:
             raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected {', '.join(PRECISIONS)}")
-        if self.delegate is not Delegate.XNNPACK and self.target is not Target.EXECUTORCH:
-            raise ConfigError(f"--delegate is ExecuTorch's, not {self.target}'s")
-        if self.logits and self.target is not Target.EXECUTORCH:
-            raise ConfigError(f"--logits is ExecuTorch's: `verify` sees the logits of {self.target} bundles without it")
-        if self.delegate is Delegate.COREML and self.coreml.kv_write is not KVWrite.SLICE:
-            raise ConfigError("--kv-write is the coreml target's: ExecuTorch writes the cache of its programs itself")
-        if not self.uses_coreml and self.coreml != CoreMLOptions():
-            raise ConfigError(
-                f"--kv-write, --per-channel, --compute-units and --deployment-target are Core ML's, not {self.target}'s"
-            )
-        if self.coreml.per_channel and self.quant is not Quant.INT4:
-            raise ConfigError(f"--per-channel is a form of int4; {self.quant} has no blocks to leave out")
+        export_target(self.target).check(self)
+
+    def chosen(self, kind: type[Chosen]) -> Chosen:
+        """The options of this kind, those of its defaults where none were given."""
+        return next((one for one in self.target_options if isinstance(one, kind)), kind())
 
     @property
     def form(self) -> str:
-        """The target, and its delegate where that is not the usual one."""
-        usual = self.delegate is Delegate.XNNPACK
-        return self.target.value if usual else f"{self.target.value}-{self.delegate.value}"
-
-    @property
-    def uses_coreml(self) -> bool:
-        """Whether Core ML runs what is exported."""
-        return self.target is Target.COREML or self.delegate is Delegate.COREML
+        """The target as folders and messages name it."""
+        return export_target(self.target).form(self.target_options)
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,8 @@ class ExportPlan:
 
     ``apps``: at least one. ``merged``: the only app's LoRA is folded into the weights; otherwise the target keeps apps
     apart, each in its way. ``geometry``: of the bundle, one tree for all apps with streams.
-    ``query_heads``: of attention. ``parameters``: elements of the base's weights by stored tensor name.
+    ``query_heads``: of attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: what
+    each takes on disk.
     """
 
     options: ExportOptions
@@ -155,6 +139,7 @@ class ExportPlan:
     schedule: Schedule
     query_heads: int
     parameters: Mapping[str, int]
+    bits: float
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -190,10 +175,7 @@ class ExportPlan:
 
     def estimated_bytes(self) -> int:
         """About how large the weights will be on disk; scales included, graphs not."""
-        bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}[
-            self.options.quant
-        ]
-        return int(sum(self.parameters.values()) * bits / 8)
+        return int(sum(self.parameters.values()) * self.bits / 8)
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values, for ``--dry-run``."""
@@ -203,8 +185,8 @@ class ExportPlan:
             "family": self.identity.model_type,
             "apps": [app.name for app in self.apps if app.folder is not None],
             "merged": self.merged,
-            "target": self.options.target.value,
-            **({"delegate": self.options.delegate.value} if self.options.target is Target.EXECUTORCH else {}),
+            "target": self.options.target,
+            **export_target(self.options.target).describe(self.options),
             "quant": self.options.quant.value,
             "mode": self.settings.streams.mode.value if self.settings else None,
             "functions": list(self.function_names),
@@ -226,11 +208,13 @@ class ExportJob:
     """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
 
     Its LoRA is merged, or where ``plan.merged`` is False stands beside the base's linears (``model.lora``).
+    ``notes``: what preparing the model for a target changed, for the manifest.
     """
 
     plan: ExportPlan
     loaded: LoadedModel
     report: Report
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: ExportPlan, report: Report, merge: bool | None = None) -> ExportJob:
@@ -240,6 +224,16 @@ class ExportJob:
         gamma = plan.geometry.gamma or None
         merge = plan.merged if merge is None else merge
         return cls(plan, load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge), report)
+
+    def folded(self) -> ExportJob:
+        """The job with the stream adapters of its model, which is changed, folded into weights of stream rows.
+
+        Only where streams run apart from main rows and no app is to be switched: one product in place of three then.
+        """
+        streams = self.loaded.model.streams
+        if not self.plan.merged or self.plan.schedule is not Schedule.DEFERRED or streams is None:
+            return self
+        return replace(self, notes=(*self.notes, FOLDED)) if streams.fold() else self
 
     def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
         """The same job for one app of a plan of several, with a model of its own: drop it before the next."""
@@ -280,25 +274,31 @@ class TargetResult:
     apps: Mapping[str, AppResult] = field(default_factory=dict)
 
 
-class Exporter(Protocol):
-    """A target. ``quants``: what it can do; ``schedule``: its default; ``tools``: packages whose versions count.
+class Exporter(ABC):
+    """What writes a target's files. ``bits``: the precisions it has, and what a weight takes there on disk with its
+    scales; ``schedule``: its default.
 
-    A target with ``several_apps = True`` also takes plans that are not merged and then fills ``TargetResult.apps``.
+    With ``several_apps`` it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
-    @property
-    def quants(self) -> tuple[Quant, ...]: ...
+    bits: ClassVar[Mapping[Quant, float]]
+    schedule: ClassVar[Schedule]
+    several_apps: ClassVar[bool] = False
 
-    @property
-    def schedule(self) -> Schedule: ...
+    def prepare(self, job: ExportJob) -> ExportJob:
+        """The job that both ``export`` and ``gate`` get, with the model in the form that the target writes."""
+        return job
 
+    @abstractmethod
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the target's files below ``folder`` (the bundle in the making)."""
-        ...
+        """Write the target's files below ``folder`` (the bundle in the making).
 
+        What the gate must know of it is in the result; a model whose memory is given back here is said there too.
+        """
+
+    @abstractmethod
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written files with the reference; raises ParityError. Returns the largest differences seen."""
-        ...
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
@@ -309,11 +309,11 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.model.adapter import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
 
-    if options.quant not in target.quants:
-        able = ", ".join(target.quants)
+    if options.quant not in target.bits:
+        able = ", ".join(target.bits)
         raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
     merged = len(options.adapters) <= 1 and not options.slots
-    if not merged and not getattr(target, "several_apps", False):
+    if not merged and not target.several_apps:
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
         raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
     folder = resolve_folder(options.model)
@@ -343,7 +343,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=options.chunk,
     )
     schedule = options.schedule or target.schedule
-    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, stored_parameters(folder))
+    parameters, bits = stored_parameters(folder), target.bits[options.quant]
+    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
 
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:

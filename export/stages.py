@@ -26,7 +26,7 @@ from ssdevice.export.plan import (
     TargetResult,
     make_plan,
 )
-from ssdevice.export.targets import exporter
+from ssdevice.export.target import exporter
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 
@@ -53,8 +53,8 @@ def read_text(export: Export) -> None:
 
 
 def load_model(export: Export) -> None:
-    """The base with the first app's adapter and its streams on top."""
-    export.job = ExportJob.of(export.plan, export.report)
+    """The base with the first app's adapter and its streams on top, in the form that the target writes."""
+    export.job = export.target.prepare(ExportJob.of(export.plan, export.report))
 
 
 def write_target(export: Export) -> None:
@@ -90,7 +90,7 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
 
     Raises InputError for what cannot be exported as asked, ParityError for an export that computes something else.
     """
-    target = exporter(options.target, options.delegate)
+    target = exporter(options)
     plan = make_plan(options, target)
     with BundleWriter(options.out, overwrite=options.overwrite) as writer:
         export = Export(plan, target, writer.folder, report)

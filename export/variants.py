@@ -45,19 +45,6 @@ def variant_of(app: AppPlan) -> Variant:
     return Variant.of(app.settings.streams if app.settings is not None else None, app.has_lora)
 
 
-def graph_file(function: str, variant: Variant) -> str:
-    """The file of a function's graph in the bundle."""
-    return f"{function}.{variant.name}.onnx"
-
-
-def app_functions(variant: Variant) -> dict[str, str]:
-    """The graphs of an app with this variant, by function."""
-    plain = graph_file(PLAIN, Variant(lora=variant.lora))
-    if variant.mode is None:
-        return {PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
-    return {STEP: graph_file(STEP, variant), PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
-
-
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights and a placeholder wherever an app's would stand."""
     plan = variant_plan(job.plan, variant)

@@ -1,24 +1,23 @@
 """What a target gives the runtime: an engine, whose KV caches its functions are called on, and where engines are found.
 
-``ssdevice.runtime.TARGET.engine`` offers ``open_engine(bundle, app, options) -> Engine``; nothing else about
-a target is known outside it.
+A target's ``RuntimeTarget`` opens its engine; nothing else about it is known outside its folder.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.contract import Geometry
-from ssdevice.errors import ConfigError, InputError, MissingExtraError
+from ssdevice.errors import ConfigError, MissingExtraError
 from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -129,11 +128,8 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engi
 
     Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
     """
-    target = bundle.manifest.target
+    target = runtime_target(bundle.manifest.target)
     try:
-        module = importlib.import_module(f"ssdevice.runtime.{target.value}.engine")
+        return target.open_engine(bundle, app, options)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("ssdevice.runtime"):
-            raise InputError(f"this version of ssdevice cannot run {target.value} bundles") from error
-        raise MissingExtraError(target.value, error.name or target.value) from error
-    return cast(Engine, module.open_engine(bundle, app, options))
+        raise MissingExtraError(target.extra, error.name or target.name) from error

@@ -44,14 +44,6 @@ class Schedule(StrEnum):
     DEFERRED = "deferred"
 
 
-class Target(StrEnum):
-    """What an export is for."""
-
-    ONNX = "onnx"
-    COREML = "coreml"
-    EXECUTORCH = "executorch"
-
-
 @dataclass(frozen=True)
 class StreamConfig:
     """How streams are built and trained; stored as ``streams.json`` beside the weights.

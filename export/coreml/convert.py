@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +13,14 @@ import torch
 
 from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
-from ssdevice.export.coreml import ops as coreml_ops
-from ssdevice.export.coreml.graph import name_inputs, simplify
-from ssdevice.export.coreml.half import half_precision
-from ssdevice.export.coreml.options import Deployment, KVWrite
 from ssdevice.export.forms import function_module
-from ssdevice.export.quiet import quiet as silenced
+from ssdevice.export.mlprogram import ops as coreml_ops
+from ssdevice.export.mlprogram.graph import name_inputs, simplify
+from ssdevice.export.mlprogram.half import half_precision
+from ssdevice.export.mlprogram.options import Deployment, KVWrite
+from ssdevice.export.mlprogram.quiet import ct, quiet
 from ssdevice.export.state_form import StateForm, Write
 from ssdevice.model.step import StreamModel
-
-# Importing coremltools reports its absent native parts and every version newer than it was tested with.
-for _name in ("coremltools", "torchao"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
-import coremltools as ct  # noqa: E402
 
 CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
@@ -90,32 +82,6 @@ def release_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
         if trim is not None:
             trim(0)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Within this context coremltools and torch say nothing but errors: progress is the caller's to report."""
-    bars = [(module, name, getattr(module, name)) for module, name in _progress_bars()]
-    for module, name, bar in bars:
-        setattr(module, name, partial(bar, disable=True))
-    try:
-        with silenced("coremltools", "torch"):
-            yield
-    finally:
-        for module, name, bar in bars:
-            setattr(module, name, bar)
-
-
-def _progress_bars() -> Iterator[tuple[Any, str]]:
-    """Where coremltools holds the class of its progress bars."""
-    from coremltools.converters.mil.frontend.torch import ops
-    from coremltools.converters.mil.mil.passes import pass_pipeline
-    from coremltools.optimize.coreml import _quantization_passes
-
-    for module in (ops, pass_pipeline, _quantization_passes):
-        for name in ("tqdm", "_tqdm"):
-            if hasattr(module, name):
-                yield module, name
 
 
 def _shape(sizes: Sequence[int | str]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,14 +14,16 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
-from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, quiet, release_memory
+from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
-from ssdevice.export.coreml.options import ComputeUnits
-from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
-from ssdevice.export.coreml.weights import compress, matrices, plan_weights
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
+from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.quiet import quiet
+from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
+from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
+from ssdevice.export.parity import check
+from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
@@ -33,21 +35,25 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
-TOLERANCE = Tolerance(rows=0.02, tie=0.15)
-"""Ceilings for float16 against the float32 model with the package's weights."""
-WEIGHTS_ALONE = "weights alone are compressed: activations are float16"
 
 
 @dataclass(frozen=True)
-class CoreMLExporter:
+class CoreMLResult(TargetResult):
+    """``sketches``: by app, what its model's matrices were; export gives their memory back, and the gate takes the
+    package's values and holds them against these."""
+
+    sketches: Mapping[str, Sketches] = field(default_factory=dict)
+
+
+class CoreMLExporter(Exporter):
     """Writes the package, its settings for hosts, and golden integers to check a host with.
 
     Several apps become functions of one package, which holds the base's weights once.
     """
 
-    quants: tuple[Quant, ...] = (Quant.FP16, Quant.INT8, Quant.INT4, Quant.PALETTE4)
-    schedule: Schedule = Schedule.FUSED
-    several_apps: bool = True
+    bits = BITS
+    schedule = Schedule.FUSED
+    several_apps = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
@@ -69,24 +75,26 @@ class CoreMLExporter:
         _write_settings(plan, folder / SETTINGS)
         if plan.options.quant is not Quant.FP16:
             notes.append(WEIGHTS_ALONE)
-        notes += _device_notes(package, plan.options.coreml.compute_units)
+        notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
-        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps)
+        return CoreMLResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.
 
         The models of the job have the package's weights afterwards: nothing holds their weights twice.
         """
+        assert isinstance(result, CoreMLResult)
         table = function_names(job.plan)
         program = Program(Package.open(folder / PACKAGE))
         facts: dict[str, float] = {}
         golden = []
         for app, one in jobs(job):
             names = table[app.name]
-            adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
+            sketches = result.sketches[app.name]
+            adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
             engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
             found = check(one, EngineDriver(engine), TOLERANCE)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
@@ -104,6 +112,7 @@ class _Parts:
         self.paths: dict[str, Path] = {}
         self.adapter_bytes: dict[str, int] = {}
         self.notes: list[str] = []
+        self.sketches: dict[str, Sketches] = {}
 
     def write(self) -> None:
         """Convert and compress the functions of one app after another."""
@@ -115,12 +124,13 @@ class _Parts:
                     self.job.report("write the graphs", len(self.paths), self.total + 1, name)
                     self.paths[name] = self._function(function, name, model)
                     release_memory()
-            drop_matrices(model)  # merging needs the memory, and the gate takes the package's values
+            # Merging needs the memory, and the gate takes the package's values.
+            self.sketches[app.name] = drop_matrices(model)
             release_memory()
 
     def _function(self, function: str, name: str, model: StreamModel) -> Path:
         plan, options = self.job.plan, self.job.plan.options
-        chosen = options.coreml
+        chosen = options.chosen(CoreMLOptions)
         made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
         weights = matrices(made.get_spec())
         schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
@@ -136,7 +146,7 @@ def _result(app: AppPlan, names: Names) -> AppResult:
 
 
 def _write_settings(plan: ExportPlan, file: Path) -> None:
-    chosen = plan.options.coreml
+    chosen = plan.options.chosen(CoreMLOptions)
     tokenizer = ChatTokenizer.open(plan.folder)
     frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
     settings = {
@@ -156,6 +166,3 @@ def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
     for warning in audit(Package.open(package)).warnings:
         first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
     return list(first.values())
-
-
-EXPORTER = CoreMLExporter()

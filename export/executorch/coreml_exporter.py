@@ -10,23 +10,24 @@ import executorch  # noqa: F401  where it is missing, that is known before a mod
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
-from ssdevice.export.coreml.stored import adopt_weights
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
+from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.parity import check
-from ssdevice.export.plan import GIVES_LOGITS, ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
 
 
-class CoreMLDelegateExporter:
+class CoreMLDelegateExporter(Exporter):
     """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
 
-    quants = CoreMLExporter.quants
+    bits = BITS
     schedule = Schedule.FUSED
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
@@ -43,7 +44,7 @@ class CoreMLDelegateExporter:
         said = [describe(name, found) for name, found in lowered.delegations.items()]
         if plan.options.quant is not Quant.FP16:
             said.insert(0, WEIGHTS_ALONE)
-        if plan.options.logits:
+        if plan.options.chosen(ExecutorchOptions).logits:
             said.insert(0, GIVES_LOGITS)
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
@@ -55,6 +56,3 @@ class CoreMLDelegateExporter:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
             return check(job, driver, TOLERANCE)
-
-
-EXPORTER = CoreMLDelegateExporter()

@@ -16,13 +16,16 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.coreml import ops as coreml_ops
-from ssdevice.export.coreml.convert import quiet as quiet_conversion
-from ssdevice.export.coreml.graph import simplify
-from ssdevice.export.coreml.half import half_precision
-from ssdevice.export.coreml.weights import compress, matrices, plan_weights
 from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
+from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
+from ssdevice.export.mlprogram import ops as coreml_ops
+from ssdevice.export.mlprogram.graph import simplify
+from ssdevice.export.mlprogram.half import half_precision
+from ssdevice.export.mlprogram.options import CoreMLOptions
+from ssdevice.export.mlprogram.quiet import ct
+from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
+from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import StateForm
@@ -36,7 +39,9 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     module = function_module(name, half_precision(model), plan.geometry, plan.schedule)
     # Every row is read: Core ML's shapes are static.
-    form = StateForm(name, module, plan.geometry, stacked=False, logits=plan.options.logits).eval()
+    form = StateForm(
+        name, module, plan.geometry, stacked=False, logits=plan.options.chosen(ExecutorchOptions).logits
+    ).eval()
     with torch.no_grad():
         return torch.export.export(form, arguments, strict=False)
 
@@ -49,12 +54,11 @@ def lower(
     report: Callable[[int, str], None],
 ) -> tuple[Lowered, tuple[str, ...]]:
     """One program with every function of ``specs``, and what differs from the precision asked for."""
-    import coremltools as ct
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
     coreml_ops.register()
-    chosen = plan.options.coreml
+    chosen = plan.options.chosen(CoreMLOptions)
     notes: list[str] = []
     compile_specs = CoreMLBackend.generate_compile_specs(
         compute_unit=ct.ComputeUnit[chosen.compute_units.value.upper()],
@@ -79,25 +83,25 @@ def lower(
 
 def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[str, ...]]:
     """A function's delegate as an MLModel with its weights as asked, and what differs."""
-    import coremltools as ct
     from executorch.exir.dialects.edge._ops import EdgeOpOverload
 
     for node in program.graph_module.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
             node.target = node.target._op
     simplify(program, ())
+    chosen = plan.options.chosen(CoreMLOptions)
     options, nodes = plan.options, {node.name: node for node in program.graph.nodes}
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
     made = ct.convert(
         program,
         # Else float tensors would come as float16 where ExecuTorch has laid out float32.
         outputs=[ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs],
-        minimum_deployment_target=ct.target[options.coreml.deployment.value],
+        minimum_deployment_target=ct.target[chosen.deployment.value],
         compute_precision=ct.precision.FLOAT16,
         skip_model_load=True,
     )
     weights = matrices(made.get_spec())
-    schemes = plan_weights(weights, options.quant, options.coreml.per_channel, plan.geometry.vocab)
+    schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
     return compress(made, schemes, {weight.name: weight.shape for weight in weights}), schemes.notes
 
 

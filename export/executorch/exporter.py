@@ -21,20 +21,11 @@ from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
+from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import (
-    FOLDED,
-    GIVES_LOGITS,
-    AppPlan,
-    AppResult,
-    ExportJob,
-    ExportPlan,
-    Quant,
-    TargetFile,
-    TargetResult,
-)
+from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
@@ -53,12 +44,16 @@ TOLERANCES = {
 SHOWN = 6
 
 
-class ExecutorchExporter:
+class ExecutorchExporter(Exporter):
     """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
 
-    quants = (Quant.FP32, Quant.INT8, Quant.INT4)
+    bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
+
+    def prepare(self, job: ExportJob) -> ExportJob:
+        # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
+        return job.folded()
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``, and where apps stand apart a file for each; see ``plan.Exporter``."""
@@ -76,9 +71,6 @@ class ExecutorchExporter:
             (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
             files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
             source = slots.model
-        # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
-        alone = plan.merged and plan.schedule is Schedule.DEFERRED
-        folded = alone and source.streams is not None and source.streams.fold()
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)
@@ -88,8 +80,8 @@ class ExecutorchExporter:
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = [
             *model.notes,
-            *((FOLDED,) if folded else ()),
-            *((GIVES_LOGITS,) if plan.options.logits else ()),
+            *job.notes,
+            *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
         return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
@@ -165,6 +157,3 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "unknown"
     return found
-
-
-EXPORTER = ExecutorchExporter()

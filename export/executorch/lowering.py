@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import MissingExtraError, UnsupportedModelError
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
@@ -37,7 +38,9 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     if name == SET_ADAPTER:
         slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
         return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
-    form = VisibleForm(name, model, plan.geometry, plan.schedule, logits=plan.options.logits).eval()
+    form = VisibleForm(
+        name, model, plan.geometry, plan.schedule, logits=plan.options.chosen(ExecutorchOptions).logits
+    ).eval()
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     try:
         with torch.no_grad():

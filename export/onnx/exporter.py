@@ -21,23 +21,16 @@ from ssdevice.errors import ParityError, UnsupportedModelError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import RowsForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
-from ssdevice.export.onnx.files import WeightFile, save_graph
+from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.graph import finish, simplify, tag
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.onnx.translations import TRANSLATIONS
 from ssdevice.export.parity import Tolerance, check
-from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.export.quiet import quiet
-from ssdevice.export.variants import (
-    OpenIdentifiers,
-    app_functions,
-    graph_file,
-    template,
-    variant_of,
-    variants_of,
-)
+from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
@@ -59,12 +52,15 @@ TOLERANCES = {
 }
 
 
-class OnnxExporter:
+class OnnxExporter(Exporter):
     """``step``, ``prefill`` and ``step_plain`` for ONNX Runtime on CPUs."""
 
-    quants = (Quant.FP32, Quant.INT8, Quant.INT4)
+    bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
+
+    def prepare(self, job: ExportJob) -> ExportJob:
+        return job.folded()
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``plan.Exporter``."""
@@ -73,8 +69,6 @@ class OnnxExporter:
             return self._export_slots(job, folder)
         specs = plan.functions(CacheForm.ROWS, CACHE_DTYPE)
         store = WeightStore()
-        streams = job.loaded.model.streams
-        folded = plan.schedule is Schedule.DEFERRED and streams is not None and streams.fold()
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             for number, (name, spec) in enumerate(specs.items()):
                 job.report("write the graphs", number, len(specs), name)
@@ -84,7 +78,7 @@ class OnnxExporter:
             (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
             CacheForm.ROWS,
             CACHE_DTYPE,
-            (*_notes(plan.options.quant, store), *((FOLDED,) if folded else ())),
+            (*_notes(plan.options.quant, store), *job.notes),
             _tools(),
         )
 
@@ -243,6 +237,3 @@ def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
 
 def _tools() -> dict[str, str]:
     return {name: version(name) for name in TOOLS}
-
-
-EXPORTER = OnnxExporter()

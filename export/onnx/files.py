@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ssdevice.contract import FunctionSpec
+from ssdevice.adapters.slots import Variant
+from ssdevice.contract import PLAIN, PREFILL, STEP, FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.graph import CONTRIB
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
@@ -50,6 +51,19 @@ class WeightFile:
             self._file.write(content)
             self._places[key] = at
         return self._places[key]
+
+
+def graph_file(function: str, variant: Variant) -> str:
+    """The file of a function's graph in the bundle."""
+    return f"{function}.{variant.name}.onnx"
+
+
+def app_functions(variant: Variant) -> dict[str, str]:
+    """The graphs of an app with this variant, by function."""
+    plain = graph_file(PLAIN, Variant(lora=variant.lora))
+    if variant.mode is None:
+        return {PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
+    return {STEP: graph_file(STEP, variant), PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
 
 
 def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightFile) -> None:

@@ -30,18 +30,6 @@ def describe_program(file: Path) -> dict[str, Any]:
     }
 
 
-def describe_delegates(file: Path) -> dict[str, Any] | None:
-    """The package that a program's Core ML delegates share, as ``package_audit.describe_package`` has it, if any."""
-    from ssdevice.mil.description import describe_package
-    from ssdevice.runtime.executorch.delegates import open_delegates
-    from ssdevice.runtime.executorch.file import has_coreml
-
-    if not has_coreml(file):
-        return None
-    _, interpreter = open_delegates(file)
-    return describe_package(interpreter.package.path)
-
-
 def print_program(console: Console, methods: dict[str, Any]) -> None:
     """``describe_program`` as a table, and by method the kernels it calls most."""
     from rich import box

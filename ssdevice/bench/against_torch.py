@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import torch
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
-from ssdevice.config import Target
 from ssdevice.errors import InputError
+from ssdevice.export.target import export_target
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, within
@@ -76,7 +76,7 @@ def agreement(
             f"--model {model} is not the base of {bundle.folder}: its weights have sha256 "
             f"{loaded.identity.sha256[:12]}.., the bundle's base {manifest.model.sha256[:12]}.."
         )
-    rounded, precision = as_stored(bundle, app, loaded.model)
+    rounded, precision = export_target(manifest.target).as_stored(bundle, app, loaded.model)
     tokens = agreeing = 0
     worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
@@ -92,37 +92,6 @@ def agreement(
     report("torch reference", len(prompts), len(prompts), "")
     exact = rounded is not None or precision is Precision.FP32
     return Agreement(tokens, agreeing, worst, exact, precision)
-
-
-def as_stored(
-    bundle: Bundle, app: str | None, model: StreamModel
-) -> tuple[AbstractContextManager[None] | None, Precision]:
-    """A context in which the model rounds as the bundle does, if that is known; the precision of what then differs."""
-    manifest = bundle.manifest
-    if manifest.target is Target.ONNX and manifest.precision in (Precision.INT8, Precision.INT4):
-        from ssdevice.export.onnx.reference import simulated
-
-        slotted = bundle.app(app).kind is AdapterKind.SLOT
-        return simulated(model, manifest.precision, slotted), manifest.precision
-    if manifest.target is Target.COREML:
-        from ssdevice.export.coreml.stored import stored_weights
-        from ssdevice.mil.program import Program
-        from ssdevice.mil.reader import Package
-        from ssdevice.runtime.coreml.engine import MODEL, app_functions
-
-        # With the package's own weights, what is left is the rounding of activations to float16.
-        package = Program(Package.open(bundle.file(MODEL)))
-        return stored_weights(model, package, tuple(app_functions(bundle, app).values())), Precision.FP16
-    if manifest.target is Target.EXECUTORCH:
-        from ssdevice.export.coreml.stored import stored_weights
-        from ssdevice.runtime.executorch.delegates import open_delegates
-        from ssdevice.runtime.executorch.engine import PROGRAM
-        from ssdevice.runtime.executorch.file import has_coreml
-
-        if has_coreml(bundle.file(PROGRAM)):
-            _, package = open_delegates(bundle.file(PROGRAM))
-            return stored_weights(model, package, tuple(bundle.functions)), Precision.FP16
-    return None, manifest.precision
 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from ssdevice import targets
 from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, check_paths, check_rule, parse_strict, repeated_name
-from ssdevice.config import Mode, Schedule, Target, load_strict, to_json
+from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import FUNCTIONS, MAX_CONTEXT, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
 from ssdevice.text.chat_template import ChatFormat
@@ -181,7 +182,7 @@ class Manifest(Ruled):
         metadata={"maxProperties": 100, "propertyNames": SHORT, "additionalProperties": SHORT}
     )
     model: ModelIdentity
-    target: Target
+    target: str = field(metadata={"enum": list(targets.BUILT_IN)})  # and those that are registered
     precision: Precision
     mode: Mode | None
     schedule: Schedule
@@ -205,6 +206,10 @@ class Manifest(Ruled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        try:
+            targets.find(self.target)
+        except ConfigError as error:
+            raise ConfigError(f"target: {error}") from None
         g = self.geometry
         for name in ("layers", "vocab"):
             if getattr(self.model, name) != getattr(g, name):

@@ -105,7 +105,7 @@ def _report(
     setting = Setting(
         bundle=str(folder),
         app=args.app or manifest.default_app,
-        target=manifest.target.value,
+        target=manifest.target,
         precision=manifest.precision.value,
         schedule=manifest.schedule.value,
         mode=manifest.mode.value if manifest.mode else None,

@@ -158,7 +158,7 @@ def _checked(bundle: Bundle, key: Path | None) -> str:
 def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Precision
-    from ssdevice.commands.adding import add_app
+    from ssdevice.runtime.apps import add_app
 
     name, equals, folder = args.app.partition("=")
     if not (name and equals and folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ssdevice import targets
 from ssdevice.commands.opening import positive
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
@@ -51,7 +52,7 @@ def _export(args: argparse.Namespace, out: Path) -> Bundle:
 
     command = [
         "--model", str(args.models / BASE), "--adapter", f"{APP}={args.models / ADAPTER}",
-        "--target", "onnx", "--quant", "int8", "--out", str(out),
+        "--target", targets.DEFAULT, "--quant", "int8", "--out", str(out),
     ]  # fmt: skip
     print(f"$ ssdevice export {' '.join(command)}", flush=True)
     parser = argparse.ArgumentParser()

@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.config import Target
-from ssdevice.mil.description import describe_package, print_package
-from ssdevice.runtime.executorch.description import describe_delegates, describe_program, print_program
+from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -28,20 +26,22 @@ def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
     from ssdevice.bundle.folder import Bundle
 
-    found = describe(Bundle.open(args.bundle))
+    bundle = Bundle.open(args.bundle)
+    target = runtime_target(bundle.manifest.target)
+    found = {**describe(bundle), **target.describe(bundle)}
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
-        _print(found)
+        _print(found, target)
     return 0
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """The bundle as plain values; sizes in bytes."""
+    """What every bundle has, as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
-    found: dict[str, Any] = {
+    return {
         "bundle": str(bundle.folder),
-        "target": manifest.target.value,
+        "target": manifest.target,
         "precision": manifest.precision.value,
         "model": {
             "family": manifest.model.model_type,
@@ -81,15 +81,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "notes": list(manifest.notes),
         "tools": manifest.tools,
     }
-    if manifest.target is Target.COREML:
-        found["package"] = describe_package(bundle.file("model"))
-    if manifest.target is Target.EXECUTORCH:
-        file = bundle.file("program")
-        found["methods"] = describe_program(file)
-        package = describe_delegates(file)
-        if package is not None:
-            found["package"] = package
-    return found
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
@@ -101,7 +92,7 @@ def memory(manifest: Manifest) -> dict[str, int]:
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -144,10 +135,7 @@ def _print(found: dict[str, Any]) -> None:
     for name, size in found["files"].items():
         files.add_row(escape(name), _size(size))
     console.print(files)
-    if "package" in found:
-        print_package(console, found["package"], _size)
-    if "methods" in found:
-        print_program(console, found["methods"])
+    target.print_description(console, found, _size)
 
 
 def _size(count: int) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from ssdevice.bench.runner import available_arms
-from ssdevice.config import Target
 from ssdevice.contract import STEP
 from ssdevice.data import Example
-from ssdevice.errors import MissingExtraError
 from ssdevice.runtime.engine import Kernel
 from ssdevice.runtime.session import Session
 
@@ -65,15 +63,8 @@ def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], 
     console.print(table)
 
 
-def _parts(session: Session) -> dict[str, str]:
+def _parts(session: Session) -> Mapping[str, str]:
     """What each node of the step works for, where that can be told."""
-    if session.bundle is None or session.bundle.manifest.target is not Target.ONNX:
-        return {}
-    from ssdevice.export.onnx.parts import parts_of
-    from ssdevice.runtime.onnx.engine import OnnxEngine
+    from ssdevice.export.target import export_target
 
-    assert isinstance(session.engine, OnnxEngine)
-    try:
-        return parts_of(session.engine.files[STEP])
-    except MissingExtraError:
-        return {}
+    return export_target(session.bundle.manifest.target).parts(session.engine) if session.bundle is not None else {}

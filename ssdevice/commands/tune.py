@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice import targets
 from ssdevice.commands.opening import add_engine, add_signature, check_new_file, engine_options, positive
-from ssdevice.config import Schedule, Target
+from ssdevice.config import Schedule
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, MissingExtraError
 from ssdevice.tree import Tree
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
     trial.add_argument("--adapter", metavar="NAME=DIR", help="the app's name and its adapter folder")
-    trial.add_argument("--target", choices=[t.value for t in Target], default=Target.ONNX.value)
+    trial.add_argument("--target", choices=targets.names(), default=targets.DEFAULT)
     trial.add_argument("--quant", default="int8", help="how weights are stored (default int8)")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
     parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
@@ -121,7 +122,7 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
         for tree in trees:
             out = folder / f"{schedule}-{tree.size}"
             options = ExportOptions(
-                model=args.model, target=Target(args.target), quant=Quant(args.quant), out=out,
+                model=args.model, target=args.target, quant=Quant(args.quant), out=out,
                 adapters=((name, Path(adapter)),), tree=tree, schedule=schedule,
             )  # fmt: skip
             bundles.append(export_bundle(options, progress.report))

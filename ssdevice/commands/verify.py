@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import AdapterKind, App, Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
-from ssdevice.config import Mode, Target
+from ssdevice.config import Mode
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import MissingExtraError, ParityError
 
@@ -216,26 +215,10 @@ def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Exam
 
 
 def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | None:
-    """The same bundle with its logits shown, where the target can."""
-    if (
-        bundle.manifest.target is Target.COREML and sys.platform != "darwin"
-    ):  # there Core ML itself runs, and hides them
-        from ssdevice.export.coreml import logits as coreml_logits
+    """The same bundle with its logits shown, where the target can; the output says so where it cannot."""
+    from ssdevice.export.target import export_target
 
-        return coreml_logits.LogitsEngine(bundle, args.app)
-    if bundle.manifest.target is Target.EXECUTORCH:
-        from ssdevice.export.executorch import logits as executorch_logits
-
-        return executorch_logits.open_logits(bundle, args.app, engine_options(args))
-    if bundle.manifest.target is not Target.ONNX:
-        return None
-    try:
-        import onnx  # noqa: F401
-    except ModuleNotFoundError:
-        return None  # said in the output: margins are then not measured, and a difference is a fault
-    from ssdevice.export.onnx.logits import LogitsEngine
-
-    return LogitsEngine.of(bundle, args.app, engine_options(args))
+    return export_target(bundle.manifest.target).logits_engine(bundle, args.app, engine_options(args))
 
 
 def _describe(result: Equality, measured: bool) -> list[str]:

@@ -18,7 +18,7 @@ from ssdevice.bundle.manifest import (
     Precision,
     encode_manifest,
 )
-from ssdevice.config import Mode, Schedule, Target
+from ssdevice.config import Mode, Schedule
 from ssdevice.contract import CacheForm, Geometry, functions
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.tree import Tree
@@ -43,7 +43,7 @@ def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
     return Manifest(
         tools={"ssdevice": "0.1.0", "onnxruntime": "1.31.1"},
         model=ModelIdentity("llama", parameters=7_000_000, layers=2, hidden_size=64, vocab=512, sha256=BASE),
-        target=Target.ONNX,
+        target="onnx",
         precision=Precision.INT8,
         mode=Mode.SHARED,
         schedule=Schedule.DEFERRED,

@@ -62,6 +62,8 @@ def merged(schema: dict[str, Any], rule: Any) -> dict[str, Any]:
     if "anyOf" in schema and rule:
         return {"anyOf": [s if s == {"type": "null"} else merged(s, rule) for s in schema["anyOf"]]}
     result = dict(schema)
+    if "enum" in rule:
+        return {"enum": rule["enum"]}
     for key, value in rule.items():
         nested = key in ("items", "additionalProperties", "propertyNames")
         result[key] = merged(result.get(key, {}), value) if nested else value

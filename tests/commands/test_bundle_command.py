@@ -11,7 +11,6 @@ import pytest
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
-from ssdevice.config import Target
 from tests.bundle.samples import fill, sample_manifest, write_sample
 
 
@@ -144,7 +143,7 @@ def test_an_app_needs_a_slot(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_an_app_of_core_ml_needs_another_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer)
-        writer.commit(dataclasses.replace(sample_manifest(), target=Target.COREML))
+        writer.commit(dataclasses.replace(sample_manifest(), target="coreml"))
     assert call("add-app", tmp_path / "bundle", "tables=adapters/tables") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "functions of one package" in line

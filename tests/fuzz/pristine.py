@@ -25,14 +25,13 @@ def make(out: Path) -> Path:
 
 
 def _export_slots(out: Path) -> None:
-    from ssdevice.config import Target
     from ssdevice.export.plan import ExportOptions, Quant
     from ssdevice.export.stages import export_bundle
     from tests.runtime.tiny_bundle import CHUNK, CONTEXT, TREE
 
     options = ExportOptions(
         model=str(out / "base"),
-        target=Target.ONNX,
+        target="onnx",
         quant=Quant.FP32,
         out=out / "slots",
         adapters=(("one", out / "adapter"), (SLOT_APP, out / "adapter")),

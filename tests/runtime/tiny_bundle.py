@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.config import StreamConfig, Target
+from ssdevice.config import StreamConfig
 from ssdevice.tree import Tree
 from tests.once import made_once
 from tests.runtime.scripted import TEMPLATE, make_tokenizer
@@ -74,7 +74,7 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
 
         options = ExportOptions(
             model=str(base_folder()),
-            target=Target.ONNX,
+            target="onnx",
             quant=Quant(quant),
             out=out,
             adapters=((APP, adapter_folder()),) if streams else (),

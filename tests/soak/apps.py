@@ -50,7 +50,6 @@ def script() -> Script:
 
 def export(folder: Path, one: bool) -> dict[str, Path]:
     """The bundle of each app: one with all of them, or one each."""
-    from ssdevice.config import Target
     from ssdevice.export.plan import ExportOptions, Quant
     from ssdevice.export.stages import export_bundle
     from ssdevice.tree import Tree
@@ -60,7 +59,7 @@ def export(folder: Path, one: bool) -> dict[str, Path]:
     for apps in groups:
         options = ExportOptions(
             model=str(MODELS / "base-7m"),
-            target=Target.ONNX,
+            target="onnx",
             quant=Quant.INT8,
             out=folder / "-".join(apps),
             adapters=tuple((app, MODELS / "adapters" / APPS[app]) for app in apps),

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle  # noqa: E402
 from ssdevice.bundle.manifest import AdapterKind  # noqa: E402
-from ssdevice.config import Mode, StreamConfig, Target  # noqa: E402
+from ssdevice.config import Mode, StreamConfig  # noqa: E402
 from ssdevice.contract import PLAIN, PREFILL, STEP  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.export.stages import export_bundle  # noqa: E402
@@ -87,7 +87,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     base = write_base(folder / "base")
     options = ExportOptions(
         model=str(base),
-        target=Target.COREML,
+        target="coreml",
         quant=Quant.INT8,
         out=folder / "bundle",
         adapters=tuple((app, write_adapter(folder / app, base, app, mode)) for app, mode in APPS.items()),

@@ -18,7 +18,6 @@ pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Precision
 from ssdevice.cli import main
-from ssdevice.config import Target
 from ssdevice.contract import CacheForm, functions
 from ssdevice.export.coreml.compact import PROGRAM
 from ssdevice.export.coreml.exporter import PACKAGE
@@ -43,7 +42,7 @@ def write_bundle(out: Path, change: Change = lambda _: None) -> Bundle:
     manifest = dataclasses.replace(
         sample,
         model=dataclasses.replace(sample.model, layers=GEOMETRY.layers, vocab=GEOMETRY.vocab),
-        target=Target.COREML,
+        target="coreml",
         precision=Precision.FP16,
         cache=CacheForm.STATE,
         cache_dtype=CacheDtype.FP16,
@@ -176,7 +175,7 @@ def test_an_old_deployment_target_is_refused_before_anything_is_read(system: str
 def test_a_width_that_blocks_do_not_divide_is_in_the_manifest(tmp_path: Path):
     options = ExportOptions(
         model=str(tiny_bundle.base_folder()),
-        target=Target.COREML,
+        target="coreml",
         quant=Quant.INT4,
         out=tmp_path / "bundle",
         context=tiny_bundle.CONTEXT,

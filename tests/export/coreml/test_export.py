@@ -11,9 +11,8 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.config import Target
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm
-from ssdevice.export.coreml.options import ComputeUnits, CoreMLOptions
+from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle
 from ssdevice.runtime import Session
@@ -31,14 +30,14 @@ pytestmark = [
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     options = ExportOptions(
         model=str(tiny_bundle.base_folder()),
-        target=Target.COREML,
+        target="coreml",
         quant=Quant.INT8,
         out=tmp_path_factory.mktemp("coreml") / "bundle",
         adapters=((tiny_bundle.APP, tiny_bundle.adapter_folder()),),
         tree=tiny_bundle.TREE,
         context=tiny_bundle.CONTEXT,
         chunk=tiny_bundle.CHUNK,
-        coreml=CoreMLOptions(compute_units=ComputeUnits.ALL),
+        target_options=(CoreMLOptions(compute_units=ComputeUnits.ALL),),
     )
     return export_bundle(options, lambda *_: None)
 
@@ -99,7 +98,7 @@ def test_speculation_changes_no_text(bundle: Bundle, capsys: pytest.CaptureFixtu
 def test_a_model_without_streams_decodes_plainly(tmp_path):
     options = ExportOptions(
         model=str(tiny_bundle.base_folder()),
-        target=Target.COREML,
+        target="coreml",
         quant=Quant.FP16,
         out=tmp_path / "plain",
         context=tiny_bundle.CONTEXT,

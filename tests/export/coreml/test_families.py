@@ -12,8 +12,9 @@ pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, STEP, TOKENS, VALUES, Geometry
-from ssdevice.export.coreml.convert import MAIN, convert, quiet
-from ssdevice.export.coreml.options import KVWrite
+from ssdevice.export.coreml.convert import MAIN, convert
+from ssdevice.export.mlprogram.options import KVWrite
+from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build

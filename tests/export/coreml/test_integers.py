@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.contract import FUNCTIONS, Geometry  # noqa: E402
-from ssdevice.export.coreml.convert import convert, merge, quiet  # noqa: E402
-from ssdevice.export.coreml.options import Deployment, KVWrite  # noqa: E402
-from ssdevice.export.coreml.stored import stored_weights  # noqa: E402
+from ssdevice.export.coreml.convert import convert, merge  # noqa: E402
 from ssdevice.export.driver import EngineDriver  # noqa: E402
+from ssdevice.export.mlprogram.options import Deployment, KVWrite  # noqa: E402
+from ssdevice.export.mlprogram.quiet import quiet  # noqa: E402
+from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402

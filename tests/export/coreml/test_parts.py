@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the export extra")
-
-from ssdevice.config import Target  # noqa: E402
 from ssdevice.errors import ConfigError  # noqa: E402
-from ssdevice.export.coreml import ops as coreml_ops  # noqa: E402
-from ssdevice.export.coreml.half import HalfNorm, half_norm, half_precision  # noqa: E402
-from ssdevice.export.coreml.options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
-from ssdevice.export.coreml.weights import Scheme, Weight, plan_weights  # noqa: E402
+from ssdevice.export.mlprogram import ops as coreml_ops  # noqa: E402
+from ssdevice.export.mlprogram.half import HalfNorm, half_norm, half_precision  # noqa: E402
+from ssdevice.export.mlprogram.options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
+from ssdevice.export.mlprogram.weights import Scheme, Weight, plan_weights  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from tests.model.tiny import MODELS, tiny_model  # noqa: E402
@@ -96,11 +94,11 @@ def test_half_precision_leaves_the_model_as_it_is():
 
 def test_core_ml_choices_are_refused_for_other_targets(tmp_path):
     with pytest.raises(ConfigError, match="--kv-write"):
-        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(KVWrite.MASK))
+        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(CoreMLOptions(KVWrite.MASK),))
     with pytest.raises(ConfigError, match="--per-channel"):
-        ExportOptions("m", Target.COREML, Quant.INT8, tmp_path, coreml=CoreMLOptions(per_channel=True))
+        ExportOptions("m", "coreml", Quant.INT8, tmp_path, target_options=(CoreMLOptions(per_channel=True),))
     with pytest.raises(ConfigError, match="--deployment-target"):
-        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, coreml=CoreMLOptions(deployment=Deployment.IOS26))
+        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(CoreMLOptions(deployment=Deployment.IOS26),))
 
 
 @pytest.mark.parametrize(("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")])

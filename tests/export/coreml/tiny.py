@@ -10,9 +10,10 @@ import torch
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
-from ssdevice.export.coreml.convert import convert, merge, quiet
-from ssdevice.export.coreml.options import KVWrite
-from ssdevice.export.coreml.weights import compress, matrices, plan_weights
+from ssdevice.export.coreml.convert import convert, merge
+from ssdevice.export.mlprogram.options import KVWrite
+from ssdevice.export.mlprogram.quiet import quiet
+from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel

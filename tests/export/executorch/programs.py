@@ -6,8 +6,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.config import Mode, Schedule, Target
-from ssdevice.export.executorch.exporter import EXPORTER
+from ssdevice.config import Mode, Schedule
+from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
@@ -37,7 +37,7 @@ def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOp
     """An export of the tiny model."""
     return ExportOptions(
         model=str(base()),
-        target=Target.EXECUTORCH,
+        target="executorch",
         quant=quant,
         out=out,
         adapters=(("app", adapter(mode)),),
@@ -63,5 +63,8 @@ def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
 
 def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
     """The same as an ExportJob, for calling the exporter without the stages."""
-    plan = make_plan(options(quant, mode, schedule, out), EXPORTER)
-    return ExportJob(plan, load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma), lambda *_: None)
+    target = ExecutorchExporter()
+    plan = make_plan(options(quant, mode, schedule, out), target)
+    return target.prepare(
+        ExportJob(plan, load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma), lambda *_: None)
+    )

@@ -15,13 +15,13 @@ pytest.importorskip("executorch")
 pytest.importorskip("coremltools", reason="needs the coreml extra")
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.config import Mode, Schedule, Target
+from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError, ParityError
-from ssdevice.export.coreml.options import CoreMLOptions, KVWrite
-from ssdevice.export.executorch.options import Delegate
+from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
+from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
 from ssdevice.export.plan import ExportJob, ExportOptions, Quant, TargetResult, make_plan
 from ssdevice.export.stages import export_bundle
-from ssdevice.export.targets import exporter
+from ssdevice.export.target import exporter
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engine import EngineOptions, open_engine
@@ -34,11 +34,12 @@ from tests.export.executorch import programs
 from tests.once import made_once
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
+DELEGATE = ExecutorchOptions(Delegate.COREML)
 QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)
 
 
 def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOptions:
-    return replace(programs.options(quant, mode, schedule, out), delegate=Delegate.COREML)
+    return replace(programs.options(quant, mode, schedule, out), target_options=(DELEGATE,))
 
 
 @cache
@@ -107,7 +108,7 @@ def test_conversations_keep_their_rows() -> None:
 
 def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
     wanted = options(*QUICK, tmp_path / "bundle")
-    target = exporter(wanted.target, wanted.delegate)
+    target = exporter(wanted)
     plan = make_plan(wanted, target)
     job = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
     shutil.copy(bundle(*QUICK).file(PROGRAM), tmp_path / "model.pte")
@@ -150,8 +151,8 @@ def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: byte
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"target": Target.ONNX}, "--delegate is ExecuTorch's"),
-        ({"coreml": CoreMLOptions(kv_write=KVWrite.MASK)}, "--kv-write is the coreml target's"),
+        ({"target": "onnx"}, "--delegate is ExecuTorch's"),
+        ({"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))}, "--kv-write is the coreml target's"),
     ],
 )
 def test_what_cannot_go_together_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
@@ -162,4 +163,4 @@ def test_what_cannot_go_together_is_refused(change: dict[str, object], said: str
 def test_precisions_are_those_of_core_ml(tmp_path: Path) -> None:
     wanted = options(Quant.FP32, Mode.SHARED, Schedule.FUSED, tmp_path)
     with pytest.raises(ConfigError, match="fp16, int8, int4, palette4"):
-        make_plan(wanted, exporter(wanted.target, wanted.delegate))
+        make_plan(wanted, exporter(wanted))

@@ -14,7 +14,6 @@ pytest.importorskip("executorch")
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
-from ssdevice.export.coreml.options import CoreMLOptions
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.model.loading import build
@@ -80,7 +79,7 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     from ssdevice.export.executorch import coreml_lowering as executorch_coreml
 
     model, geometry = tiny(family)
-    options = SimpleNamespace(quant=Quant.FP16, coreml=CoreMLOptions(), logits=False)
+    options = SimpleNamespace(quant=Quant.FP16, chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
     specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
     constants = constants_of(geometry, (), SCHEMA_VERSION)

@@ -14,7 +14,7 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch import exporter as target
-from ssdevice.export.executorch.exporter import EXPORTER, PROGRAM_FILE
+from ssdevice.export.executorch.exporter import PROGRAM_FILE, ExecutorchExporter
 from ssdevice.export.executorch.graph import delegation, worthwhile
 from ssdevice.export.executorch.lowering import Lowered
 from ssdevice.export.plan import FOLDED, ExportJob, Quant, TargetFile, TargetResult
@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> Iterator[ExportJob]:
 
 
 def test_gate_saw_every_count_and_small_differences(job: ExportJob) -> None:
-    parity = EXPORTER.gate(job, programs.bundle().folder, RESULT)
+    parity = ExecutorchExporter().gate(job, programs.bundle().folder, RESULT)
     assert parity["counts"] == job.plan.geometry.tree.emitted
     assert parity["steps"] >= job.plan.geometry.tree.size
     assert parity["rows"] < 1e-4 and parity["near_ties"] == 0
@@ -51,7 +51,7 @@ def test_a_program_of_other_weights_is_refused(job: ExportJob, weight: str, mess
         value = job.loaded.model.get_parameter(weight)
         value[: len(value) // 2].mul_(-1.5).add_(1.0)
     with pytest.raises(ParityError, match=message):
-        EXPORTER.gate(job, programs.bundle().folder, RESULT)
+        ExecutorchExporter().gate(job, programs.bundle().folder, RESULT)
 
 
 @pytest.mark.slow
@@ -74,9 +74,9 @@ def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(target, "quantized", by_weight)
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    result = EXPORTER.export(job, tmp_path)
+    result = ExecutorchExporter().export(job, tmp_path)
     with pytest.raises(ParityError):
-        EXPORTER.gate(job, tmp_path, result)
+        ExecutorchExporter().gate(job, tmp_path, result)
 
 
 def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
@@ -100,7 +100,7 @@ def test_stream_adapters_are_folded_where_streams_run_on_their_own(
         return Lowered(b"", {})
 
     monkeypatch.setattr(target, "lower", lowered)
-    notes = EXPORTER.export(given, tmp_path).notes
+    notes = ExecutorchExporter().export(given, tmp_path).notes
     rows = [part for part in seen[0].modules() if isinstance(part, StreamRowAdapter)]
     assert rows and all((row.folded is not None) is folded for row in rows)
     assert (FOLDED in notes) is folded

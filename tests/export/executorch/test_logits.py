@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("executorch")
 
 from ssdevice.cli import main
-from ssdevice.config import Mode, Schedule, Target
+from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ConfigError
 from ssdevice.export.executorch.logits import open_logits
-from ssdevice.export.plan import GIVES_LOGITS, ExportOptions, Quant
+from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
@@ -37,7 +38,7 @@ def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[st
 
 def test_with_logits_verify_measures_how_much_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    bundle = export_bundle(replace(asked, logits=True), lambda *_: None)
+    bundle = export_bundle(replace(asked, target_options=(ExecutorchOptions(logits=True),)), lambda *_: None)
     assert GIVES_LOGITS in bundle.manifest.notes
     engine = open_logits(bundle, None, EngineOptions())
     assert engine is not None
@@ -58,4 +59,4 @@ def test_with_logits_verify_measures_how_much_they_change(tmp_path: Path, capsys
 
 def test_logits_are_refused_for_targets_that_show_them_anyway(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--logits is ExecuTorch's"):
-        ExportOptions("m", Target.ONNX, Quant.INT8, tmp_path, logits=True)
+        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(ExecutorchOptions(logits=True),))

@@ -22,7 +22,7 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError
-from ssdevice.export.executorch.exporter import EXPORTER
+from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.slots import SlotFactors, check_apps
 from ssdevice.export.plan import Quant, make_plan
 from ssdevice.export.stages import export_bundle
@@ -224,7 +224,7 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
     lossless = write_adapter(tmp_path / "lossless", programs.base(), Mode.LOSSLESS, gamma=2, msa_layers=1)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    plan = make_plan(replace(options, adapters=(*adapters(Mode.SHARED), ("quiet", lossless))), EXPORTER)
+    plan = make_plan(replace(options, adapters=(*adapters(Mode.SHARED), ("quiet", lossless))), ExecutorchExporter())
     with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):
         check_apps(plan)
 

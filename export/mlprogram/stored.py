@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssdevice.errors import ParityError
-from ssdevice.export.coreml.compact import short_name, weight_key
+from ssdevice.export.mlprogram.names import short_name, weight_key
 from ssdevice.export.parity import Array
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
@@ -25,8 +24,8 @@ CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.
 
 Well beyond what rounding costs even where outliers stretch the scales; another matrix is off by 1.4.
 """
-_dropped = WeakTensorKeyDictionary()
-"""Sketches of matrices whose values were given back."""
+Sketches = Mapping[str, Tensor]
+"""By the name of a matrix: what ``sketch`` saw of it before its values were given back."""
 
 
 @contextmanager
@@ -47,10 +46,12 @@ def adopt_weights(
     functions: Collection[str],
     saved: Saved | None = None,
     quant: Quant | None = None,
+    sketches: Sketches | None = None,
 ) -> None:
     """Give every matrix of the model the values it has in these functions of a package, in the package's memory.
 
-    ``saved`` receives what the model had. ``quant``: how weights were to be stored. Raises ParityError for a matrix
+    ``saved`` receives what the model had. ``quant``: how weights were to be stored. ``sketches``: of a model that was
+    given to ``drop_matrices``. Raises ParityError for a matrix
     that the package lacks, or with ``quant`` for one that is not the model's up to what this costs: a reference that
     takes over the package's weights would not notice.
     """
@@ -67,17 +68,19 @@ def adopt_weights(
             warnings.simplefilter("ignore")  # the array cannot be written; neither does the reference
             tensor = torch.from_numpy(array)
         if quant is not None:
-            _check_close(where, names[0], weight, tensor, CLOSE[quant])
+            _check_close(where, names[0], sketches[names[0]] if sketches else sketch(weight.data), tensor, CLOSE[quant])
         if saved is not None:
             saved.append((weight, weight.data))
         weight.data = tensor.to(weight.dtype)
 
 
-def drop_matrices(model: StreamModel) -> None:
+def drop_matrices(model: StreamModel) -> Sketches:
     """Give back the memory of every matrix, which keeps its shape alone until ``adopt_weights`` gives it values."""
-    for weight in _matrices(model).values():
-        _dropped[weight] = sketch(weight.data)
+    sketches = {}
+    for names, weight in _matrices(model).items():
+        sketches[names[0]] = sketch(weight.data)
         weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    return sketches
 
 
 def sketch(matrix: Tensor) -> Tensor:
@@ -86,8 +89,7 @@ def sketch(matrix: Tensor) -> Tensor:
     return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
 
 
-def _check_close(where: Path, name: str, weight: nn.Parameter, stored: Tensor, bound: float) -> None:
-    own = _dropped[weight] if weight in _dropped else sketch(weight.data)
+def _check_close(where: Path, name: str, own: Tensor, stored: Tensor, bound: float) -> None:
     off = float((sketch(stored) - own).norm() / own.norm().clamp_min(1e-12))
     if not off <= bound:
         raise ParityError(

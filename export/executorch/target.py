@@ -1,0 +1,74 @@
+"""The ExecuTorch target on the export side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import ConfigError
+from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
+from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
+from ssdevice.export.target import AsStored, ExportTarget, TargetOptions
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.export.plan import Exporter, ExportOptions
+    from ssdevice.model.step import StreamModel
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+
+class ExecutorchTarget(ExportTarget):
+    """Programs whose operators XNNPACK runs, or Core ML."""
+
+    name = "executorch"
+    extra = "executorch"
+    options = (ExecutorchOptions, CoreMLOptions)
+
+    def exporter(self, options: ExportOptions) -> Exporter:
+        if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
+            from ssdevice.export.executorch.coreml_exporter import CoreMLDelegateExporter
+
+            return CoreMLDelegateExporter()
+        from ssdevice.export.executorch.exporter import ExecutorchExporter
+
+        return ExecutorchExporter()
+
+    def check(self, options: ExportOptions) -> None:
+        super().check(options)
+        coreml = options.chosen(CoreMLOptions)
+        if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
+            if coreml.kv_write is not KVWrite.SLICE:
+                raise ConfigError(
+                    "--kv-write is the coreml target's: ExecuTorch writes the cache of its programs itself"
+                )
+        elif coreml != CoreMLOptions():
+            raise coreml.refused(self.name)
+        coreml.check(options)
+
+    def form(self, chosen: Iterable[TargetOptions]) -> str:
+        delegates = [one.delegate for one in chosen if isinstance(one, ExecutorchOptions)]
+        return "-".join([self.name, *(one for one in delegates if one is not Delegate.XNNPACK)])
+
+    def describe(self, options: ExportOptions) -> dict[str, Any]:
+        return {"delegate": options.chosen(ExecutorchOptions).delegate.value}
+
+    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+        from ssdevice.export.executorch.logits import open_logits
+
+        return open_logits(bundle, app, options)
+
+    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import Precision
+        from ssdevice.export.mlprogram.stored import stored_weights
+        from ssdevice.runtime.executorch.delegates import open_delegates
+        from ssdevice.runtime.executorch.engine import PROGRAM
+        from ssdevice.runtime.executorch.file import has_coreml
+
+        file = bundle.file(PROGRAM)
+        if not has_coreml(file):
+            return super().as_stored(bundle, app, model)
+        _, package = open_delegates(file)
+        return stored_weights(model, package, tuple(bundle.functions)), Precision.FP16
+
+
+TARGET = ExecutorchTarget()

@@ -1,0 +1,60 @@
+"""The ONNX target on the export side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ssdevice.contract import STEP
+from ssdevice.errors import MissingExtraError
+from ssdevice.export.target import AsStored, ExportTarget
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.export.plan import Exporter, ExportOptions
+    from ssdevice.model.step import StreamModel
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+
+class OnnxTarget(ExportTarget):
+    """Graphs for ONNX Runtime."""
+
+    name = "onnx"
+    extra = "export"
+
+    def exporter(self, options: ExportOptions) -> Exporter:
+        from ssdevice.export.onnx.exporter import OnnxExporter
+
+        return OnnxExporter()
+
+    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+        try:
+            import onnx  # noqa: F401
+        except ModuleNotFoundError:
+            return None  # margins are then not measured, and a difference is a fault
+        from ssdevice.export.onnx.logits import LogitsEngine
+
+        return LogitsEngine.of(bundle, app, options)
+
+    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import AdapterKind, Precision
+
+        precision = bundle.manifest.precision
+        if precision not in (Precision.INT8, Precision.INT4):
+            return super().as_stored(bundle, app, model)
+        from ssdevice.export.onnx.reference import simulated
+
+        return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
+
+    def parts(self, engine: Engine) -> Mapping[str, str]:
+        from ssdevice.export.onnx.parts import parts_of
+        from ssdevice.runtime.onnx.engine import OnnxEngine
+
+        assert isinstance(engine, OnnxEngine)
+        try:
+            return parts_of(engine.files[STEP])
+        except MissingExtraError:
+            return {}
+
+
+TARGET = OnnxTarget()

@@ -1,0 +1,91 @@
+"""A new app for a bundle whose base has slots: its adapter is checked, written in the target's form, and listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
+from ssdevice.adapters.storage import stored
+from ssdevice.adapters.weights import AdapterWeights
+from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
+from ssdevice.bundle.integrity import check_rule
+from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
+from ssdevice.errors import InputError
+from ssdevice.runtime.target import runtime_target
+
+
+def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
+    """Put the adapter in ``folder`` into a bundle as app ``name``; neither torch nor the base's folder is needed.
+
+    ``precision``: how its floats are stored. The bundle is written anew and replaced at once. What it is missing is a
+    sentence in the error. Raises InputError for an adapter that does not fit.
+    """
+    manifest = bundle.manifest
+    check_rule("an app's name", name, NAME)
+    if name.lower() in {app.name.lower() for app in manifest.apps}:
+        raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
+    addition = runtime_target(manifest.target).new_app(bundle, name, folder)
+    own = f"{addition.parent}/{name}"
+    path = f"{own}/{addition.file}"
+    settings, variant = addition.weights.settings, addition.variant
+    app = App(
+        name=name,
+        kind=AdapterKind.SLOT,
+        base_sha256=manifest.model.sha256,
+        mode=variant.mode,
+        msa_layers=variant.msa_layers,
+        instruction=settings.instruction if settings is not None else "",
+        rank=addition.weights.lora_rank,
+        folder=own,
+        files=(path,),
+        functions=dict(addition.functions),
+    )
+    signed = (bundle.folder / OWN_FILES[1]).exists()
+    with BundleWriter(bundle.folder, overwrite=True) as writer:
+        writer.add_bundle(bundle)
+        addition.write(writer.path_for(path), stored(addition.tensors, precision))
+        written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
+    again = "; its signature was for what it held before: sign it again" if signed else ""
+    size = written.manifest.files[path].size
+    return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
+
+
+@dataclass(frozen=True)
+class NewApp:
+    """How a target keeps an app's ``tensors``. ``write``: them into a path; ``file`` stands in ``parent/<app>``."""
+
+    weights: AdapterWeights
+    variant: Variant
+    functions: Mapping[str, str]
+    parent: str
+    file: str
+    tensors: Mapping[str, NDArray[Any]]
+    write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
+
+
+def slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
+    """The bundle's layout; raises InputError for a bundle that takes no more apps."""
+    if LAYOUT_ROLE not in bundle.manifest.roles:
+        raise InputError(
+            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
+            f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
+        )
+    return bundle.file(LAYOUT_ROLE)
+
+
+def check_base(bundle: Bundle, weights: AdapterWeights) -> None:
+    """Raise InputError for an adapter of another base, or with fewer streams than the tree is deep."""
+    settings, manifest = weights.settings, bundle.manifest
+    if settings is not None:
+        settings.base.check(manifest.model, f"adapter {weights.folder}")
+        if settings.streams.gamma < bundle.geometry.gamma:
+            raise InputError(
+                f"{weights.folder} has γ = {settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
+                f"{bundle.geometry.gamma} deep"
+            )

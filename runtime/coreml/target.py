@@ -1,0 +1,58 @@
+"""The Core ML target on the runtime side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import InputError
+from ssdevice.runtime.target import RuntimeTarget
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.apps import NewApp
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+PACKAGE = "package"
+
+
+class CoreMLTarget(RuntimeTarget):
+    """One package; apps are functions of it."""
+
+    name = "coreml"
+    extra = "coreml"
+
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+        from ssdevice.runtime.coreml.engine import open_engine
+
+        return open_engine(bundle, app, options)
+
+    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+        from ssdevice.bundle.manifest import AdapterKind
+
+        # The apps' adapters are not kept apart from the package: their folders are the caller's to name again.
+        manifest = bundle.manifest
+        apps = " ".join(f"--adapter {app.name}=DIR" for app in manifest.apps if app.kind is not AdapterKind.BASE)
+        raise InputError(
+            f"{bundle.folder} is a {self.name} bundle, whose apps are functions of one package, made together; "
+            f"export it again with app {name!r} among them: ssdevice export --model BASE --target {self.name} "
+            f"--quant {manifest.precision} {apps}{' ' if apps else ''}--adapter {name}={folder} "
+            f"--out {bundle.folder} --overwrite"
+        )
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        from ssdevice.mil.description import describe_package
+        from ssdevice.runtime.coreml.engine import MODEL
+
+        return {PACKAGE: describe_package(bundle.file(MODEL))}
+
+    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
+        from ssdevice.mil.description import print_package
+
+        print_package(console, found[PACKAGE], size)
+
+
+TARGET = CoreMLTarget()

@@ -1,0 +1,76 @@
+"""The ExecuTorch target on the runtime side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import InputError
+from ssdevice.runtime.target import RuntimeTarget
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.apps import NewApp
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+METHODS, PACKAGE = "methods", "package"
+
+
+class ExecutorchTarget(RuntimeTarget):
+    """One program; slots of apps are its state."""
+
+    name = "executorch"
+    extra = "executorch"
+
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+        from ssdevice.runtime.executorch.engine import open_engine
+
+        return open_engine(bundle, app, options)
+
+    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+        from ssdevice.adapters.safetensors_file import write_tensors
+        from ssdevice.adapters.slots import read_program_layout
+        from ssdevice.adapters.weights import AdapterWeights, fill_program
+        from ssdevice.runtime.apps import NewApp, check_base, slots_file
+        from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
+
+        layout = read_program_layout(slots_file(bundle, name, folder))
+        weights = AdapterWeights.read(folder)
+        check_base(bundle, weights)
+        wanted = weights.variant
+        if not layout.takes(wanted):
+            raise InputError(
+                f"{bundle.folder} has no program for {wanted.described}; its own is for {layout.variant.described}. "
+                f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
+            )
+        tensors = fill_program(weights, layout, bundle.geometry.gamma)
+        functions = functions_of(wanted.mode is not None)
+        return NewApp(weights, wanted, functions, ADAPTERS, ADAPTER_FILE, tensors, write_tensors)
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        from ssdevice.mil.description import describe_package
+        from ssdevice.runtime.executorch.delegates import open_delegates
+        from ssdevice.runtime.executorch.description import describe_program
+        from ssdevice.runtime.executorch.engine import PROGRAM
+        from ssdevice.runtime.executorch.file import has_coreml
+
+        file = bundle.file(PROGRAM)
+        found: dict[str, Any] = {METHODS: describe_program(file)}
+        if has_coreml(file):
+            _, interpreter = open_delegates(file)
+            found[PACKAGE] = describe_package(interpreter.package.path)
+        return found
+
+    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
+        from ssdevice.mil.description import print_package
+        from ssdevice.runtime.executorch.description import print_program
+
+        if PACKAGE in found:
+            print_package(console, found[PACKAGE], size)
+        print_program(console, found[METHODS])
+
+
+TARGET = ExecutorchTarget()

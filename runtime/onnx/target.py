@@ -1,0 +1,56 @@
+"""The ONNX target on the runtime side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from ssdevice.errors import InputError
+from ssdevice.runtime.target import RuntimeTarget
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.apps import NewApp
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+
+class OnnxTarget(RuntimeTarget):
+    """Graphs on ONNX Runtime; slots of apps are inputs."""
+
+    name = "onnx"
+    extra = "onnx"
+
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+        from ssdevice.runtime.onnx.engine import open_engine
+
+        return open_engine(bundle, app, options)
+
+    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+        from ssdevice.adapters.slots import read_layout
+        from ssdevice.adapters.weights import AdapterWeights, fill
+        from ssdevice.runtime.apps import NewApp, check_base, slots_file
+        from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, write_adapter
+
+        layout = read_layout(slots_file(bundle, name, folder))
+        weights = AdapterWeights.read(folder)
+        check_base(bundle, weights)
+        wanted = weights.variant
+        variant = layout.variant(wanted.name)
+        if variant is None:
+            there = "; ".join(variant.described for variant in layout.variants)
+            raise InputError(
+                f"{bundle.folder} has no graphs for {wanted.described}; it has those for {there}. Export the bundle "
+                f"again with this app among its own: ssdevice export --adapter NAME={weights.folder} .."
+            )
+        tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
+
+        def write(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+            write_adapter(path, tensors, bundle.manifest.model.sha256)
+
+        return NewApp(weights, variant, variant.functions, ADAPTERS, ADAPTER_FILE, tensors, write)
+
+
+TARGET = OnnxTarget()
