@@ -27,7 +27,7 @@ from ssdevice.contract import (
 from ssdevice.errors import BundleError, InputError
 
 if TYPE_CHECKING:
-    from ssdevice.runtime.engine import Engine
+    from ssdevice.runtime.engine import Cache, Engine
 
 
 class Conversation:
@@ -52,7 +52,7 @@ class Conversation:
             name: np.zeros([int(size) for size in shape], np.int32) for name, shape in integers.items()
         }
         self.drafts = self._inputs[DRAFTS]
-        self.cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
+        self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     @property
     def native_seconds(self) -> float:

@@ -70,7 +70,7 @@ class AppleProgram(Program):
 
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
-        return outputs
+        return {name: array.astype(np.int32) for name, array in outputs.items()}  # a converter may widen integers
 
     def _model(self, function: str) -> Any:
         if function not in self._models:

@@ -177,7 +177,7 @@ class _Call:
     def __init__(self, engine: OnnxEngine, function: str, inputs: Inputs, memory: RowCache) -> None:
         spec = engine.specs[function]
         self.session = engine.session(function)
-        self.outputs = {t.name: np.zeros(t.shape, t.dtype) for t in spec.outputs}  # type: ignore[arg-type]
+        self.outputs = {t.name: np.zeros([int(size) for size in t.shape], t.dtype) for t in spec.outputs}
         self._inputs, self._memory = inputs, memory
         self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]
         present = {tensor.name for tensor in self.session.get_inputs()}  # a graph may do without some integers
