@@ -146,7 +146,8 @@ class CoreMLCache(Cache):
             return None
         both = np.stack([keys, values], axis=1)[:, :, :, start:end]
         # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
-        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * self.engine.geometry.layers, end - start, -1)
+        g = self.engine.geometry
+        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * g.layers, end - start, g.row_width)
         return rows.astype(np.float32)
 
 

@@ -28,7 +28,7 @@ from ssdevice.contract import CHUNK, DRAFTS, FUNCTIONS, LENGTH, ROOT, VALID
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchCache, ExecutorchEngine
 from ssdevice.runtime.executorch.file import JUMP, DelegateCalls, MethodCalls, read_calls
 from ssdevice.runtime.executorch.program import explain
 
@@ -102,7 +102,8 @@ def time_methods(
 def _filled(engine: ExecutorchEngine, committed: int) -> Conversation:
     """A conversation of that many tokens; which ones has no part in the time."""
     conversation, chunk = engine.new_conversation(), engine.geometry.chunk
-    conversation.rows(0, 0)  # the program's cache is this conversation's from here on
+    assert isinstance(conversation.cache, ExecutorchCache)
+    engine.program.seat(conversation.cache, next(iter(engine.specs)))
     while conversation.length < committed:
         tokens = [TOKEN] * min(chunk, committed - conversation.length)
         conversation.prefill(tokens)
