@@ -255,10 +255,8 @@ class Session:
 
     def close(self) -> None:
         """Release the target's memory."""
-        self.engine.close()
-        for opened in self._apps.values():
-            if opened.engine is not self.engine:
-                opened.engine.close()
+        for engine in (self.engine, *(opened.engine for opened in self._apps.values())):
+            engine.close()
 
     def __enter__(self) -> Session:
         return self

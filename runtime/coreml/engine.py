@@ -70,7 +70,7 @@ class AppleProgram(Program):
 
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
-        return outputs
+        return {name: array.astype(np.int32) for name, array in outputs.items()}  # a converter may widen integers
 
     def _model(self, function: str) -> Any:
         if function not in self._models:
@@ -146,7 +146,8 @@ class CoreMLCache(Cache):
             return None
         both = np.stack([keys, values], axis=1)[:, :, :, start:end]
         # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
-        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * self.engine.geometry.layers, end - start, -1)
+        g = self.engine.geometry
+        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * g.layers, end - start, g.row_width)
         return rows.astype(np.float32)
 
 

@@ -131,12 +131,13 @@ class ExecutorchCache(Cache):
             return {name: array.copy() for name, array in arrays.items()}
 
     def rows(self, start: int, end: int) -> Array:
-        program, layers = self.engine.program, self.engine.geometry.layers
+        program, layers, width = self.engine.program, self.engine.geometry.layers, self.engine.geometry.row_width
         with program.lock:
             program.seat(self, PREFILL)
             states = program.states(PREFILL)
             pairs = [part for pair in zip(states[:layers], states[layers:], strict=True) for part in pair]
-            return np.stack([part[:, start:end].numpy().transpose(1, 0, 2).reshape(end - start, -1) for part in pairs])
+            shown = [part[:, start:end].numpy().transpose(1, 0, 2) for part in pairs]
+            return np.stack([part.reshape(end - start, width) for part in shown])
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> ExecutorchEngine:
