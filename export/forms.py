@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
 from ssdevice.model import attention
-from ssdevice.model.attention import KeyValue
+from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, rotate, under
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 from ssdevice.tree import Tree
@@ -38,7 +38,7 @@ def attend(
 ) -> Tensor:
     """``ssdevice.model.attention.attend`` as one operator: ``[1, heads, Q, hd] -> [1, Q, heads, hd]``."""
     nowhere = torch.zeros(0)  # this attention does not ask where rows stand
-    return attention.attend(query, keys, values, mask, nowhere, scale, softcap or None).contiguous()
+    return attention.attend(Attending(query, keys, values, mask, nowhere, scale, softcap or None)).contiguous()
 
 
 @attend.register_fake
@@ -59,16 +59,9 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor,
-    positions: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    out: Tensor = attend(query, list(keys), list(values), mask, float(scale), float(softcap or 0.0))
+def _attention(asked: Attending) -> Tensor:
+    scale, softcap = float(asked.scale), float(asked.softcap or 0.0)
+    out: Tensor = attend(asked.query, list(asked.keys), list(asked.values), asked.mask, scale, softcap)
     return out
 
 

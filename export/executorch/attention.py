@@ -9,13 +9,12 @@ other, and terms that are zero change nothing there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ssdevice.model.attention import MASKED
+from ssdevice.model.attention import MASKED, Attending
 from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StreamModel
 
@@ -31,21 +30,13 @@ class ColumnAttention:
 
     placed: bool
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        mask: Tensor,
-        positions: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, asked: Attending) -> Tensor:
         """See ``ssdevice.model.attention.Attention``."""
-        _one, heads, rows, dim = query.shape
+        keys, values, softcap = asked.keys, asked.values, asked.softcap
+        _one, heads, rows, dim = asked.query.shape
         kv_heads = keys[-1].shape[1]
         groups = heads // kv_heads
-        q = (query * scale).reshape(kv_heads, groups * rows, dim)
+        q = (asked.query * asked.scale).reshape(kv_heads, groups * rows, dim)
         turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
         scores = [torch.bmm(q, k) for k in turned]
         # Values are joined, not weights cut apart: the cache's rows are counted only when a call runs.
@@ -56,13 +47,13 @@ class ColumnAttention:
                 scores = torch.tanh(scores / softcap) * softcap
             return torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
 
-        mask = mask.reshape(1, rows, mask.shape[3])
+        mask = asked.mask.reshape(1, rows, asked.mask.shape[3])
         if not self.placed or len(keys) != 2:
             weights = weigh(torch.cat(scores, dim=-1), mask)
         else:
             past, new = scores
             shown = past.shape[2]
-            at = positions.reshape(-1)
+            at = asked.positions.reshape(-1)
             column = torch.arange(shown, dtype=torch.int32)
             # 1 where a row will stand; 1 where it stands already; 1 where one new row sees another.
             place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)

@@ -17,7 +17,7 @@ CONTRIB = "com.microsoft"
 
 
 def _linear() -> Op:
-    """A placeholder that keeps each weight whole and under its own name; ``onnx_linears`` lowers it."""
+    """A placeholder that keeps each weight whole and under its own name; ``linears`` lowers it."""
     schema = OpSchema(
         LINEAR,
         LINEAR_DOMAIN,
@@ -73,7 +73,7 @@ def attend(query: Any, keys: Sequence[Any], values: Sequence[Any], mask: Any, sc
     kv_heads = keys[0].shape[1]
     groups = all_heads // kv_heads
     # Heads by (group member, key head): then a group's rows are already those of one matrix per key head. This moves
-    # no data in the end: ``onnx_attention`` permutes the weights that made the heads instead.
+    # no data in the end: ``attention`` permutes the weights that made the heads instead.
     q = op.Reshape(op.Transpose(query, perm=[0, 2, 1, 3]), _ints(rows, kv_heads, groups, dim))
     q = op.Reshape(op.Transpose(q, perm=[0, 2, 1, 3]), _ints(rows * groups, kv_heads, dim))
     joined = []

@@ -8,8 +8,8 @@ A target may attend in another way: ``Rows`` carries the ``Attention`` to the la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,25 @@ MASKED = -1e9
 KeyValue = tuple[Tensor, Tensor]
 
 
-class Attention(Protocol):
-    """Grouped-query attention of ``query [B, heads, Q, hd]`` over runs of rows: ``[B, Q, heads, hd]``.
+@dataclass(frozen=True)
+class Attending:
+    """What rows of one layer ask: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
 
     ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions``: ``[B or 1, Q]``, of the query rows.
     ``softcap``: bound of a tanh over the scores.
     """
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        mask: Tensor,
-        positions: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor: ...
+    query: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    mask: Tensor
+    positions: Tensor
+    scale: float
+    softcap: float | None
+
+
+Attention = Callable[[Attending], Tensor]
+"""Grouped-query attention: ``[B, Q, heads, hd]``."""
 
 
 class Rows:
@@ -76,17 +78,9 @@ class Runs(list[Tensor]):
         self.rows = rows
 
 
-def attend(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor,
-    positions: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """See Attention. Heads of one group share their keys by being rows of one matrix product."""
-    weights = _weights(query, keys, mask, scale, softcap)
+def attend(asked: Attending) -> Tensor:
+    """Heads of one group share their keys by being rows of one matrix product."""
+    weights, values = _weights(asked), asked.values
     out: Tensor | None = None
     start = 0
     for value in values:
@@ -95,41 +89,34 @@ def attend(
         out = part if out is None else out + part
         start = end
     assert out is not None
-    return out.reshape(query.shape).transpose(1, 2)
+    return out.reshape(asked.query.shape).transpose(1, 2)
 
 
-def attend_once(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor,
-    positions: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """See Attention; values are concatenated, keys are not: a sum over every row that is rounded once.
+def attend_once(asked: Attending) -> Tensor:
+    """Values are concatenated, keys are not: a sum over every row that is rounded once.
 
     Where every result is rounded to half precision, sums over past and over new rows would else be rounded one by one.
     A drafted row, whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors are
     past.
     """
-    weights = _weights(query, keys, mask, scale, softcap)
+    weights, values = _weights(asked), asked.values
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]
-    return torch.matmul(weights, joined).reshape(query.shape).transpose(1, 2)
+    return torch.matmul(weights, joined).reshape(asked.query.shape).transpose(1, 2)
 
 
-def _weights(query: Tensor, keys: Sequence[Tensor], mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _weights(asked: Attending) -> Tensor:
     """Softmax of the scores, ``[B, kv_heads, group * Q, sum of run lengths]``."""
-    batch, heads, rows, dim = query.shape
+    keys, softcap = asked.keys, asked.softcap
+    batch, heads, rows, dim = asked.query.shape
     kv_heads = keys[0].shape[1]
     groups = heads // kv_heads
-    q = (query * scale).reshape(batch, kv_heads, groups * rows, dim)
+    q = (asked.query * asked.scale).reshape(batch, kv_heads, groups * rows, dim)
     parts = [torch.matmul(q, k.transpose(2, 3)) for k in keys]
     scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     scores = scores.reshape(batch, kv_heads, groups, rows, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(query.dtype)
+    weights = torch.softmax(scores + asked.mask[:, :, None], dim=-1).to(asked.query.dtype)
     return weights.reshape(batch, kv_heads, groups * rows, -1)
 
 
@@ -145,7 +132,7 @@ def _attend_rows(
 ) -> tuple[Tensor, None]:
     """What Hugging Face layers call: the ``Attention`` of the ``Rows`` that their cache is."""
     rows, scale = keys.rows, query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rows.attention(query, keys, values, attention_mask, rows.positions, scale, softcap), None
+    return rows.attention(Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)), None
 
 
 AttentionInterface.register(NAME, _attend_rows)
