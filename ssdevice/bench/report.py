@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
 from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import SPECULATIVE, Arm, BenchOptions, BenchResult
-from ssdevice.bench.statistics import Interval, Spread, mean_interval
+from ssdevice.bench.statistics import mean_interval
 from ssdevice.contract import Geometry
 from ssdevice.data import Example
 
@@ -51,7 +51,7 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
 
 
 def _means(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> Json:
-    return {column: _interval(mean_interval(values)) for column, values in score(metric, texts, examples).items()}
+    return {column: asdict(mean_interval(values)) for column, values in score(metric, texts, examples).items()}
 
 
 def as_json(
@@ -87,7 +87,7 @@ def as_json(
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
         "speedup": round(speedup.estimate, 4) if speedup else None,
-        "speedup_interval": _interval(speedup) if speedup else None,
+        "speedup_interval": asdict(speedup) if speedup else None,
         "acceptance_by_stream_and_rank": [
             [round(share, 4) for share in row] for row in result.acceptance.table(geometry.gamma, geometry.k)
         ],
@@ -107,27 +107,14 @@ def _arm(arm: Arm, result: BenchResult, setting: Setting, memory: float | None) 
         "tokens": sum(len(answer.tokens) for answer in arm.answers),
         "steps": sum(answer.steps for answer in arm.answers),
         "spread": {
-            "tokens_per_second": _spread(arm.tokens_per_second),
-            "ttft_ms": _spread(arm.ttft_ms),
-            "native_ms_per_step": _spread(arm.native_ms_per_step),
+            "tokens_per_second": asdict(arm.tokens_per_second),
+            "ttft_ms": asdict(arm.ttft_ms),
+            "native_ms_per_step": asdict(arm.native_ms_per_step),
         },
     }
     if arm.name == SPECULATIVE:
         found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
     return found
-
-
-def _spread(spread: Spread) -> Json:
-    return {"median": spread.median, "q1": spread.q1, "q3": spread.q3, "low": spread.low, "high": spread.high}
-
-
-def _interval(interval: Interval) -> Json:
-    return {
-        "estimate": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        "confidence": interval.confidence,
-    }
 
 
 TITLES = {

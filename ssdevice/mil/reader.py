@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from ssdevice import strict_json
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.mil.blob import BlobFile, Entry
@@ -139,11 +139,10 @@ def _root_model(path: Path) -> Path:
     try:
         if manifest.stat().st_size > MAX_MANIFEST_BYTES:
             raise BundleError(f"{manifest}: larger than {MAX_MANIFEST_BYTES} bytes")
-        content = json.loads(manifest.read_text("utf-8"))
+        data = manifest.read_bytes()
     except OSError as error:
         raise BundleError(f"{manifest}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{manifest}: not JSON: {error}") from None
+    content = strict_json.parse(data, str(manifest), BundleError)
     items = content.get("itemInfoEntries") if isinstance(content, dict) else None
     root = content.get("rootModelIdentifier") if isinstance(content, dict) else None
     if not isinstance(items, dict) or not isinstance(root, str) or root not in items:
