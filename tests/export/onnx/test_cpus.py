@@ -1,6 +1,6 @@
 """The same bundle gives the same integers on every CPU: on this one, and on one with AVX2 and no VNNI.
 
-The second is emulated. Products are compared with sums of Python's width, so both runs know what is right by themselves.
+The second is emulated. Products are compared with integers of NumPy, not with each other.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ print(json.dumps(told))
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_a_bundle_gives_the_same_tokens_as_on_this_cpu(quant: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "bundle")
-    flags = ["--context", "96", "--chunk", "16", "--tree", "chain:4", "--quant", quant, "--quiet", "--out", out]
+    flags = ["--context", "96", "--chunk", "16", "--tree", "chain:3", "--quant", quant, "--quiet", "--out", out]
     assert main(["export", "--model", str(base), "--adapter", f"app={adapter}", "--target", "onnx", *flags]) == 0
     told = [json.loads(run(cpu, "-c", ANSWERS, out, *PROMPTS)) for cpu in ((), HASWELL)]
     assert told[0] == told[1]
