@@ -67,9 +67,10 @@ class Driver(Protocol):
 class Facts:
     """What happened in a drive. ``differences``: sentences about integers that were not as they must be.
 
-    ``row_error``: largest |difference| of a committed row from plain decoding's. ``perturbation_error``: the same
-    between a step and its repetition with other rejected drafts (``perturbations`` of them). ``false_branches``: steps
-    in which a rejected token was followed by its own true continuation.
+    ``row_error``: largest |difference| of a committed row from plain decoding's, whose largest |value| is
+    ``row_size``. ``perturbation_error``: the same between a step and its repetition with other rejected drafts
+    (``perturbations`` of them). ``false_branches``: steps in which a rejected token was followed by its own true
+    continuation.
     """
 
     prompt: list[int]
@@ -84,6 +85,7 @@ class Facts:
     last_write: int = 0
     differences: list[str] = field(default_factory=list)
     row_error: float = 0.0
+    row_size: float = 0.0
     rows_compared: int = 0
     perturbation_error: float = 0.0
     drafts: list[Drafts] = field(default_factory=list)
@@ -160,6 +162,7 @@ def drive(driver: Driver, prompt: Sequence[int], seed: int = 0, perturb: bool = 
             rows = driver.rows(0, driver.context)
             assert rows is not None
             facts.row_error = max(facts.row_error, _distance(rows, plain_rows))
+            facts.row_size = max(facts.row_size, float(np.abs(plain_rows).max(initial=0.0)))
             facts.rows_compared += driver.context
         if not todo:
             break

@@ -28,6 +28,13 @@ GAMMA, K = 3, 2
 TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 1)])
 PROMPT = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(4)).tolist()
 SLIDING = {name for name, (_, values) in MODELS.items() if "sliding_window" in values}
+ROWS = 2e-5
+"""How far rows may lie from plain decoding's, in parts of the largest value among them.
+
+Float32 sums in another order differ by parts of their largest term, and families differ in size: the squared ReLU of
+nemotron's MLP makes rows of 18 where phi has 8. Measured with AVX2 kernels and without: at most 5e-6 of the
+largest in every family. A row that read a wrong token is off by percents.
+"""
 VARIANTS = {
     "shared": StreamConfig(mode=Mode.SHARED, gamma=GAMMA, msa_layers=2, init_rank=3),
     "lossless": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3),
@@ -131,7 +138,7 @@ def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, var
         driver = TorchDriver(model, TREE, K, schedule, CONTEXT, CHUNK)
         assert bool(driver.windows) == (name in SLIDING)
         facts = drive(driver, PROMPT, seed=1)
-        check(facts, driver, row_tolerance=1e-4, perturbation_tolerance=0.0)
+        check(facts, driver, row_tolerance=ROWS * facts.row_size, perturbation_tolerance=0.0)
         states.append(recorded.states)
         drafts.append(facts.drafts)
     # The schedules draft the same: equal states of the streams, so equal candidates but for ties.
@@ -163,6 +170,7 @@ def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
     for depth in range(TREE.emitted):
         truth[depth + 1] = drivers[0].plain(truth[depth], length + depth)
     plain_rows = drivers[0].rows(length, length + TREE.emitted)
+    close = ROWS * np.abs(plain_rows).max()
     for node in range(TREE.size):
         given = plant(TREE, K, GAMMA, truth[1:], node, VOCAB, random.Random(node))
         outs = [driver.step(truth[0], given, length) for driver in drivers[1:]]
@@ -170,5 +178,5 @@ def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
         assert outs[0].tokens == outs[1].tokens
         rows = [driver.rows(length, length + outs[0].count) for driver in drivers[1:]]
         assert np.array_equal(rows[0], rows[1])
-        np.testing.assert_allclose(rows[0], plain_rows[:, :, :, :, : outs[0].count], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(rows[0], plain_rows[:, :, :, :, : outs[0].count], rtol=0, atol=close)
         assert outs[0].drafts != outs[1].drafts  # the parameters do something

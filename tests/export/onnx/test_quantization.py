@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from ssdevice.export.onnx.graph import Editor, finish
-from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
-from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight, WeightStore, quantize
+from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
+from tests.export.onnx.forms import linears_model
 
 RNG = np.random.default_rng(0)
 
@@ -20,6 +18,21 @@ def test_int8_errs_by_half_a_level_at_most() -> None:
     form = Int8Weight.of(weight)
     assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
     assert form.values.min() >= -127
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 7, 96])
+@pytest.mark.parametrize("kind", ["normal", "flat", "equal"])
+def test_int8_neighbours_fit_a_sum_of_16_bits(inputs: int, kind: str) -> None:
+    draws = {"normal": RNG.standard_normal, "flat": lambda shape: RNG.uniform(0.4, 1, shape), "equal": np.ones}
+    weight = (draws[kind]((inputs, 40)) * RNG.exponential(1, 40)).astype(np.float32)
+    form = Int8Weight.of(weight)
+    even = inputs // 2 * 2
+    pairs = form.values[0:even:2].astype(int) + form.values[1:even:2]
+    assert np.abs(pairs).max(initial=0) * 255 < 2**15
+    assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
+    # Never coarser than seven bits, and eight where no two neighbours stand in the way.
+    assert (form.scale <= np.abs(weight).max(axis=0) / 63.5).all()
+    assert inputs > 1 or (np.abs(form.values) == 127).all()
 
 
 @pytest.mark.parametrize("inputs", [32, 40, 704])
@@ -39,26 +52,7 @@ def test_columns_of_zeros_stay_zero() -> None:
 
 
 def linear_graph(rows: int, weights: list[np.ndarray], quant: Quant) -> ort.InferenceSession:
-    """x [1, rows, K] through one linear per weight [N, K], quantized."""
-    x = ir.Value(name="x", shape=ir.Shape([1, rows, weights[0].shape[1]]), type=ir.TensorType(ir.DataType.FLOAT))
-    nodes, initializers, outputs = [], [], []
-    for i, weight in enumerate(weights):
-        value = ir.Value(
-            name=f"w{i}", shape=ir.Shape(weight.shape), type=ir.TensorType(ir.DataType.FLOAT),
-            const_value=ir.Tensor(weight, name=f"w{i}"),
-        )  # fmt: skip
-        node = ir.node(LINEAR, [x, value], domain=LINEAR_DOMAIN)
-        out = node.outputs[0]
-        out.name, out.shape = f"y{i}", ir.Shape([1, rows, weight.shape[0]])
-        out.type = ir.TensorType(ir.DataType.FLOAT)
-        nodes.append(node)
-        initializers.append(value)
-        outputs.append(out)
-    graph = ir.Graph([x], outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, "com.microsoft": 1})
-    edit = Editor(ir.Model(graph, ir_version=11))
-    quantize(edit, quant, WeightStore())
-    finish(edit)
-    return ort.InferenceSession(ir.serde.serialize_model(edit.model).SerializeToString())
+    return ort.InferenceSession(linears_model(rows, weights, quant))
 
 
 @pytest.mark.parametrize("quant", [Quant.FP32, Quant.INT8, Quant.INT4])

@@ -1,0 +1,133 @@
+"""Small graphs of quantized linears, embeddings and heads, and what they compute in NumPy, integer by integer."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
+from ssdevice.adapters.weights import LEVELS, int8_factors
+from ssdevice.export.onnx.graph import CONTRIB, Editor, finish
+from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
+from ssdevice.export.onnx.quantization import ZERO_POINT, WeightStore, quantize
+from ssdevice.export.onnx.slots import SlotBook
+from ssdevice.export.plan import Quant
+
+Floats = NDArray[np.float32]
+NAMED = "x.backbone.layers.0.self_attn.o_proj"
+LAYERS = "model.layers"
+
+
+def value(name: str, shape: tuple[int, ...], kind: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    """A graph's input, or the output of a node once it is renamed."""
+    return ir.Value(name=name, shape=ir.Shape(list(shape)), type=ir.TensorType(kind))
+
+
+def stored(name: str, content: Floats) -> ir.Value:
+    """An initializer."""
+    made = value(name, content.shape)
+    made.const_value = ir.Tensor(content, name=name)
+    return made
+
+
+def placeholder(x: ir.Value, weight: ir.Value, rows: int, name: str) -> ir.Node:
+    """A linear as the exporter leaves it: ``x [1, rows, K]`` times ``weight [N, K]``."""
+    node = ir.node(LINEAR, [x, weight], domain=LINEAR_DOMAIN)
+    assert weight.shape is not None
+    out = node.outputs[0]
+    out.name, out.shape, out.type = name, ir.Shape([1, rows, weight.shape[0]]), ir.TensorType(ir.DataType.FLOAT)
+    return node
+
+
+def quantized(
+    inputs: list[ir.Value],
+    nodes: list[ir.Node],
+    outputs: list[ir.Value],
+    initializers: list[ir.Value],
+    quant: Quant,
+    book: SlotBook | None = None,
+) -> bytes:
+    """The file of the graph once its linears are lowered."""
+    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, CONTRIB: 1})
+    edit = Editor(ir.Model(graph, ir_version=11))
+    quantize(edit, quant, WeightStore(), book)
+    finish(edit)
+    content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
+    return content
+
+
+def linears_model(rows: int, weights: list[Floats], quant: Quant) -> bytes:
+    """``x [1, rows, K]`` through one linear per weight ``[N, K]``, which are merged: y0, y1, .."""
+    x = value("x", (1, rows, weights[0].shape[1]))
+    tables = [stored(f"w{i}", weight) for i, weight in enumerate(weights)]
+    nodes = [placeholder(x, table, rows, f"y{i}") for i, table in enumerate(tables)]
+    return quantized([x], nodes, [node.outputs[0] for node in nodes], tables, quant)
+
+
+def tied_model(rows: int, table: Floats, quant: Quant) -> bytes:
+    """``ids [1, rows]`` through the embedding and the head that share ``table [V, D]``: the logits y0."""
+    ids = value("ids", (1, rows), ir.DataType.INT64)
+    weight = stored("embed.weight", table)
+    gather = ir.node("Gather", [weight, ids], {"axis": 0})
+    row = gather.outputs[0]
+    row.name, row.shape, row.type = "rows", ir.Shape([1, rows, table.shape[1]]), ir.TensorType(ir.DataType.FLOAT)
+    head = placeholder(row, weight, rows, "y0")
+    return quantized([ids], [gather, head], [head.outputs[0]], [weight], quant)
+
+
+def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
+    """``x`` through a linear ``[N, K]`` with a low-rank term whose factors are inputs of the graph: y0."""
+    outputs, inputs = weight.shape
+    x = value("x", (1, rows, inputs))
+    base = stored(f"{NAMED}.base.weight", weight)
+    down = stored(f"{NAMED}.adapter.down.weight", np.zeros((rank, inputs), np.float32))
+    up = stored(f"{NAMED}.adapter.up.weight", np.zeros((outputs, rank), np.float32))
+    first = placeholder(x, base, rows, "whole")
+    narrow = placeholder(x, down, rows, "narrow")
+    wide = placeholder(narrow.outputs[0], up, rows, "wide")
+    total = ir.node("Add", [first.outputs[0], wide.outputs[0]])
+    out = total.outputs[0]
+    out.name, out.shape, out.type = "y0", ir.Shape([1, rows, outputs]), ir.TensorType(ir.DataType.FLOAT)
+    nodes = [first, narrow, wide, total]
+    return quantized([x], nodes, [out], [base, down, up], quant, SlotBook(LAYERS, (1, 1, outputs), True))
+
+
+def slot_feeds(weight: Floats, down: Floats) -> dict[str, NDArray[np.generic]]:
+    """The inputs of ``slot_model`` for the factor ``down [K, r]``; ``up`` is the identity, so that sums stay exact."""
+    outputs, inputs = weight.shape
+    slot = Slot(SlotKind.LORA, inputs, True, (SlotPart(f"{LAYERS}.0.self_attn.o_proj", outputs),))
+    values, scale = int8_factors(down)
+    up = np.eye(down.shape[1], outputs, dtype=np.float32)
+    return {slot.down.name: values, slot.down_scale.name: scale, slot.ups[0].name: up}
+
+
+def row_codes(x: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Rows as uint8 without their zero point, and their scales ``[.., 1]``."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / LEVELS)
+    codes = np.clip(np.rint(x / np.where(scale > 0, scale, np.float32(1))) + ZERO_POINT, 0, 255)
+    return codes.astype(np.int64) - ZERO_POINT, scale
+
+
+def int8_product(x: Floats, weight: Floats) -> Floats:
+    """``x [.., K] @ weight [K, N]`` through sums of integers that never overflow; the graph's bits, not near them."""
+    codes, row_scale = row_codes(x)
+    values, scale = int8_factors(weight)
+    return (codes @ values.astype(np.int64)).astype(np.float32) * scale * row_scale
+
+
+def int8_slot_product(x: Floats, weight: Floats, down: Floats) -> Floats:
+    """``int8_product`` with the term of ``slot_feeds`` added before rows are scaled."""
+    codes, row_scale = row_codes(x)
+    whole, term = (
+        (codes @ values.astype(np.int64)).astype(np.float32) * scale
+        for values, scale in (int8_factors(weight), int8_factors(down))
+    )
+    whole[..., : down.shape[1]] += term
+    return whole * row_scale
+
+
+def embedded(ids: NDArray[np.int64], table: Floats) -> Floats:
+    """Rows of ``table [V, D]`` as the int8 embedding gives them."""
+    values, scale = int8_factors(np.ascontiguousarray(table.T))
+    return (values.T[ids].astype(np.float32) * scale[ids][..., None]).astype(np.float32)
