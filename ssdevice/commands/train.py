@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
     add("--self-prompt", type=int, default=0, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--temperature", type=float, default=1.0, help="of sampled prompts (default 1)")
+    add("--temperature", type=float, default=0.8, help="of sampled prompts (default 0.8)")
     add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
     add("--answer-tokens", type=int, default=192, metavar="N", help="longest answer to them (default 192)")
     stream = parser.add_argument_group("streams")

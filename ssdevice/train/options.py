@@ -24,7 +24,7 @@ class SelfPrompt:
     """How the model writes its own training data: so many ``prompts``, answers of at most ``answer_tokens`` tokens."""
 
     prompts: int
-    temperature: float = 1.0
+    temperature: float = 0.8
     top_p: float = 0.95
     answer_tokens: int = 192
 
