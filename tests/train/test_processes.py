@@ -52,7 +52,7 @@ def test_two_processes_are_one_with_twice_the_batch(base: Path, data: Path, tmp_
     one, two = (json.loads((tmp_path / name / "streams.json").read_text())["training"] for name in ("one", "two"))
     assert one["final_loss"] == pytest.approx(two["final_loss"], abs=1e-4)
     if mode == "shared":
-        return  # Adam divides gradients by their size, so rounding decides where they are almost nothing: LoRA's beginning
+        return  # Adam divides gradients by their size: where LoRA's are almost nothing, rounding decides
     expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("one", "two"))
     assert expected.keys() == found.keys()
     for name, value in expected.items():
