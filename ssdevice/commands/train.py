@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
-        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds, keep_gb=args.keep_gb,
+        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
+        keep_gb=args.keep_gb,
     )  # fmt: skip
     helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
     with Progress(args.quiet or helper) as progress:

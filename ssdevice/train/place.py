@@ -79,7 +79,7 @@ class Place:
 def has_bf16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16; CPUs without that emulate it, some thirty times slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         found = torch.cpu.get_capabilities()
         return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16"))
