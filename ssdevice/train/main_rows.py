@@ -49,6 +49,7 @@ class MainRows:
         backbone = self.loss.model.backbone
         row = backbone.kv_heads * backbone.head_dim
         layers = backbone.num_layers - self.loss.model.first_msa
-        middle, *flat = joined.split([joined.shape[2] - 2 * layers * row, *[row] * (2 * layers)], dim=2)
+        sizes = [joined.shape[2] - 2 * layers * row, *[row] * (2 * layers)]
+        middle, *flat = torch.split(joined, sizes, dim=2)
         parts = [part.unflatten(2, (backbone.kv_heads, backbone.head_dim)).transpose(1, 2) for part in flat]
         return middle, list(zip(parts[::2], parts[1::2], strict=True))
