@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
     add("--self-prompt", type=int, default=0, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--temperature", type=float, default=1.0, help="of sampled prompts (default 1)")
+    add("--temperature", type=float, default=0.8, help="of sampled prompts (default 0.8)")
     add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
-    add("--answer-tokens", type=int, default=192, metavar="N", help="longest answer to them (default 192)")
+    add("--answer-tokens", type=int, metavar="N",
+        help="longest own answer (default: as long as the longest of the data; 192 without data)")  # fmt: skip
     stream = parser.add_argument_group("streams")
     add = stream.add_argument
     add("--gamma", type=int, default=4, help="γ, number of streams (default 4)")
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     )
     own = None
     if args.self_prompt:
-        own = SelfPrompt(args.self_prompt, args.temperature, args.top_p, args.answer_tokens)
+        own = SelfPrompt(args.self_prompt, args.temperature, args.top_p)
     options = TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
@@ -105,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
         alpha_main=args.alpha_main,
         alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
-        draft_vocabulary=args.draft_vocabulary, self_prompt=own, seed=args.seed, self_distill=args.self_distill,
-        checkpoint_seconds=args.checkpoint_seconds, keep_gb=args.keep_gb,
+        draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
+        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
+        keep_gb=args.keep_gb,
     )  # fmt: skip
     helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
     with Progress(args.quiet or helper) as progress:

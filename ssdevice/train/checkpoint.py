@@ -49,6 +49,15 @@ def claim(folder: Path, fingerprint: str) -> None:
     file.write_text(fingerprint, "utf-8")
 
 
+def release(folder: Path) -> None:
+    """Take the mark of a run back that wrote nothing, so that its command can be corrected."""
+    left = folder / FOLDER
+    if [file.name for file in left.iterdir()] == ["run"]:
+        shutil.rmtree(left)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def load(folder: Path) -> Checkpoint | None:
     """The checkpoint in ``folder``, if there is one."""
     target = folder / FOLDER / "checkpoint.pt"

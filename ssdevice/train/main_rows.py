@@ -51,5 +51,6 @@ class MainRows:
         layers = backbone.num_layers - self.loss.model.first_msa
         sizes = [joined.shape[2] - 2 * layers * row, *[row] * (2 * layers)]
         middle, *flat = torch.split(joined, sizes, dim=2)
-        parts = [torch.unflatten(part, 2, (backbone.kv_heads, backbone.head_dim)).transpose(1, 2) for part in flat]
+        heads = backbone.kv_heads, backbone.head_dim
+        parts = [part.reshape(*part.shape[:2], *heads).transpose(1, 2) for part in flat]
         return middle, list(zip(parts[::2], parts[1::2], strict=True))

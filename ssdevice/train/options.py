@@ -19,18 +19,20 @@ class Objective(StrEnum):
     NEXT_TOKEN = "next-token"
 
 
+ANSWER_TOKENS = 192
+
+
 @dataclass(frozen=True)
 class SelfPrompt:
-    """How the model writes its own training data: so many ``prompts``, answers of at most ``answer_tokens`` tokens."""
+    """How the model writes its own prompts: so many, sampled at this temperature from this share of probability."""
 
     prompts: int
-    temperature: float = 1.0
+    temperature: float = 0.8
     top_p: float = 0.95
-    answer_tokens: int = 192
 
     def __post_init__(self) -> None:
-        if self.prompts < 1 or self.answer_tokens < 1:
-            raise ConfigError("--self-prompt and --answer-tokens are 1 or more")
+        if self.prompts < 1:
+            raise ConfigError(f"--self-prompt {self.prompts}: ask for 1 or more")
         if not (self.temperature > 0 and 0 < self.top_p <= 1):
             raise ConfigError("--temperature is above 0, --top-p above 0 and at most 1")
 
@@ -42,7 +44,8 @@ class TrainOptions:
     ``alpha_main``/``alpha_stream``: α0 and αj of eq. 5; None: 1 and 0.1 in shared mode, 0 and 1 in lossless mode.
     ``self_distill``: train on the model's own greedy completions. ``limit``: use the first rows only (0: all).
     ``init``: adapter folder to go on from; with ``self_distill`` it is also whose completions are learned.
-    ``self_prompt``: no data; the model writes the prompts as well. ``batch_size``: per process.
+    ``self_prompt``: no data; the model writes the prompts as well. ``answer_tokens``: most tokens of an own answer
+    (None: as the longest of the data, or ANSWER_TOKENS). ``batch_size``: per process.
     ``draft_vocabulary``: tokens that streams choose among (0: all, None: see vocabulary.default_size).
     ``precision``: of products: bf16, fp32, or auto: bf16 where the hardware has it. ``base_precision``: how the frozen
     base is held in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for main rows that lossless
@@ -76,6 +79,7 @@ class TrainOptions:
     recompute: bool = False
     draft_vocabulary: int | None = None
     self_prompt: SelfPrompt | None = None
+    answer_tokens: int | None = None
     seed: int = 0
     self_distill: bool = False
     checkpoint_seconds: float = 120.0
@@ -84,6 +88,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
             raise ConfigError("batch size, accumulation and segment are 1 or more, max length is 2 or more")
+        if self.answer_tokens is not None and self.answer_tokens < 1:
+            raise ConfigError(f"--answer-tokens {self.answer_tokens}: answers have 1 or more")
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):

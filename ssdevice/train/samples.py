@@ -15,7 +15,7 @@ from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import Sample, tokenize
 from ssdevice.train.distill import own_completions
-from ssdevice.train.options import TrainOptions
+from ssdevice.train.options import ANSWER_TOKENS, TrainOptions
 from ssdevice.train.place import Place
 from ssdevice.train.self_prompt import self_prompts, write_rows
 
@@ -53,7 +53,8 @@ def read_samples(
         raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
     if teacher is None:
         return samples
-    longest = own.answer_tokens if own is not None else max(len(s.ids) - s.prompt for s in samples)
+    in_data = ANSWER_TOKENS if own is not None else max(len(s.ids) - s.prompt for s in samples)
+    longest = options.answer_tokens or in_data
     most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
     samples = own_completions(
         place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.model import loading
 from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
 from ssdevice.model.lora import open_lora
@@ -57,9 +57,14 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     if place.main:
         checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world))
 
-    samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
-    torch.manual_seed(options.seed)
-    wrapped, model = _prepare(hf, options, identity)
+    try:
+        samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
+        torch.manual_seed(options.seed)
+        wrapped, model = _prepare(hf, options, identity)
+    except SSDeviceError:
+        if place.main:
+            checkpoint.release(options.out)
+        raise
     _choose_vocabulary(model, options, samples, tokenizer, report)
     loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
     order = BatchOrder(samples, options.batch_size * place.world, options.seed)

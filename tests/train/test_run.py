@@ -123,6 +123,8 @@ def test_killed_run_goes_on_to_the_same_weights(
         (["--model", "/nonexistent"], "no such folder"),
         (["--data", "/nonexistent.jsonl"], "nonexistent"),
         (["--gamma", "0"], "gamma is 0"),
+        (["--max-length", "3"], "raise --max-length"),
+        (["--draft-vocabulary", "100"], "the model has 31 tokens"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
