@@ -16,9 +16,9 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.errors import BundleError, ConfigError
 from ssdevice.runtime.engine import EngineOptions, open_engine
+from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.models import write_adapter, write_base
-from tests.targets.drivers import OracleDriver
 
 ENTRY_POINT = "[ssdevice.targets]\nnumpy = tests.targets.numpy_target\n"
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
@@ -57,7 +57,7 @@ def test_the_gate_was_passed_at_every_count(bundle: Bundle) -> None:
 
 
 def test_speculative_output_is_plain_output(bundle: Bundle) -> None:
-    driver = OracleDriver(open_engine(bundle, None, EngineOptions()).new_conversation())
+    driver = OracleDriver(open_engine(bundle, None, EngineOptions()))
     check(drive(driver, PROMPT, seed=1), driver, 1e-4)
 
 
@@ -85,7 +85,7 @@ def test_it_takes_no_apps_unless_it_says_how(bundle: Bundle, capsys: pytest.Capt
     [
         (["--quant", "int8"], "target numpy has no int8 form; it offers fp32"),
         (["--quant", "fp32", "--kv-write", "mask"], "--deployment-target are Core ML's, not numpy's"),
-        (["--quant", "fp32", "--delegate", "coreml"], "--delegate is ExecuTorch's, not numpy's"),
+        (["--quant", "fp32", "--delegate", "coreml"], "--delegate and --logits are ExecuTorch's, not numpy's"),
         (["--quant", "fp32", "--slots"], "--slots: one merged adapter per numpy bundle"),
     ],
 )

@@ -42,12 +42,12 @@ class NumPyExporter(Exporter):
         return TargetResult((file,), CacheForm.STATE, "float32", tools={"numpy": np.__version__})
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        from ssdevice.export.driver import EngineDriver
         from ssdevice.export.parity import Tolerance, check
-        from tests.targets.drivers import GateDriver
         from tests.targets.numpy_target.runtime import NumPyEngine
 
         engine = NumPyEngine(folder / "weights.npz", job.plan.geometry, job.plan.function_names)
-        return check(job, GateDriver(engine.new_conversation()), Tolerance(rows=1e-4, tie=1e-3))
+        return check(job, EngineDriver(engine), Tolerance(rows=1e-4, tie=1e-3))
 
 
 class NumPyExport(ExportTarget):

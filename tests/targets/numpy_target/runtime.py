@@ -24,7 +24,7 @@ from ssdevice.contract import (
     VALID,
     Geometry,
 )  # fmt: skip
-from ssdevice.runtime.engine import Conversation, Engine, EngineOptions
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
 from ssdevice.runtime.target import RuntimeTarget
 
 Array = np.ndarray[Any, Any]
@@ -116,50 +116,34 @@ class Llama:
 
 
 class NumPyEngine(Engine):
-    """Conversations with one file of weights."""
+    """One file of weights."""
 
     def __init__(self, file: Path, geometry: Geometry, functions: Sequence[str]) -> None:
-        super().__init__(geometry, frozenset(functions))
+        super().__init__(geometry, frozenset(functions), file)
         self.model = Llama(file, geometry)
 
-    def new_conversation(self) -> NumPyConversation:
-        return NumPyConversation(self)
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> NumPyCache:
+        return NumPyCache(inputs, self.model)
 
-    def close(self) -> None:
+    def release(self) -> None:
         return
 
 
-class NumPyConversation(Conversation):
-    """A cache and calls on it."""
+class NumPyCache(Cache):
+    """Rows ``[layers, 2, kv_heads, capacity, head_dim]``."""
 
-    def __init__(self, engine: NumPyEngine) -> None:
-        super().__init__(engine.geometry)
-        g = engine.geometry
-        self.model = engine.model
-        self.cache = np.zeros((g.layers, 2, g.kv_heads, g.capacity, g.head_dim), np.float32)
+    def __init__(self, inputs: Inputs, model: Llama) -> None:
+        super().__init__(inputs)
+        g = model.geometry
+        self.model = model
+        self.array = np.zeros((g.layers, 2, g.kv_heads, g.capacity, g.head_dim), np.float32)
 
-    def _call(self, function: str, **given: Any) -> dict[str, Array]:
-        arrays = {name: np.atleast_1d(np.array(value, np.int32)) for name, value in given.items()}
-        return self.model.call(function, {**arrays, LENGTH: np.array([self.length])}, self.cache)
-
-    def prefill(self, chunk: Sequence[int]) -> int:
-        out = self._call(PREFILL, **{CHUNK: chunk, VALID: len(chunk)})
-        self.drafts[:] = out[NEXT_DRAFTS]
-        return int(out[NEXT_ROOT][0])
-
-    def step(self, root: int) -> list[int]:
-        out = self._call(STEP, **{ROOT: root, DRAFTS: self.drafts})
-        self.drafts[:] = out[NEXT_DRAFTS]
-        tokens: list[int] = out[TOKENS][: out[COUNT][0]].tolist()
-        return tokens
-
-    def step_plain(self, root: int) -> int:
-        return int(self._call(PLAIN, **{ROOT: root})[TOKENS][0])
+    def call(self, function: str, length: int) -> Outputs:
+        return self.model.call(function, self.inputs, self.array)
 
     def rows(self, start: int, end: int) -> Array:
-        """Rows ``[2 * layers, end - start, kv_heads * head_dim]``."""
-        part = self.cache[:, :, :, start:end].transpose(0, 1, 3, 2, 4)
-        return part.reshape(2 * self.geometry.layers, end - start, -1)
+        part = self.array[:, :, :, start:end].transpose(0, 1, 3, 2, 4)
+        return part.reshape(-1, end - start, self.model.geometry.row_width)
 
 
 class NumPyRuntime(RuntimeTarget):
