@@ -24,7 +24,7 @@ from ssdevice.contract import (
     VALUES,
     Geometry,
 )
-from ssdevice.export.parity import Array, Drafts, StepOut
+from ssdevice.export.parity.reference import Array, Drafts, StepOut
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 

@@ -20,7 +20,7 @@ from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.options import ComputeUnits
 from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
 from ssdevice.export.coreml.weights import compress, matrices, plan_weights
-from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.parity.gate import check
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssdevice.errors import ParityError
 from ssdevice.export.coreml.compact import short_name, weight_key
-from ssdevice.export.parity import Array
+from ssdevice.export.parity.reference import Array
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.model.step import StreamModel

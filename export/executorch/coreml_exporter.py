@@ -16,7 +16,7 @@ from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.driver import ExecutorchDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
-from ssdevice.export.parity import check
+from ssdevice.export.parity.gate import check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ssdevice.contract import Geometry
-from ssdevice.export.parity import Array, Drafts, StepOut
+from ssdevice.export.parity.reference import Array, Drafts, StepOut
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import ExecutorchEngine
 from ssdevice.runtime.executorch.program import AdapterSlots

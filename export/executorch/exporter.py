@@ -23,7 +23,7 @@ from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.slots import slot_model
-from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.parity.gate import check
 from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM

@@ -29,7 +29,7 @@ from ssdevice.contract import (
     past_value,
 )
 from ssdevice.export.onnx.graph import LOGITS
-from ssdevice.export.parity import Drafts, StepOut
+from ssdevice.export.parity.reference import Drafts, StepOut
 
 Array = np.ndarray[Any, Any]
 
