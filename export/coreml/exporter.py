@@ -18,9 +18,11 @@ from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, quiet, r
 from ssdevice.export.coreml.driver import CoreMLDriver
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.options import ComputeUnits
+from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.coreml.stored import adopt_weights, drop_matrices
 from ssdevice.export.coreml.weights import compress, matrices, plan_weights
-from ssdevice.export.parity.gate import check
+from ssdevice.export.parity.gate import HALF_JITTER, check
+from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
@@ -32,8 +34,6 @@ PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
 GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
-TOLERANCE = Tolerance(rows=0.02, tie=0.15)
-"""Ceilings for float16 against the float32 model with the package's weights."""
 WEIGHTS_ALONE = "weights alone are compressed: activations are float16"
 
 
@@ -86,7 +86,8 @@ class CoreMLExporter:
         for app, one in jobs(job):
             names = table[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), quant=job.plan.options.quant)
-            found = check(one, CoreMLDriver(program, job.plan.geometry, names), TOLERANCE)
+            driver, shown = CoreMLDriver(program, one.plan.geometry, names), CoreMLShown(program, one.plan, names)
+            found = check(one, driver, HALF_JITTER, shown, FLOAT16)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
             golden += cases(one, CoreMLDriver(program, job.plan.geometry, names))
         write_golden(job.plan, golden, folder / GOLDEN)

@@ -10,13 +10,13 @@ import executorch  # noqa: F401  where it is missing, that is known before a mod
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.coreml.exporter import TOLERANCE, WEIGHTS_ALONE, CoreMLExporter
+from ssdevice.export.coreml.exporter import WEIGHTS_ALONE, CoreMLExporter
 from ssdevice.export.coreml.stored import adopt_weights
 from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.driver import ExecutorchDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
-from ssdevice.export.parity.gate import check
+from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.plan import ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
@@ -51,7 +51,7 @@ class CoreMLDelegateExporter:
         with ExecutorchDriver(file, plan.geometry, plan.function_names) as driver:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
-            return check(job, driver, TOLERANCE)
+            return check(job, driver, HALF_JITTER)
 
 
 EXPORTER = CoreMLDelegateExporter()

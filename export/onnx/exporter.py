@@ -31,7 +31,7 @@ from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.onnx.translations import TRANSLATIONS
-from ssdevice.export.parity.gate import check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import FOLDED, AppPlan, AppResult, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.export.variants import (
@@ -52,8 +52,7 @@ CACHE_DTYPE = "float32"
 EXAMPLE_PAST = 7
 TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
-ROUNDING = 1e-6
-"""Relative, of float32 sums in another order."""
+JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
 BOUNDS = {Quant.FP32: FLOAT32, Quant.INT8: QUANTIZED, Quant.INT4: QUANTIZED}
 
 
@@ -131,7 +130,7 @@ class OnnxExporter:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
             shown = OnnxShown(files, plan.geometry, plan.query_heads)
             with simulated(job.loaded.model, quant):
-                return check(job, OnnxDriver(files, plan.geometry), ROUNDING, shown, BOUNDS[quant])
+                return check(job, OnnxDriver(files, plan.geometry), JITTER[quant], shown, BOUNDS[quant])
         facts: dict[str, float] = {}
         for app in plan.apps:
             alone, kept = job.for_app(app, merge=False), result.apps[app.name]
@@ -141,7 +140,7 @@ class OnnxExporter:
             shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, tensors, slotted=True)
             with simulated(alone.loaded.model, quant, slotted=True):
                 try:
-                    found = check(alone, driver, ROUNDING, shown, BOUNDS[quant])
+                    found = check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
                 except ParityError as error:
                     raise ParityError(f"app {app.name!r}: {error}") from error
             facts |= {f"{app.name}.{name}": value for name, value in found.items()}

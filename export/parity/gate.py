@@ -27,6 +27,12 @@ from ssdevice.export.parity.spread import Spread
 from ssdevice.export.plan import ExportJob
 from ssdevice.tree import Tree
 
+FLOAT_JITTER = 1e-6
+"""Ten times what sums of float32 in another order differ by."""
+QUANTIZED_JITTER = 1e-5
+"""More, so that the twin meets every kind of rounding edge that an artifact may meet."""
+HALF_JITTER = 1e-3
+"""Two roundings to float16."""
 MAX_STEPS = 24
 PLAIN_STEPS = 3
 
@@ -96,7 +102,8 @@ def check(
 ) -> dict[str, float]:
     """Follow the products, if they can be seen, then compare results; raises ParityError saying what is wrong, where.
 
-    ``jitter``: relative rounding of the artifact's floats. Returns what was seen, for the manifest.
+    ``jitter``: relative, of the reference's twin: ``FLOAT_JITTER`` and its like. Returns what was seen, for the
+    manifest.
     """
     facts: dict[str, float] = {}
     if shown is not None and bounds is not None:
@@ -108,7 +115,7 @@ def compare(job: ExportJob, artifact: Driver, jitter: float) -> dict[str, float]
     """Prefill in chunks, plain steps, then a step for every depth and more; see ``check``."""
     g = job.plan.geometry
     report = lambda i, n, d: job.report("check parity", i, n, d)  # noqa: E731
-    gate = Gate(TorchDriver(job), TorchDriver(job, 10 * jitter, seed=1), artifact, g, report)
+    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, report)
     nodes = _end_nodes(g.tree) if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))

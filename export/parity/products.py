@@ -78,9 +78,9 @@ class Bounds:
     product: float
 
 
-FLOAT32 = Bounds(rows=1e-3, product=1e-4)
+FLOAT32 = Bounds(rows=2e-4, product=1e-4)
 """Float rounding between two products, with room for sums that cancel."""
-QUANTIZED = Bounds(rows=1e-3, product=5e-3)
+QUANTIZED = Bounds(rows=2e-4, product=5e-3)
 """Inputs on a rounding edge may take the next level: one of 255, in a few of a row's values."""
 FLOAT16 = Bounds(rows=1e-2, product=2e-3)
 """Every operation rounds to 11 bits."""
@@ -182,7 +182,7 @@ class Follower:
         parts = self.names[module][0].split(".")
         if "layers" in parts:
             at = parts.index("layers")
-            return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :])}"
+            return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :]).removesuffix('.base')}"
         return parts[-1]
 
 
@@ -191,10 +191,11 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
     owners: dict[int, list[str]] = {}
     linears: dict[int, nn.Module] = {}
     for name, part in model.named_modules(remove_duplicate=False):
-        if isinstance(part, (nn.Linear, nn.Embedding)):
-            owners.setdefault(id(part.weight), []).append(name)  # a tied head goes by the table's name too
         if isinstance(part, nn.Linear):
             linears[id(part)] = part
+            owners.setdefault(id(part.weight), []).insert(0, name)
+        elif isinstance(part, nn.Embedding):
+            owners.setdefault(id(part.weight), []).append(name)  # a tied head goes by the table's name too
     names = {key: owners[id(part.weight)] for key, part in linears.items()}
     if slotted:
         for part in model.modules():

@@ -99,7 +99,8 @@ class TorchDriver:
     def rows(self, start: int, end: int) -> Array:
         """See Driver."""
         rows = self.cache.rows[:, :, 0, :, start:end].transpose(2, 3)
-        return rows.reshape(2 * self.geometry.layers, end - start, -1).numpy().copy()
+        shape = (2 * self.geometry.layers, end - start, self.geometry.row_width)
+        return rows.reshape(shape).numpy().copy()
 
     def _past(self, length: int) -> list[Any]:
         self.cache.length = length

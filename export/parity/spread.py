@@ -1,8 +1,8 @@
 """How far two right results of one model may part, measured on the model itself.
 
-The reference runs twice: as it is, and with random changes ten times as large as the artifact's rounding. Where depth,
-outlier channels or rounding to levels amplify such changes, the two part, layer by layer, as far as any correct artifact
-may part from either. What an artifact shows beyond a factor of that is its own fault.
+The reference runs twice: as it is, and with random changes of every product, a little larger than the artifact's
+rounding. Where depth, outlier channels or rounding to levels amplify such changes, the two part, layer by layer, as far
+as any correct artifact may part from either. What an artifact shows beyond a factor of that is its own fault.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ssdevice.errors import ParityError
 Array = np.ndarray[Any, Any]
 FACTOR = 2.0
 """An artifact's differences over the spread. Both are samples of one distribution, over dozens of rows."""
-FLOOR = 100.0
-"""Differences of this many roundings are never a fault."""
+FLOOR = 10.0
+"""Differences of this many jitters are never a fault."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Spread:
         size = np.maximum(self.size, 1e-12)
         return np.sqrt(self.artifact / size), np.sqrt(self.twin / size)
 
-    def judge(self, rounding: float) -> None:
+    def judge(self, jitter: float) -> None:
         """Raises ParityError naming the first layer, or else the first id, that is beyond the spread."""
         mine, twin = self.relative()
-        allowed = FACTOR * twin + FLOOR * rounding
+        allowed = FACTOR * twin + FLOOR * jitter
         beyond = np.flatnonzero(mine > allowed)
         if len(beyond):
             at = int(beyond[0])
@@ -92,7 +92,7 @@ class Spread:
                 f"results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}. What layer "
                 f"{at // 2} reads or its projections are wrong; the bundle was not published"
             )
-        near = FACTOR * max(self.changes, default=0.0) + FLOOR * rounding * self.scale
+        near = FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
         for tie in self.ties:
             if tie.margin > near:
                 raise ParityError(
