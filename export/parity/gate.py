@@ -13,7 +13,7 @@ Two checks, and both must pass (docs/parity.md):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown
 from ssdevice.export.parity.reference import Array, Drafts, Driver, TorchDriver, plant, random_prompt, run_prefill
 from ssdevice.export.parity.spread import Spread
-from ssdevice.export.plan import ExportJob
+from ssdevice.export.plan import ExportJob, Report
 from ssdevice.tree import Tree
 
 FLOAT_JITTER = 1e-6
@@ -45,7 +45,7 @@ class Gate:
     twin: TorchDriver
     artifact: Driver
     geometry: Geometry
-    report: Callable[[int, int, str], None]
+    report: Report
     spread: Spread = field(default_factory=Spread)
     steps: int = 0
     counts: set[int] = field(default_factory=set)
@@ -54,12 +54,10 @@ class Gate:
         """The largest differences, and how much was compared."""
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
-    def prefill(self, prompt: Sequence[int]) -> int:
-        """The same rows on all sides; the reference's next token."""
-        chunk = self.geometry.chunk
-        for driver in (self.artifact, self.twin):
-            run_prefill(driver, prompt, chunk)
-        return run_prefill(self.reference, prompt, chunk)[0]
+    def again(self, tokens: Sequence[int]) -> None:
+        """The same committed tokens on all sides."""
+        for driver in (self.artifact, self.twin, self.reference):
+            run_prefill(driver, tokens, self.geometry.chunk)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Take in committed rows; raises ParityError for what cannot be compared at all."""
@@ -114,18 +112,17 @@ def check(
 def compare(job: ExportJob, artifact: Driver, jitter: float) -> dict[str, float]:
     """Prefill in chunks, plain steps, then a step for every depth and more; see ``check``."""
     g = job.plan.geometry
-    report = lambda i, n, d: job.report("check parity", i, n, d)  # noqa: E731
-    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, report)
+    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, job.report)
     nodes = _end_nodes(g.tree) if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
-    _compare_prefill(gate, prompt)
+    root = _compare_prefill(gate, prompt)
     while len(nodes) > 1 and sum(g.tree.depths[n] + 1 for n in nodes) + PLAIN_STEPS + len(prompt) > room:
         nodes.pop()
     if len(prompt) + PLAIN_STEPS <= room:
-        _compare_plain(gate, prompt)
+        _compare_plain(gate, prompt, root)
     if nodes:
-        _compare_steps(gate, prompt, nodes)
+        _compare_steps(gate, prompt, root, nodes)
     gate.spread.judge(jitter)
     return gate.facts()
 
@@ -136,7 +133,7 @@ def _end_nodes(tree: Tree) -> list[int]:
     return (first + [node for node in range(tree.size) if node not in first])[:MAX_STEPS]
 
 
-def _compare_prefill(gate: Gate, prompt: list[int]) -> None:
+def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
     chunk, reference = gate.geometry.chunk, gate.reference
     run_prefill(gate.twin, prompt, chunk)
     theirs, mine = run_prefill(reference, prompt, chunk), run_prefill(gate.artifact, prompt, chunk)
@@ -146,10 +143,10 @@ def _compare_prefill(gate: Gate, prompt: list[int]) -> None:
     gate.same_id(PREFILL, NEXT_ROOT, mine[0], theirs[0], reference.main[-1])
     if gate.geometry.gamma:
         gate.same_drafts(PREFILL, mine[1], theirs[1])
+    return theirs[0]
 
 
-def _compare_plain(gate: Gate, prompt: list[int]) -> None:
-    root, _ = run_prefill(gate.reference, prompt, gate.geometry.chunk)
+def _compare_plain(gate: Gate, prompt: list[int], root: int) -> None:
     for i in range(PLAIN_STEPS):
         where, length = f"{PLAIN}, step {i + 1}", len(prompt) + i
         gate.twin.plain(root, length)
@@ -160,16 +157,16 @@ def _compare_plain(gate: Gate, prompt: list[int]) -> None:
         root = theirs
 
 
-def _compare_steps(gate: Gate, prompt: list[int], nodes: Sequence[int]) -> None:
+def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int]) -> None:
     g, reference = gate.geometry, gate.reference
     wanted = sum(g.tree.depths[node] + 1 for node in nodes) + g.gamma + 1
-    truth = [gate.prefill(prompt)]
+    truth = [root]
     while len(truth) <= wanted and len(prompt) + len(truth) < g.context:
         truth.append(reference.plain(truth[-1], len(prompt) + len(truth) - 1))
     draw = np.random.default_rng(1)
     done = 0
     for i, node in enumerate(nodes):
-        gate.report(i, len(nodes), f"step {i + 1}")
+        gate.report("check parity", i, len(nodes), f"step {i + 1}")
         depth = g.tree.depths[node]
         length, root = len(prompt) + done, truth[done]
         if done + 1 + depth >= len(truth):
@@ -191,4 +188,4 @@ def _compare_steps(gate: Gate, prompt: list[int], nodes: Sequence[int]) -> None:
         gate.counts.add(len(theirs.tokens))
         done += depth + 1
         if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides begin again behind it
-            gate.prefill(prompt + truth[:done])
+            gate.again(prompt + truth[:done])

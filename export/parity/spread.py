@@ -17,6 +17,8 @@ from ssdevice.errors import ParityError
 Array = np.ndarray[Any, Any]
 FACTOR = 2.0
 """An artifact's differences over the spread. Both are samples of one distribution, over dozens of rows."""
+TIE_FACTOR = 6.0
+"""The margin of a near-tie over the change of a logit (rms): three times what two logits change against each other."""
 FLOOR = 10.0
 """Differences of this many jitters are never a fault."""
 
@@ -35,7 +37,7 @@ class Tie:
 @dataclass
 class Spread:
     """Sums of squares by keys and values of each layer ``[2 * layers]``: the artifact's differences, the twin's, and
-    of the rows themselves. ``changes``: of the twin's logits, the largest of each call."""
+    of the rows themselves. ``changes``: of the twin's logits (rms), in the row of each call that changes most."""
 
     artifact: Array | None = None
     twin: Array | None = None
@@ -54,7 +56,7 @@ class Spread:
     def logits(self, twin: Array, theirs: Array) -> None:
         """Take in logits ``[rows, V]`` of the same rows."""
         if len(theirs):
-            self.changes.append(float(np.abs(twin - theirs).max()))
+            self.changes.append(float(np.sqrt(np.square(twin - theirs).mean(axis=-1)).max()))
             self.scale = max(self.scale, float(np.abs(theirs).max()))
 
     def tie(self, where: str, name: str, mine: int, theirs: int, margin: float) -> None:
@@ -92,7 +94,7 @@ class Spread:
                 f"results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}. What layer "
                 f"{at // 2} reads or its projections are wrong; the bundle was not published"
             )
-        near = FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
+        near = TIE_FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
         for tie in self.ties:
             if tie.margin > near:
                 raise ParityError(
