@@ -92,7 +92,7 @@ class Walk:
             theirs = self.reference.step(root, drafts, length)
         count = int(call.outputs[COUNT].item())
         if count != len(theirs.tokens):
-            raise ParityError(f"{where}: {COUNT} is {count}, from the same logits the reference has {len(theirs.tokens)}")
+            raise ParityError(f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}")
         path = self.geometry.tree.path_table[node]
         for i, (mine, token) in enumerate(zip(call.outputs[TOKENS][:count].tolist(), theirs.tokens, strict=True)):
             self._same_ids(where, f"{TOKENS}[{i}]", mine, token, self.reference.main[path[min(i, len(path) - 1)]])

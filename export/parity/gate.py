@@ -103,17 +103,16 @@ def check(
     ``jitter``: relative, of the reference's twin: ``FLOAT_JITTER`` and its like. Returns what was seen, for the
     manifest.
     """
-    facts: dict[str, float] = {}
-    if shown is not None and bounds is not None:
-        facts = follow(job, shown, bounds)
-    return facts | compare(job, artifact, jitter)
+    if shown is None or bounds is None:
+        return compare(job, artifact, jitter)
+    return follow(job, shown, bounds) | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
 
 
-def compare(job: ExportJob, artifact: Driver, jitter: float) -> dict[str, float]:
-    """Prefill in chunks, plain steps, then a step for every depth and more; see ``check``."""
+def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:
+    """Prefill in chunks, plain steps, then a step for every depth and ``steps`` in all; see ``check``."""
     g = job.plan.geometry
     gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, job.report)
-    nodes = _end_nodes(g.tree) if g.gamma else []
+    nodes = _end_nodes(g.tree)[:steps] if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
     root = _compare_prefill(gate, prompt)
@@ -128,9 +127,9 @@ def compare(job: ExportJob, artifact: Driver, jitter: float) -> dict[str, float]
 
 
 def _end_nodes(tree: Tree) -> list[int]:
-    """Nodes to end at: one of every depth first, deepest last of these, then the others, MAX_STEPS at most."""
+    """Nodes to end at: one of every depth first, deepest last of these, then the others."""
     first = [tree.depths.index(depth) for depth in range(tree.depth + 1)]
-    return (first + [node for node in range(tree.size) if node not in first])[:MAX_STEPS]
+    return first + [node for node in range(tree.size) if node not in first]
 
 
 def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
