@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ssdevice.contract import STEP
-from ssdevice.export.parity import Array, Drafts, StepOut
+from ssdevice.export.parity.reference import Array, Drafts, StepOut
 from ssdevice.runtime.engine import Engine
 
 

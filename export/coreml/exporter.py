@@ -16,13 +16,15 @@ from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, gr
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
+from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
-from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
-from ssdevice.export.parity import check
+from ssdevice.export.parity.gate import HALF_JITTER, check
+from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
@@ -96,7 +98,8 @@ class CoreMLExporter(Exporter):
             sketches = result.sketches[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
             engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
-            found = check(one, EngineDriver(engine), TOLERANCE)
+            shown = CoreMLShown(program, one.plan, names)
+            found = check(one, EngineDriver(engine), HALF_JITTER, shown, FLOAT16)
             facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
             golden += cases(one, EngineDriver(engine))
         write_golden(job.plan, golden, folder / GOLDEN)

@@ -20,7 +20,7 @@ import numpy as np
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.errors import ConfigError
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.parity import Array, Drafts, TorchDriver, plant
+from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, plant
 from ssdevice.export.plan import ExportJob, ExportPlan
 from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.tokenizer import ChatTokenizer, user_content

@@ -15,9 +15,9 @@ from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.mlprogram.precision import BITS, TOLERANCE, WEIGHTS_ALONE
+from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.parity import check
+from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.plan import Exporter, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
@@ -55,4 +55,4 @@ class CoreMLDelegateExporter(Exporter):
         with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
-            return check(job, driver, TOLERANCE)
+            return check(job, driver, HALF_JITTER)

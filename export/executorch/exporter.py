@@ -24,7 +24,7 @@ from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.slots import slot_model
-from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
@@ -34,13 +34,8 @@ from ssdevice.text.tokenizer import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
-# Rows: of the range of a layer's keys or values. XNNPACK rounds a row's scale in another order than torchao's
-# simulation, so a value on a rounding edge may take the next of 255 codes.
-TOLERANCES = {
-    Quant.FP32: Tolerance(rows=1e-4, tie=1e-3),
-    Quant.INT8: Tolerance(rows=0.05, tie=0.5),
-    Quant.INT4: Tolerance(rows=0.05, tie=0.5),
-}
+JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
+"""Delegates do not show their products, so results are compared alone."""
 SHOWN = 6
 
 
@@ -116,7 +111,7 @@ def _compare(
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
     with EngineDriver(engine) as driver:
-        return check(reference, driver, TOLERANCES[quant])
+        return check(reference, driver, JITTER[quant])
 
 
 def _write_app(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ssdevice.bundle.manifest import Precision
-from ssdevice.export.parity import Tolerance
 
 BITS: Mapping[Precision, float] = {
     Precision.FP16: 16.0,
@@ -14,6 +13,4 @@ BITS: Mapping[Precision, float] = {
     Precision.PALETTE4: 4.5,
 }
 """What a weight takes on disk, scales included."""
-TOLERANCE = Tolerance(rows=0.02, tie=0.15)
-"""Ceilings for float16 against the float32 model with the package's weights."""
 WEIGHTS_ALONE = "weights alone are compressed: activations are float16"

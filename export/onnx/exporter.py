@@ -25,9 +25,11 @@ from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, sa
 from ssdevice.export.onnx.graph import finish, simplify, tag
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.onnx.translations import TRANSLATIONS
-from ssdevice.export.parity import Tolerance, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.export.quiet import quiet
 from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
@@ -44,12 +46,8 @@ EXAMPLE_PAST = 7
 TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
-# Measured: 1e-6 in float32; quantized 1e-6 where nothing lies on a rounding edge, else up to 0.03 in single calls.
-TOLERANCES = {
-    Quant.FP32: Tolerance(rows=1e-4, typical=1e-5, tie=1e-3),
-    Quant.INT8: Tolerance(rows=0.15, typical=0.05, tie=0.5),
-    Quant.INT4: Tolerance(rows=0.15, typical=0.05, tie=0.5),
-}
+JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
+BOUNDS = {Quant.FP32: FLOAT32, Quant.INT8: QUANTIZED, Quant.INT4: QUANTIZED}
 
 
 class OnnxExporter(Exporter):
@@ -125,18 +123,21 @@ class OnnxExporter(Exporter):
         plan, quant = job.plan, job.plan.options.quant
         if plan.merged:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
+            shown = OnnxShown(files, plan.geometry, plan.query_heads)
             engine = OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)
             with simulated(job.loaded.model, quant), EngineDriver(engine) as driver:
-                return check(job, driver, TOLERANCES[quant])
+                return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
         facts: dict[str, float] = {}
         for app in plan.apps:
             alone, kept = job.for_app(app, merge=False), result.apps[app.name]
             files = {function: folder / path for function, path in kept.functions.items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
             engine = OnnxEngine(files, alone.plan.geometry, CACHE_DTYPE, ONE_THREAD, adapter=tensors)
+            values = tensors.values if tensors is not None else {}
+            shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, slotted=True)
             with simulated(alone.loaded.model, quant, slotted=True), EngineDriver(engine) as driver:
                 try:
-                    found = check(alone, driver, TOLERANCES[quant])
+                    found = check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
                 except ParityError as error:
                     raise ParityError(f"app {app.name!r}: {error}") from error
             facts |= {f"{app.name}.{name}": value for name, value in found.items()}

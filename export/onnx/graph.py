@@ -8,6 +8,7 @@ up to the order of the columns inside a merged product.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -24,8 +25,19 @@ LOGITS = "logits"
 """Name, inside the graphs, of the main rows' logits: what decides the tokens."""
 ROLE = "ssdevice.role"
 """Metadata of a graph's weights while it is rewritten: their ``Role``."""
+READS = "<-"
+"""In the name of a product's output, between the weight's name and that of the rows it reads."""
 Shape = tuple[int | None, ...]
 Rule = Callable[["Editor", ir.Node], bool]
+
+
+@dataclass
+class Marked:
+    """A linear's product: the parameter's name, the rows it reads and what comes out."""
+
+    weight: str
+    source: ir.Value
+    output: ir.Value
 
 
 class Editor:
@@ -34,6 +46,7 @@ class Editor:
     def __init__(self, model: ir.Model) -> None:
         self.model = model
         self.graph = model.graph
+        self.products: list[Marked] = []
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
         self._made = 0
 
@@ -117,6 +130,9 @@ class Editor:
             new.name = name
         else:
             ir.convenience.replace_all_uses_with(old, new)
+        for product in self.products:
+            product.source = new if product.source is old else product.source
+            product.output = new if product.output is old else product.output
 
     def _name(self, stem: str) -> str:
         self._made += 1
@@ -468,12 +484,18 @@ def clean(model: ir.Model) -> None:
 
 
 def finish(edit: Editor) -> None:
-    """Rewrites of a graph whose linears have been lowered; the main rows' logits get their name."""
+    """Rewrites of a graph whose linears have been lowered; products and the main rows' logits get their names."""
     apply(edit, FINISH)
+    for product in edit.products:
+        if not product.output.is_graph_output():
+            product.output.name = f"{product.weight}{READS}{product.source.name}"
     for node in edit.graph:
         if node.op_type in ("ArgMax", "TopK"):
             logits = node.inputs[0]
             assert logits is not None
+            if READS in (logits.name or ""):  # the name can be had once; what it said is known of the logits
+                heads = [product for product in edit.products if product.output is logits]
+                heads[0].source.name = f"{heads[0].weight}{READS}{LOGITS}"
             logits.name = LOGITS
             return
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.graph import Editor, constant_of, role_of, shape_of
+from ssdevice.export.onnx.graph import Editor, Marked, constant_of, role_of, shape_of
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 
@@ -116,7 +116,7 @@ def lower(edit: Editor, linear: Linear, product: Product, terms: Mapping[int, ir
 
     ``terms``: by the id of a placeholder, the addition of a low-rank term that the product already has.
     """
-    first = linear.parts[0].node
+    first, source = linear.parts[0].node, linear.source
     whole = product(edit, linear, first)
     values = [whole] if len(linear.parts) == 1 else _split(edit, linear, whole, first)
     for part, value in zip(linear.parts, values, strict=True):
@@ -127,6 +127,7 @@ def lower(edit: Editor, linear: Linear, product: Product, terms: Mapping[int, ir
         edit.replace(part.node, value)
         if terms and id(part.node) in terms:
             edit.replace(terms[id(part.node)], value)
+        edit.products.append(Marked(part.name, source, value))
 
 
 def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Sequence[ir.Value]:

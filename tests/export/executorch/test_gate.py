@@ -41,7 +41,7 @@ def test_gate_saw_every_count_and_small_differences(job: ExportJob) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        ("backbone.layers.0.self_attn.v_proj.weight", "prefill: rows, values of layer"),
+        ("backbone.layers.0.self_attn.v_proj.weight", "committed rows, values of layer 0"),
         ("backbone.layers.1.mlp.down_proj.weight", "next_root|tokens|next_drafts"),
         ("streams.identifiers", "next_drafts"),
     ],

@@ -43,11 +43,11 @@ class NumPyExporter(Exporter):
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         from ssdevice.export.driver import EngineDriver
-        from ssdevice.export.parity import Tolerance, check
+        from ssdevice.export.parity.gate import FLOAT_JITTER, check
         from tests.targets.numpy_target.runtime import NumPyEngine
 
         engine = NumPyEngine(folder / "weights.npz", job.plan.geometry, job.plan.function_names)
-        return check(job, EngineDriver(engine), Tolerance(rows=1e-4, tie=1e-3))
+        return check(job, EngineDriver(engine), FLOAT_JITTER)
 
 
 class NumPyExport(ExportTarget):

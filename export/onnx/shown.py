@@ -1,0 +1,91 @@
+"""An ONNX bundle's graphs with every product as an output: what the parity gate follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from ssdevice.contract import LENGTH, Geometry, past_key, past_value
+from ssdevice.export.onnx.attention import SUFFIX
+from ssdevice.export.onnx.graph import LOGITS, READS
+from ssdevice.export.parity.products import Array, Call, Product
+
+MODULE = "module.model."
+"""What the tracer puts before a parameter's name."""
+
+
+class OnnxShown:
+    """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take, by graph input.
+
+    ``heads``: query heads of attention, whose order in the graph is another (``attention.permuted_heads``).
+    """
+
+    dtype: type[np.generic] = np.float32
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        geometry: Geometry,
+        heads: int,
+        adapter: Mapping[str, ort.OrtValue] | None = None,
+        slotted: bool = False,
+    ) -> None:
+        self.files, self.geometry, self.heads, self.slotted = files, geometry, heads, slotted
+        self.adapter = {name: value.numpy() for name, value in (adapter or {}).items()}
+        self._open: dict[str, tuple[ort.InferenceSession, list[tuple[str, str, str]], list[str]]] = {}
+
+    def spell(self, parameter: str) -> str:
+        """See Shown."""
+        return f"{MODULE}{parameter}"
+
+    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
+        """See Shown."""
+        if function not in self._open:
+            session, marks = open_shown(self.files[function])
+            self._open[function] = session, marks, [value.name for value in session.get_outputs()]
+        session, marks, names = self._open[function]
+        feeds = {**integers, LENGTH: np.array([length], np.int32)}
+        rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
+        for layer in range(self.geometry.layers):
+            feeds[past_key(layer)], feeds[past_value(layer)] = rows[2 * layer], rows[2 * layer + 1]
+        for value in session.get_inputs():
+            if value.name not in feeds:
+                feeds[value.name] = self.adapter[value.name]
+        out = dict(zip(names, session.run(names, feeds), strict=True))
+        return Call(out, [self._product(weight, out[source], out[result]) for weight, source, result in marks])
+
+    def _product(self, weight: str, source: Array, result: Array) -> Product:
+        outputs = result.reshape(-1, result.shape[-1])
+        if weight.endswith(SUFFIX):
+            kv = self.geometry.kv_heads
+            shape = (len(outputs), self.heads // kv, kv, -1)
+            outputs = outputs.reshape(shape).swapaxes(1, 2).reshape(len(outputs), -1)
+        return Product(weight.removesuffix(SUFFIX), source.reshape(-1, source.shape[-1]), outputs)
+
+
+def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:
+    """A session of a copy in memory that also gives every product, and (weight, rows, result) of these in order."""
+    model = onnx.load(str(file), load_external_data=False)
+    made = [name for node in model.graph.node for name in node.output]
+    marks = []
+    for name in made:
+        if name == LOGITS:
+            head = next((other for other in made if other.endswith(f"{READS}{LOGITS}")), None)
+            if head is not None:
+                marks.append((head.partition(READS)[0], head, name))
+        elif READS in name and not name.endswith(f"{READS}{LOGITS}"):
+            weight, _, source = name.partition(READS)
+            marks.append((weight, source, name))
+    outputs = {value.name for value in model.graph.output}
+    for name in dict.fromkeys(name for _, source, result in marks for name in (source, result)):
+        if name not in outputs:
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(file.parent))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), marks

@@ -1,0 +1,136 @@
+"""The reference follows every function of an artifact through its products; see ``products``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ssdevice.contract import (
+    CHUNK,
+    COUNT,
+    DRAFTS,
+    NEXT_DRAFTS,
+    NEXT_ROOT,
+    PLAIN,
+    PREFILL,
+    ROOT,
+    ROWS,
+    STEP,
+    TOKENS,
+    VALID,
+)
+from ssdevice.errors import ParityError
+from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, difference
+from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, plant, random_prompt
+from ssdevice.export.plan import ExportJob
+
+
+def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
+    """Prefill of a whole and a part of a chunk, plain steps, a step of every depth; raises ParityError."""
+    g = job.plan.geometry
+    walk = Walk(job, shown, bounds)
+    prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, g.context - 2 * g.tree.emitted)))
+    root = 0
+    for at in range(0, len(prompt), g.chunk):
+        job.report("check parity", at, len(prompt), "products of prefill")
+        root = walk.prefill(prompt[at : at + g.chunk], at)
+    truth = [root]
+    for i in range(min(g.tree.emitted + 1, g.context - len(prompt) - g.tree.emitted)):
+        truth.append(walk.plain(truth[-1], len(prompt) + i))
+    draw = np.random.default_rng(1)
+    ends = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)] if g.gamma else []
+    for node in {*ends, g.tree.size - 1} if ends else ():
+        job.report("check parity", node, g.tree.size, "products of step")
+        walk.step(truth[0], plant(g, node, truth[1:], draw), len(prompt), node)
+    found = walk.follower
+    return {
+        "products": float(found.count),
+        "product_error": found.worst_product,
+        "input_error": found.worst_rows,
+    }
+
+
+class Walk:
+    """Calls of an artifact, each with the reference's rows as its past, and the reference after it."""
+
+    def __init__(self, job: ExportJob, shown: Shown, bounds: Bounds) -> None:
+        self.shown, self.bounds, self.geometry = shown, bounds, job.plan.geometry
+        self.reference = TorchDriver(job)
+        self.follower = Follower(job.loaded.model, shown, bounds, job.plan.schedule)
+
+    def prefill(self, tokens: Sequence[int], length: int) -> int:
+        """One chunk; the next token."""
+        chunk = np.zeros(self.geometry.chunk, np.int32)
+        chunk[: len(tokens)] = tokens
+        where = f"{PREFILL} of {len(tokens)} tokens at {length}"
+        call = self._call(PREFILL, {CHUNK: chunk, VALID: _int(len(tokens))}, length)
+        with self.follower.following(where, call):
+            root, drafts = self.reference.prefill(tokens, length)
+        self._same_ids(where, NEXT_ROOT, int(call.outputs[NEXT_ROOT].item()), root, self.reference.main[-1])
+        if self.geometry.gamma:
+            self._same_drafts(where, call, drafts)
+        self._same_rows(where, call, length, len(tokens))
+        return root
+
+    def plain(self, root: int, length: int) -> int:
+        """One plain step; the next token."""
+        where = f"{PLAIN} at {length}"
+        call = self._call(PLAIN, {ROOT: _int(root)}, length)
+        with self.follower.following(where, call):
+            token = self.reference.plain(root, length)
+        self._same_ids(where, TOKENS, int(call.outputs[TOKENS].reshape(-1)[0]), token, self.reference.main[0])
+        self._same_rows(where, call, length, 1)
+        return token
+
+    def step(self, root: int, drafts: Drafts, length: int, node: int) -> StepOut:
+        """One step over planted drafts that are to end at ``node``."""
+        where = f"{STEP} to node {node}"
+        call = self._call(STEP, {ROOT: _int(root), DRAFTS: np.array(drafts, np.int32)}, length)
+        with self.follower.following(where, call):
+            theirs = self.reference.step(root, drafts, length)
+        count = int(call.outputs[COUNT].item())
+        if count != len(theirs.tokens):
+            raise ParityError(f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}")
+        path = self.geometry.tree.path_table[node]
+        for i, (mine, token) in enumerate(zip(call.outputs[TOKENS][:count].tolist(), theirs.tokens, strict=True)):
+            self._same_ids(where, f"{TOKENS}[{i}]", mine, token, self.reference.main[path[min(i, len(path) - 1)]])
+        self._same_drafts(where, call, theirs.drafts)
+        self._same_rows(where, call, length, count)
+        return theirs
+
+    def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
+        rows = self.reference.cache.rows
+        rows.copy_(torch.from_numpy(rows.numpy().astype(self.shown.dtype).astype(np.float32)))
+        return self.shown.call(function, integers, length, self.reference.rows(0, length))
+
+    def _same_drafts(self, where: str, call: Call, theirs: Drafts) -> None:
+        for j, (mine, row) in enumerate(zip(call.outputs[NEXT_DRAFTS].tolist(), theirs, strict=True)):
+            for rank, (a, b) in enumerate(zip(mine, row, strict=True)):
+                self._same_ids(where, f"{NEXT_DRAFTS}[{j},{rank}]", a, b, self.reference.streams[j])
+
+    def _same_ids(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> None:
+        """Both chose from the same logits, up to what scaling them rounds."""
+        if mine == theirs:
+            return
+        near = self.bounds.product * float(np.abs(logits).max())
+        if not 0 <= mine < len(logits) or abs(float(logits[mine] - logits[theirs])) > near:
+            raise ParityError(f"{where}: {name} is {mine}, but the artifact's own logits say {theirs}")
+
+    def _same_rows(self, where: str, call: Call, length: int, count: int) -> None:
+        mine, theirs = call.outputs[ROWS][:, :count], self.reference.rows(length, length + count)
+        if mine.shape != theirs.shape:
+            raise ParityError(f"{where}: {ROWS} has shape {mine.shape}, not {theirs.shape}")
+        for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            off = difference(one.astype(np.float32), other)
+            if not off <= self.bounds.rows:
+                raise ParityError(
+                    f"{where}: the rows to commit, {'values' if at % 2 else 'keys'} of layer {at // 2}, differ by "
+                    f"{off:.2g} of their size, allowed is {self.bounds.rows:g}. The products are right: rotary "
+                    "embedding, a norm of keys, or the choice of accepted rows is not the model's"
+                )
+
+
+def _int(value: int) -> Array:
+    return np.array([value], np.int32)

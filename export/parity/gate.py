@@ -1,0 +1,191 @@
+"""The parity gate: what was exported against the torch reference, before anything is published.
+
+Two checks, and both must pass (docs/parity.md):
+
+``follow``
+    Every product with the artifact's own rows, where a target can show them: nothing adds up, so bounds are tight.
+``compare``
+    The artifact as it ships, through every way a step can end. A random or real model accepts few drafts of its own,
+    so drafts are planted: the reference's plain continuation stands on one tree path at a time and wrong ids stand
+    everywhere else. Differences do add up here, so they are held against those that the reference itself shows when
+    its numbers are changed by a rounding (``Spread``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROWS, STEP, TOKENS, Geometry
+from ssdevice.errors import ParityError
+from ssdevice.export.parity.follow import follow
+from ssdevice.export.parity.products import Bounds, Shown
+from ssdevice.export.parity.reference import Array, Drafts, Driver, TorchDriver, plant, random_prompt, run_prefill
+from ssdevice.export.parity.spread import Spread
+from ssdevice.export.plan import ExportJob
+from ssdevice.progress import Report
+from ssdevice.tree import Tree
+
+FLOAT_JITTER = 1e-6
+"""Ten times what sums of float32 in another order differ by."""
+QUANTIZED_JITTER = 1e-5
+"""More, so that the twin meets every kind of rounding edge that an artifact may meet."""
+HALF_JITTER = 1e-3
+"""Two roundings to float16."""
+MAX_STEPS = 24
+PLAIN_STEPS = 3
+
+
+@dataclass
+class Gate:
+    """A comparison in progress. ``twin``: the reference with jitter, which says how far two right results may part."""
+
+    reference: TorchDriver
+    twin: TorchDriver
+    artifact: Driver
+    geometry: Geometry
+    report: Report
+    spread: Spread = field(default_factory=Spread)
+    steps: int = 0
+    counts: set[int] = field(default_factory=set)
+
+    def facts(self) -> dict[str, float]:
+        """The largest differences, and how much was compared."""
+        return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
+
+    def again(self, tokens: Sequence[int]) -> None:
+        """The same committed tokens on all sides."""
+        for driver in (self.artifact, self.twin, self.reference):
+            run_prefill(driver, tokens, self.geometry.chunk)
+
+    def same_rows(self, where: str, start: int, end: int) -> None:
+        """Take in committed rows; raises ParityError for what cannot be compared at all."""
+        mine = self.artifact.rows(start, end)
+        if mine is None:
+            return
+        theirs = self.reference.rows(start, end)
+        if mine.shape != theirs.shape or not np.isfinite(mine).all():
+            raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
+        self.spread.rows(where, mine.astype(np.float32), self.twin.rows(start, end), theirs)
+
+    def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
+        """Whether two ids agree. Where not, ``Spread.judge`` says later whether they were near enough."""
+        if mine == theirs:
+            return True
+        if not 0 <= mine < len(logits):
+            raise ParityError(f"{where}: {name} is {mine}, not a token")
+        self.spread.tie(where, name, mine, theirs, float(abs(logits[theirs] - logits[mine])))
+        return False
+
+    def same_drafts(self, where: str, mine: Drafts, theirs: Drafts) -> None:
+        """Every candidate agrees or is a near-tie."""
+        for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            for rank, (a, b) in enumerate(zip(one, other, strict=True)):
+                self.same_id(where, f"{NEXT_DRAFTS}[{j},{rank}]", a, b, self.reference.streams[j])
+
+    def same_tokens(self, where: str, mine: list[int], theirs: list[int], node: int) -> bool:
+        """Whether all tokens agree; False for a near-tie."""
+        path = self.geometry.tree.path_table[node]
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+            if not self.same_id(where, f"{TOKENS}[{i}]", a, b, self.reference.main[path[i]]):
+                return False
+        if len(mine) != len(theirs):
+            raise ParityError(f"{where}: {COUNT} is {len(mine)}, the reference accepts {len(theirs)}")
+        return True
+
+
+def check(
+    job: ExportJob, artifact: Driver, jitter: float, shown: Shown | None = None, bounds: Bounds | None = None
+) -> dict[str, float]:
+    """Follow the products, if they can be seen, then compare results; raises ParityError saying what is wrong, where.
+
+    ``jitter``: relative, of the reference's twin: ``FLOAT_JITTER`` and its like. Returns what was seen, for the
+    manifest.
+    """
+    if shown is None or bounds is None:
+        return compare(job, artifact, jitter)
+    return follow(job, shown, bounds) | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
+
+
+def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:
+    """Prefill in chunks, plain steps, then a step for every depth and ``steps`` in all; see ``check``."""
+    g = job.plan.geometry
+    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, job.report)
+    nodes = _end_nodes(g.tree)[:steps] if g.gamma else []
+    room = g.context - g.tree.emitted - 1
+    prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
+    root = _compare_prefill(gate, prompt)
+    while len(nodes) > 1 and sum(g.tree.depths[n] + 1 for n in nodes) + PLAIN_STEPS + len(prompt) > room:
+        nodes.pop()
+    if len(prompt) + PLAIN_STEPS <= room:
+        _compare_plain(gate, prompt, root)
+    if nodes:
+        _compare_steps(gate, prompt, root, nodes)
+    gate.spread.judge(jitter)
+    return gate.facts()
+
+
+def _end_nodes(tree: Tree) -> list[int]:
+    """Nodes to end at: one of every depth first, deepest last of these, then the others."""
+    first = [tree.depths.index(depth) for depth in range(tree.depth + 1)]
+    return first + [node for node in range(tree.size) if node not in first]
+
+
+def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
+    chunk, reference = gate.geometry.chunk, gate.reference
+    run_prefill(gate.twin, prompt, chunk)
+    theirs, mine = run_prefill(reference, prompt, chunk), run_prefill(gate.artifact, prompt, chunk)
+    gate.same_rows(PREFILL, 0, len(prompt))
+    gate.spread.logits(gate.twin.main, reference.main)
+    gate.spread.logits(gate.twin.streams, reference.streams)
+    gate.same_id(PREFILL, NEXT_ROOT, mine[0], theirs[0], reference.main[-1])
+    if gate.geometry.gamma:
+        gate.same_drafts(PREFILL, mine[1], theirs[1])
+    return theirs[0]
+
+
+def _compare_plain(gate: Gate, prompt: list[int], root: int) -> None:
+    for i in range(PLAIN_STEPS):
+        where, length = f"{PLAIN}, step {i + 1}", len(prompt) + i
+        gate.twin.plain(root, length)
+        theirs, mine = gate.reference.plain(root, length), gate.artifact.plain(root, length)
+        gate.same_rows(where, length, length + 1)
+        gate.spread.logits(gate.twin.main, gate.reference.main)
+        gate.same_id(where, f"{TOKENS}[0]", mine, theirs, gate.reference.main[0])
+        root = theirs
+
+
+def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int]) -> None:
+    g, reference = gate.geometry, gate.reference
+    wanted = sum(g.tree.depths[node] + 1 for node in nodes) + g.gamma + 1
+    truth = [root]
+    while len(truth) <= wanted and len(prompt) + len(truth) < g.context:
+        truth.append(reference.plain(truth[-1], len(prompt) + len(truth) - 1))
+    draw = np.random.default_rng(1)
+    done = 0
+    for i, node in enumerate(nodes):
+        gate.report("check parity", i, len(nodes), f"step {i + 1}")
+        depth = g.tree.depths[node]
+        length, root = len(prompt) + done, truth[done]
+        if done + 1 + depth >= len(truth):
+            break
+        drafts = plant(g, node, truth[done + 1 :], draw)
+        twin = gate.twin.step(root, drafts, length)
+        theirs, mine = reference.step(root, drafts, length), gate.artifact.step(root, drafts, length)
+        where = f"{STEP} {i + 1} (end node {node})"
+        gate.spread.logits(gate.twin.main, reference.main)
+        if not gate.same_tokens(f"{where}, the reference", theirs.tokens, truth[done + 1 : done + 2 + depth], node):
+            continue  # the reference itself left plain decoding at a near-tie; the next step writes over these rows
+        agrees = gate.same_tokens(where, mine.tokens, theirs.tokens, node)
+        if agrees and twin.tokens == theirs.tokens:
+            gate.same_rows(where, length, length + len(theirs.tokens))
+            gate.spread.logits(gate.twin.streams, reference.streams)
+        if agrees:
+            gate.same_drafts(where, mine.drafts, theirs.drafts)
+        gate.steps += 1
+        gate.counts.add(len(theirs.tokens))
+        done += depth + 1
+        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides begin again behind it
+            gate.again(prompt + truth[:done])

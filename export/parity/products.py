@@ -1,0 +1,244 @@
+"""Every product of an artifact, checked with the rows that the artifact itself gave it.
+
+Rounding differences grow with depth: a value on a rounding edge falls to the other side, the next layer sees another
+input, and after thirty layers a correct export differs from its reference as much as quantization differs from float.
+No bound on final results tells such an export from a wrong one. So the reference does not run beside the artifact, it
+*follows* it. Wherever the model multiplies rows with a matrix,
+
+1. the rows that the artifact's product reads must be those that the reference has there: between two products lie only
+   norms, rotary embeddings, attention and sums, in floats, so the bound is that of float rounding;
+2. the artifact's result must be what the reference's product, with its quantization, makes of **the artifact's** rows;
+3. the reference goes on with the artifact's result.
+
+Nothing adds up, so the bounds are those of one operation at any depth. The logits are products too: what follows from
+them (tokens, counts, drafts) must be equal, and rows to commit must agree as the rows of 1. do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssdevice.config import Schedule
+from ssdevice.errors import ParityError
+from ssdevice.model.lora import LoraLinear
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import LowRank, StreamRowAdapter
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Product:
+    """``weight``: the parameter's name as the artifact spells it; ``inputs [rows, K]``, ``outputs [rows, N]``."""
+
+    weight: str
+    inputs: Array
+    outputs: Array
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function: outputs by the contract's names (the new rows as ``ROWS``), and all its products."""
+
+    outputs: Mapping[str, Array]
+    products: Sequence[Product]
+
+
+class Shown(Protocol):
+    """An artifact that shows its products. ``dtype``: of its cache; ``spell``: its name of a parameter.
+
+    ``slotted``: low-rank terms are graph inputs, and part of the product of the linear they stand beside.
+    """
+
+    dtype: type[np.generic]
+    slotted: bool
+
+    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
+        """``past``: committed rows ``[2 * layers, length, kv_heads * head_dim]``."""
+        ...
+
+    def spell(self, parameter: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """``rows``: how far a row that is read or committed may be from the reference's, relative to it (rms).
+
+    ``product``: how far all of a product may be, likewise. ``column``: how far any of its columns may be in half of the
+    rows: a column whose scale is wrong is wrong in every row, a rounding edge shows in one.
+    """
+
+    rows: float
+    product: float
+    column: float
+
+
+FLOAT32 = Bounds(rows=2e-4, product=1e-4, column=1e-4)
+"""Float rounding of one operation, a hundred times what was measured."""
+QUANTIZED = Bounds(rows=2e-4, product=0.01, column=5e-3)
+"""Between products as in float32. In a product one input on a rounding edge may take the next level: with an outlier of
+twenty times the usual size that is 1 of 127 levels of it among some hundred inputs, less than 1 %."""
+FLOAT16 = Bounds(rows=0.01, product=2e-3, column=2e-3)
+"""Every operation rounds to 11 bits."""
+ENOUGH_ROWS = 8
+"""From how many rows on a column is looked at by itself."""
+
+
+@dataclass
+class Follower:
+    """The reference's linears while it follows one call; ``worst_rows``, ``worst_product``, ``count``: over all."""
+
+    model: StreamModel
+    shown: Shown
+    bounds: Bounds
+    schedule: Schedule
+    worst_rows: float = 0.0
+    worst_product: float = 0.0
+    count: int = 0
+    where: str = ""
+    _waiting: dict[int, list[Product]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = followed(self.model, self.shown.slotted, self.schedule)
+        spelled: dict[str, int] = {}
+        for module, names in self.names.items():
+            spelled |= {self.shown.spell(f"{name}.weight"): id(module) for name in names}
+        self.by_weight = spelled
+
+    @contextmanager
+    def following(self, where: str, call: Call) -> Iterator[None]:
+        """Within this context the model's linears compare themselves with a call's products, and give their results."""
+        self.where, self._waiting = where, {}
+        for product in call.products:
+            if product.weight in self.by_weight:
+                self._waiting.setdefault(self.by_weight[product.weight], []).append(product)
+        hooks = []
+        for module in self.names:
+            hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
+            hooks.append(module.register_forward_hook(self._after))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        left = [module for module in self.names if self._waiting.get(id(module))]
+        if left:
+            raise ParityError(f"{where}: {self._place(left[0])} is multiplied more often than in the model")
+
+    def _before(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        waiting = self._waiting.get(id(module))
+        if not waiting:
+            raise ParityError(f"{self.where}: {self._place(module)} has no product in the artifact")
+        x, mine = inputs[0], waiting[0].inputs
+        theirs = x.detach().reshape(-1, x.shape[-1]).float().numpy()
+        chosen = self._rows_of(module, mine, theirs)
+        off = difference(mine, theirs[chosen])
+        self.worst_rows = max(self.worst_rows, off)
+        if not off <= self.bounds.rows:
+            raise ParityError(
+                f"{self.where}: {self._place(module)} reads rows that differ by {off:.2g} of their size from the "
+                f"model's, allowed is {self.bounds.rows:g}. All products before it are right, so the fault lies "
+                "between them and it: a norm, rotary embedding, mask, cache row, residual or stream identifier"
+            )
+        given = theirs.copy()
+        given[chosen] = mine
+        return (torch.from_numpy(given).reshape(x.shape).to(x.dtype), *inputs[1:])
+
+    def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        product = self._waiting[id(module)].pop(0)
+        rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float().numpy()
+        theirs = output.detach().reshape(-1, output.shape[-1]).float().numpy()
+        chosen = self._rows_of(module, product.inputs, rows)
+        if product.outputs.shape[-1] != theirs.shape[-1]:
+            raise ParityError(
+                f"{self.where}: {self._place(module)} has {product.outputs.shape[-1]} columns, not {theirs.shape[-1]}"
+            )
+        off, column = product_difference(product.outputs, theirs[chosen]), worst_column(product.outputs, theirs[chosen])
+        self.worst_product, self.count = max(self.worst_product, off), self.count + 1
+        if not off <= self.bounds.product or not column[1] <= self.bounds.column:
+            found = f"by {off:.2g}, allowed is {self.bounds.product:g}"
+            if off <= self.bounds.product:
+                found = f"in column {column[0]} by {column[1]:.2g}, allowed is {self.bounds.column:g}"
+            raise ParityError(
+                f"{self.where}: {self._place(module)}: the product of its own rows differs {found}. Its stored weights "
+                "or scales are not the model's, or this CPU's kernel computes something else (integer products that "
+                "saturate): try another --quant"
+            )
+        given = theirs.copy()
+        given[chosen] = product.outputs
+        return torch.from_numpy(given).reshape(output.shape).to(output.dtype)
+
+    def _rows_of(self, module: nn.Module, mine: Array, theirs: Array) -> Array:
+        """Which of the reference's rows an artifact computes: all, or the few that something later reads."""
+        if mine.shape[-1] != theirs.shape[-1] or not np.isfinite(mine).all():
+            raise ParityError(f"{self.where}: {self._place(module)} reads rows of shape {mine.shape} or not finite")
+        if len(mine) == len(theirs):
+            return np.arange(len(theirs))
+        apart = np.square(mine[:, None] - theirs[None]).sum(axis=-1)
+        nearest: Array = apart.argmin(axis=1)
+        return nearest
+
+    def _place(self, module: nn.Module) -> str:
+        """``layer 17, self_attn.q_proj``."""
+        parts = self.names[module][0].split(".")
+        if "layers" in parts:
+            at = parts.index("layers")
+            return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :]).removesuffix('.base')}"
+        return parts[-1]
+
+
+def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.Module, list[str]]:
+    """The modules that are one product each in an artifact, and the names of their weights' owners."""
+    owners: dict[int, list[str]] = {}
+    linears: dict[int, nn.Module] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if isinstance(part, nn.Linear):
+            linears[id(part)] = part
+            owners.setdefault(id(part.weight), []).insert(0, name)
+        elif isinstance(part, nn.Embedding):
+            owners.setdefault(id(part.weight), []).append(name)  # a tied head goes by the table's name too
+    names = {key: owners[id(part.weight)] for key, part in linears.items()}
+    if slotted:
+        for part in model.modules():
+            if isinstance(part, LowRank):
+                for factor in part.children():
+                    linears.pop(id(factor), None)
+            # Streams that run beside main rows have their terms added to some rows only: not one product.
+            beside = isinstance(part, StreamRowAdapter) and not part.replace and schedule is Schedule.DEFERRED
+            if (isinstance(part, LoraLinear) or beside) and id(part.base) in linears:
+                linears[id(part.base)] = part
+    return {module: names[key] for key, module in linears.items()}
+
+
+def difference(mine: Array, theirs: Array) -> float:
+    """The largest relative difference (rms) of two rows that belong together; ``[rows, K]`` each."""
+    size = np.sqrt(np.square(theirs).mean(axis=-1)) + 1e-12
+    far = np.sqrt(np.square(mine - theirs).mean(axis=-1)) / size
+    return float(np.nan_to_num(far, nan=np.inf).max(initial=0.0))
+
+
+def product_difference(mine: Array, theirs: Array) -> float:
+    """The relative difference (rms) of two products ``[rows, N]``, rows of any size counting alike."""
+    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
+    far = np.sqrt(np.square((mine - theirs) / scale).mean())
+    return float(np.nan_to_num(far, nan=np.inf))
+
+
+def worst_column(mine: Array, theirs: Array) -> tuple[int, float]:
+    """The column ``[rows]`` that differs most in the middle of its rows, and by how much of its usual size.
+
+    0 where rows are few. Columns that are nearly nothing count as a third of a usual one.
+    """
+    if len(mine) < ENOUGH_ROWS:
+        return 0, 0.0
+    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
+    far = np.median(np.abs(mine - theirs) / scale, axis=0)
+    off = np.nan_to_num(far / np.maximum(np.median(np.abs(theirs) / scale, axis=0), 0.3), nan=np.inf)
+    return int(off.argmax()), float(off.max())

@@ -1,0 +1,176 @@
+"""Both sides of the parity gate: the torch reference and what an exported artifact must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
+from ssdevice.export.forms import function_module
+from ssdevice.export.plan import ExportJob
+from ssdevice.model.reference import Cache, int32
+from ssdevice.model.step import PrefillModule, StepModule
+
+Array = np.ndarray[Any, Any]
+Drafts = list[list[int]]
+FIRST_PROMPT_ID = 3
+
+
+@dataclass(frozen=True)
+class StepOut:
+    """``tokens``: those that count. ``drafts``: γ rows of k ids."""
+
+    tokens: list[int]
+    drafts: Drafts
+
+
+class Driver(Protocol):
+    """One conversation with an exported artifact; it commits what a call gives at ``length``."""
+
+    def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
+        """Commit 1 to C tokens: (the next token, drafts)."""
+        ...
+
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
+        """One speculative step after the token ``last``; its accepted rows are committed."""
+        ...
+
+    def plain(self, last: int, length: int) -> int:
+        """One plain step; one row is committed."""
+        ...
+
+    def rows(self, start: int, end: int) -> Array | None:
+        """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None where they cannot be read."""
+        ...
+
+
+class TorchDriver:
+    """The reference as a Driver. ``main``/``streams``: logits of the last call, ``[rows, V]`` each.
+
+    ``jitter``: relative size of random changes to every product and norm, drawn from ``seed``: a reference that rounds
+    elsewhere. Where quantization amplifies such changes it shows by how much.
+    """
+
+    def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
+        plan, model = job.plan, job.loaded.model
+        self.geometry = g = plan.geometry
+        self.modules = {name: function_module(name, model, g, plan.schedule) for name in plan.function_names}
+        self.model, self.jitter = model, jitter
+        self.draw = torch.Generator().manual_seed(seed)
+        size = max(g.chunk, g.tree.emitted) + g.context
+        self.cache = Cache(torch.zeros(g.layers, 2, 1, g.kv_heads, size, g.head_dim))
+        self.main: Array = np.zeros((0, g.vocab), np.float32)
+        self.streams: Array = np.zeros((0, g.vocab), np.float32)
+
+    def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
+        """See Driver."""
+        module, chunk = self.modules[PREFILL], self.geometry.chunk
+        assert isinstance(module, PrefillModule)
+        ids = torch.tensor([*tokens, *([0] * (chunk - len(tokens)))], dtype=torch.int32)
+        out = self._watched(lambda: module(ids, int32(len(tokens)), int32(length), self._past(length)))
+        self.cache.commit(out.rows, len(tokens))
+        return int(out.token), out.drafts.tolist()
+
+    def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
+        """See Driver."""
+        module = self.modules[STEP]
+        assert isinstance(module, StepModule)
+        given = torch.tensor(drafts, dtype=torch.int32)
+        out = self._watched(lambda: module(int32(last), given, int32(length), self._past(length)))
+        count = int(out.count)
+        self.cache.commit(out.rows, count)
+        return StepOut(out.tokens[:count].tolist(), out.drafts.tolist())
+
+    def plain(self, last: int, length: int) -> int:
+        """See Driver."""
+        module = self.modules[PLAIN]
+        assert isinstance(module, StepModule)
+        none = torch.zeros(0, 1, dtype=torch.int32)
+        out = self._watched(lambda: module(int32(last), none, int32(length), self._past(length)))
+        self.cache.commit(out.rows, 1)
+        return int(out.tokens)
+
+    def rows(self, start: int, end: int) -> Array:
+        """See Driver."""
+        rows = self.cache.rows[:, :, 0, :, start:end].transpose(2, 3)
+        shape = (2 * self.geometry.layers, end - start, self.geometry.row_width)
+        return rows.reshape(shape).numpy().copy()
+
+    def _past(self, length: int) -> list[Any]:
+        self.cache.length = length
+        return self.cache.past()
+
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        seen: list[Array] = []
+
+        def keep(_: object, __: object, logits: torch.Tensor) -> None:
+            seen.append(logits.detach().reshape(-1, logits.shape[-1]).float().numpy())
+
+        def spread(_: object, __: object, logits: torch.Tensor) -> None:
+            """Drafts are compared by token id, so a draft vocabulary's logits go to their ids."""
+            assert self.model.streams is not None
+            everywhere = np.full((logits[0].shape[0], self.geometry.vocab), -np.inf, np.float32)
+            everywhere[:, self.model.streams.draft_ids.numpy()] = logits[0].detach().float().numpy()
+            seen.append(everywhere)
+
+        with torch.no_grad(), self._jittered():
+            hooks = [self.model.backbone.lm_head.register_forward_hook(keep)]
+            if self.model.draft_head is not None:
+                hooks.append(self.model.draft_head.register_forward_hook(spread))
+            try:
+                out = call()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        self.main = seen[0]
+        self.streams = seen[1] if len(seen) > 1 else self.streams
+        return out
+
+    @contextmanager
+    def _jittered(self) -> Iterator[None]:
+        def change(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            return output * (1 + self.jitter * torch.randn(output.shape, generator=self.draw))
+
+        hooks = []
+        if self.jitter:
+            leaves = (part for part in self.model.modules() if isinstance(part, (nn.Linear, nn.Embedding)))
+            hooks = [part.register_forward_hook(change) for part in leaves]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def plant(g: Geometry, node: int, continuation: Sequence[int], draw: np.random.Generator) -> Drafts:
+    """Drafts ``[γ, k]`` with the continuation on the path to ``node`` and other ids everywhere else."""
+    path = g.tree.paths[node]
+    drafts = []
+    for j in range(g.gamma):
+        true = continuation[j] if j < len(continuation) else -1
+        row = [int(i) for i in draw.integers(0, g.vocab, g.k)]
+        row = [(i + 1) % g.vocab if i == true else i for i in row]
+        if j < len(path):
+            row[path[j]] = true
+        drafts.append(row)
+    return drafts
+
+
+def random_prompt(g: Geometry, length: int) -> list[int]:
+    """Ids that make rows unlike each other."""
+    draw = np.random.default_rng(0)
+    return [int(i) for i in draw.integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
+
+
+def run_prefill(driver: Driver, tokens: Sequence[int], chunk: int) -> tuple[int, Drafts]:
+    """Prefill of a whole prompt, chunk by chunk."""
+    result: tuple[int, Drafts] = (0, [])
+    for at in range(0, len(tokens), chunk):
+        result = driver.prefill(tokens[at : at + chunk], at)
+    return result

@@ -1,0 +1,105 @@
+"""How far two right results of one model may part, measured on the model itself.
+
+The reference runs twice: as it is, and with random changes of every product, a little larger than the artifact's
+rounding. Where depth, outlier channels or rounding to levels amplify such changes, the two part, layer by layer, as far
+as any correct artifact may part from either. What an artifact shows beyond a factor of that is its own fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ssdevice.errors import ParityError
+
+Array = np.ndarray[Any, Any]
+FACTOR = 2.0
+"""An artifact's differences over the spread. Both are samples of one distribution, over dozens of rows."""
+TIE_FACTOR = 6.0
+"""The margin of a near-tie over the change of a logit (rms): three times what two logits change against each other."""
+FLOOR = 10.0
+"""Differences of this many jitters are never a fault."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Two ids that differ, and how far apart the reference's logits of them are."""
+
+    where: str
+    name: str
+    mine: int
+    theirs: int
+    margin: float
+
+
+@dataclass
+class Spread:
+    """Sums of squares by keys and values of each layer ``[2 * layers]``: the artifact's differences, the twin's, and
+    of the rows themselves. ``changes``: of the twin's logits (rms), in the row of each call that changes most."""
+
+    artifact: Array | None = None
+    twin: Array | None = None
+    size: Array | None = None
+    ties: list[Tie] = field(default_factory=list)
+    changes: list[float] = field(default_factory=list)
+    scale: float = 0.0
+
+    def rows(self, where: str, mine: Array, twin: Array, theirs: Array) -> None:
+        """Take in committed rows ``[2 * layers, n, width]`` of all sides."""
+        sums = [np.square(part.astype(np.float64)).sum(axis=(1, 2)) for part in (mine - theirs, twin - theirs, theirs)]
+        if self.artifact is None or self.twin is None or self.size is None:
+            self.artifact, self.twin, self.size = (np.zeros_like(part) for part in sums)
+        self.artifact, self.twin, self.size = self.artifact + sums[0], self.twin + sums[1], self.size + sums[2]
+
+    def logits(self, twin: Array, theirs: Array) -> None:
+        """Take in logits ``[rows, V]`` of the same rows."""
+        if len(theirs):
+            self.changes.append(float(np.sqrt(np.square(twin - theirs).mean(axis=-1)).max()))
+            self.scale = max(self.scale, float(np.abs(theirs).max()))
+
+    def tie(self, where: str, name: str, mine: int, theirs: int, margin: float) -> None:
+        """Take in two ids that differ."""
+        self.ties.append(Tie(where, name, mine, theirs, margin))
+
+    def facts(self) -> dict[str, float]:
+        """Of the layer where the artifact is farthest from the reference, and of ids that differ."""
+        mine, twin = self.relative()
+        return {
+            "rows": float(mine.max(initial=0.0)),
+            "rows_spread": float(twin.max(initial=0.0)),
+            "near_ties": float(len(self.ties)),
+            "near_tie_margin": max((tie.margin for tie in self.ties), default=0.0),
+            "logits_spread": max(self.changes, default=0.0),
+        }
+
+    def relative(self) -> tuple[Array, Array]:
+        """By keys and values of each layer: the artifact's differences and the twin's, relative to the rows (rms)."""
+        if self.artifact is None or self.twin is None or self.size is None:
+            return np.zeros(0), np.zeros(0)
+        size = np.maximum(self.size, 1e-12)
+        return np.sqrt(self.artifact / size), np.sqrt(self.twin / size)
+
+    def judge(self, jitter: float) -> None:
+        """Raises ParityError naming the first layer, or else the first id, that is beyond the spread."""
+        mine, twin = self.relative()
+        allowed = FACTOR * twin + FLOOR * jitter
+        beyond = np.flatnonzero(mine > allowed)
+        if len(beyond):
+            at = int(beyond[0])
+            part = "values" if at % 2 else "keys"
+            raise ParityError(
+                f"committed rows, {part} of layer {at // 2}: they differ by {mine[at]:.2g} of their size; two right "
+                f"results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}. What layer "
+                f"{at // 2} reads or its projections are wrong; the bundle was not published"
+            )
+        near = TIE_FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
+        for tie in self.ties:
+            if tie.margin > near:
+                raise ParityError(
+                    f"{tie.where}: {tie.name} is {tie.mine}, the reference says {tie.theirs} and prefers it by "
+                    f"{tie.margin:.3g}; a near-tie of this model is at most {near:.3g}. All committed rows agree, so "
+                    "the fault lies in the streams, the head or the choice among candidates; the bundle was not "
+                    "published"
+                )

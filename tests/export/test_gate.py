@@ -1,0 +1,111 @@
+"""The parity gate accepts right exports of any depth and refuses every wrong one, a single wrong layer included."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+import torch
+
+from ssdevice.config import Schedule
+from ssdevice.errors import ParityError
+from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.parity.follow import follow
+from ssdevice.export.parity.gate import FLOAT_JITTER, HALF_JITTER, QUANTIZED_JITTER, check, compare
+from ssdevice.export.parity.products import FLOAT16, FLOAT32, QUANTIZED
+from ssdevice.export.plan import ExportJob, Quant
+from tests.export.deep import Artifact, deep_model, job_of
+from tests.export.faults import FAULTS
+
+LAYER = 17
+KINDS = {
+    "fp32": (Quant.FP32, FLOAT32, FLOAT_JITTER),
+    "fp16": (Quant.FP32, FLOAT16, HALF_JITTER),
+    "int8": (Quant.INT8, QUANTIZED, QUANTIZED_JITTER),
+    "int4": (Quant.INT4, QUANTIZED, QUANTIZED_JITTER),
+}
+
+
+@cache
+def deep_job(name: str = "llama", layers: int = 24, schedule: Schedule = Schedule.DEFERRED) -> ExportJob:
+    return job_of(deep_model(name, layers), schedule)
+
+
+def gated(job: ExportJob, artifact: Artifact, kind: str) -> dict[str, float]:
+    quant, bounds, jitter = KINDS[kind]
+    with ExitStack() as stack:
+        for model in (job.loaded.model, artifact.model):
+            stack.enter_context(simulated(model, quant))
+        return check(job, artifact, jitter, artifact, bounds)
+
+
+SLOW = pytest.mark.slow
+
+
+DEEP = [
+    ("llama", 48), ("gemma3_text", 24), ("gemma2", 32), ("olmo2", 24), ("phi3", 32), ("granite", 48), ("cohere2", 24),
+    ("stablelm", 32), ("nemotron", 24), ("opt-before", 24),
+]  # fmt: skip
+QUICK = [("llama", 24, "int8"), ("llama", 24, "fp16"), ("qwen3", 32, "int4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kind"),
+    [*QUICK, *(pytest.param(*model, kind, marks=SLOW) for model in DEEP for kind in KINDS)],
+)
+def test_a_right_artifact_is_accepted_at_any_depth(name: str, layers: int, kind: str) -> None:
+    job = deep_job(name, layers)
+    facts = gated(job, Artifact(job, half=kind == "fp16"), kind)
+    assert facts["products"] > 4 * layers
+    assert facts["counts"] == job.plan.geometry.tree.emitted
+
+
+PLACES = {
+    "a-missing-residual": "layer 18",  # where it is read
+    "an-adapters-scaling-twice": "layer 23",
+    "a-stream-identifier-swapped": "layer 22",
+    "a-stale-last-norm": "lm_head",
+    "candidates-in-another-order": "next_drafts",
+    "one-token-too-many": "count",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=SLOW), pytest.param("fp16", marks=SLOW), "int8"])
+def test_a_fault_in_one_layer_is_refused(fault: str, kind: str) -> None:
+    job = deep_job()
+    artifact = Artifact(job, half=kind == "fp16")
+    torch.manual_seed(0)
+    FAULTS[fault](artifact, LAYER)
+    quant, bounds, _ = KINDS[kind]
+    with ExitStack() as stack:
+        for model in (job.loaded.model, artifact.model):
+            stack.enter_context(simulated(model, quant))
+        with pytest.raises(ParityError) as refusal:
+            follow(job, artifact, bounds)
+    assert PLACES.get(fault, f"layer {LAYER}") in str(refusal.value)
+
+
+UNSEEN_AT_DEPTH = {
+    "a-scale-off-by-2-percent", "one-column-off-by-2-percent", "attention-scaled-by-2-percent", "a-missing-residual",
+}  # fmt: skip
+"""Smaller than what quantization makes of rounding by layer 17: only products show these."""
+
+
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=SLOW) for name in FAULTS])
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_results_alone_show_what_is_larger_than_rounding(fault: str, kind: str) -> None:
+    """For targets whose products cannot be seen."""
+    job = deep_job()
+    artifact = Artifact(job)
+    torch.manual_seed(0)
+    FAULTS[fault](artifact, LAYER)
+    quant, _, jitter = KINDS[kind]
+    with ExitStack() as stack:
+        for model in (job.loaded.model, artifact.model):
+            stack.enter_context(simulated(model, quant))
+        if kind == "int8" and fault in UNSEEN_AT_DEPTH:
+            pytest.skip("smaller than the spread")
+        with pytest.raises(ParityError):
+            compare(job, artifact, jitter)
