@@ -1,7 +1,7 @@
 """The step and prefill modules behind the flat signatures of the contract.
 
-``RowsForm`` is the ROWS form: committed rows come in as ``[P, kv_heads * head_dim]`` per layer and the new rows of all
-layers leave as one tensor. What an exporter should recognise as a whole (attention over several runs of rows, rotary
+``ExternalCacheForm``: the KV cache is the caller's. Committed rows come in as ``[P, kv_heads * head_dim]`` per layer and
+the new rows of all layers leave as one tensor. What an exporter should recognise as a whole (attention over several runs of rows, rotary
 embedding, the view of rows as heads) runs through the operators below; each computes the same as the model's own code.
 """
 
@@ -70,7 +70,7 @@ def exportable(model: StreamModel) -> StreamModel:
     return under(model, Operators(attention=_attention, rotary=rotary))
 
 
-class RowsForm(nn.Module):
+class ExternalCacheForm(nn.Module):
     """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` by layer."""
 
     def __init__(self, name: str, module: StepModule | PrefillModule, kv_heads: int) -> None:

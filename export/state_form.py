@@ -1,4 +1,4 @@
-"""The step and prefill modules with the cache as state of the graph: the STATE form of the contract.
+"""The step and prefill modules with the cache as state of the graph: the internal form of the contract.
 
 How a cache is stored and written is a target's choice, so both are parameters. ``stacked``: one tensor
 ``[layers, kv_heads, capacity, head_dim]`` each for keys and values, as the contract has it. Not stacked: the same cut
@@ -42,7 +42,7 @@ class LayerStates(nn.Module):
         return self.get_buffer(str(layer))
 
 
-class StateForm(nn.Module):
+class InternalCacheForm(nn.Module):
     """One function of the contract: its inputs and outputs in the contract's order, the cache in buffers.
 
     ``dtype``: of the state; rows are computed in float32. ``write``, ``stacked``: see the module. ``logits``: ``step``

@@ -46,7 +46,7 @@ class Conversation:
         self.geometry = engine.geometry
         self.length = 0
         # The integers of a function are the same whoever holds the cache.
-        specs = functions(engine.geometry, CacheForm.STATE, "").values()
+        specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
         integers = {tensor.name: tensor.shape for spec in specs for tensor in spec.inputs}
         self._inputs: dict[str, NDArray[np.int32]] = {
             name: np.zeros([int(size) for size in shape], np.int32) for name, shape in integers.items()

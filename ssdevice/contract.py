@@ -9,9 +9,9 @@ export::
 
 Without streams there is no ``step``, and ``prefill`` gives no drafts.
 
-The cache takes one of two forms. ``STATE``: the graph owns tensors ``keys``/``values`` of shape
+The KV cache takes one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
 ``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may cut both by layer
-(``keys.0``, .., see ``ssdevice.export.state_form``). ``ROWS``: the caller passes the committed rows of each layer as
+(``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the committed rows of each layer as
 ``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
 ``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
 writes at ``length``. Either way n rows are written, A, C or 1; those beyond the count are garbage and stay masked.
@@ -53,20 +53,20 @@ MAX_CONTEXT = 1 << 20
 
 
 def past_key(layer: int) -> str:
-    """Name of the committed keys of one layer in the ROWS form."""
+    """Name of the committed keys of one layer in the external form."""
     return f"past_keys.{layer}"
 
 
 def past_value(layer: int) -> str:
-    """Name of the committed values of one layer in the ROWS form."""
+    """Name of the committed values of one layer in the external form."""
     return f"past_values.{layer}"
 
 
 class CacheForm(StrEnum):
-    """Who holds the KV cache: the caller (ROWS) or the graph (STATE)."""
+    """Who holds the KV cache: the caller (external) or the graph, as state (internal); values as bundles spell them."""
 
-    ROWS = "rows"
-    STATE = "state"
+    EXTERNAL = "rows"
+    INTERNAL = "state"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
     def function(
         name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], new_rows: int
     ) -> FunctionSpec:
-        if cache is CacheForm.STATE:
+        if cache is CacheForm.INTERNAL:
             shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
             return FunctionSpec(
                 name, inputs, outputs, (TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype))

@@ -207,7 +207,7 @@ class Tree:
         """[T, T]; row i is true at node i and its ancestors: the tree part of the attention mask (2402.11131 eq. 4)."""
         return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
 
-    def token_slots(self, k: int) -> tuple[int, ...]:
+    def draft_indices(self, k: int) -> tuple[int, ...]:
         """[T] where each node's token stands in ``concat(root, drafts[γ, k] row by row)``; ConfigError if k < width."""
         if k < self.width:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams give k = {k}")

@@ -160,7 +160,7 @@ def test_the_readme_goes_from_a_model_to_an_app(place: Path) -> None:
     assert [command[0] for command in chain[:3]] == ["train", "export", "run"]
     assert {"inspect", "bench", "verify", "bundle"} <= {command[0] for command in chain}
     said = python(place, CHAIN, json.dumps([[*command, *LESS.get(command[0], [])] for command in chain]))
-    assert "All arms gave the same tokens" in said
+    assert "All decoding modes gave the same tokens" in said
     [snippet] = blocks(readme, "python", chapter)
     answer = python(place, snippet + "\nassert 'torch' not in sys.modules")
     assert re.search(r"\d+\.\d+ \d+\.\d+$", answer.strip()), answer

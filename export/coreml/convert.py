@@ -19,7 +19,7 @@ from ssdevice.export.mlprogram.graph import name_inputs, simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
 from ssdevice.export.mlprogram.quiet import ct, quiet
-from ssdevice.export.state_form import StateForm, Write
+from ssdevice.export.state_form import InternalCacheForm, Write
 from ssdevice.model.step import StreamModel
 
 CACHE_DTYPE = "float16"
@@ -30,7 +30,7 @@ MAIN = "main"
 
 def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
     """The contract's functions with their cache as state."""
-    return functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    return functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
 
 
 def convert(
@@ -47,7 +47,7 @@ def convert(
     inputs = tuple(torch.zeros(_shape(tensor.shape), dtype=torch.int32) for tensor in spec.inputs)
     with quiet(), torch.no_grad():
         module = function_module(name, half_precision(model), geometry, schedule)
-        form = StateForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
+        form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
         name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))

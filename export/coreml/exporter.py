@@ -81,7 +81,7 @@ class CoreMLExporter(Exporter):
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
-        return CoreMLResult(files, CacheForm.STATE, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
+        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.

@@ -1,6 +1,6 @@
 """golden.json: integers that a correct host gets step by step, whatever language it is written in.
 
-Each case is a conversation of one app: prefill calls, then steps with the drafts to give. Drafts are planted so that
+Each case is a conversation of one app: prefill calls, then steps with the drafts to give. drafts are forced so that
 steps end at different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by
 the interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
 least distance between the two largest logits of any row that decided a token of the step, in the float32 reference
@@ -20,7 +20,7 @@ import numpy as np
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.errors import ConfigError
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, plant
+from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportJob, ExportPlan
 from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -97,7 +97,7 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         # The first step takes the package's own drafts, the others end at depth 0, 1, 2, ..
         if number:
             node = g.tree.depths.index(min((number - 1) % (depth + 1), max(0, len(truth) - done - 2)))
-            drafts = plant(g, node, truth[done + 1 :], draw)
+            drafts = force_drafts(g, node, truth[done + 1 :], draw)
         if done >= len(truth):
             break
         out = driver.step(truth[done], drafts, length + done)

@@ -33,7 +33,7 @@ class CoreMLDelegateExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``; see ``plan.Exporter``."""
         plan = job.plan
-        specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
+        specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
 
         def report(number: int, what: str) -> None:
@@ -47,7 +47,7 @@ class CoreMLDelegateExporter(Exporter):
         if plan.options.chosen(ExecutorchOptions).logits:
             said.insert(0, GIVES_LOGITS)
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        return TargetResult(files, CacheForm.STATE, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The written program, its delegates in the interpreter, against the torch model with the package's weights."""

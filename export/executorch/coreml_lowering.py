@@ -28,7 +28,7 @@ from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
 from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
-from ssdevice.export.state_form import StateForm
+from ssdevice.export.state_form import InternalCacheForm
 from ssdevice.model.step import StreamModel
 
 WRITE = "aten.index_put.default"
@@ -39,7 +39,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     module = function_module(name, half_precision(model), plan.geometry, plan.schedule)
     # Every row is read: Core ML's shapes are static.
-    form = StateForm(
+    form = InternalCacheForm(
         name, module, plan.geometry, stacked=False, logits=plan.options.chosen(ExecutorchOptions).logits
     ).eval()
     with torch.no_grad():

@@ -53,7 +53,7 @@ class ExecutorchExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``, and where apps stand apart a file for each; see ``plan.Exporter``."""
         plan = job.plan
-        specs = plan.functions(CacheForm.STATE, CACHE_DTYPE)
+        specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
         stages = len(specs) + 2
         files = [TargetFile(PROGRAM, PROGRAM_FILE)]
@@ -79,7 +79,7 @@ class ExecutorchExporter(Exporter):
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
-        return TargetResult(tuple(files), CacheForm.STATE, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
+        return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """The program as the runtime runs it, against the torch model with the same quantized weights.

@@ -18,7 +18,7 @@ from ssdevice.contract import Geometry
 from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.slots import touch
 from ssdevice.export.forms import function_module
-from ssdevice.export.state_form import LayerStates, StateForm
+from ssdevice.export.state_form import InternalCacheForm, LayerStates
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 
@@ -30,8 +30,8 @@ lays its memory out anew.
 """
 
 
-class VisibleForm(StateForm):
-    """A StateForm of layer states that reads only the committed rows, and attends to them in ``ColumnAttention``."""
+class VisibleForm(InternalCacheForm):
+    """An InternalCacheForm that reads only the committed rows of layer states, through ``ColumnAttention``."""
 
     keys: LayerStates
     values: LayerStates
@@ -47,7 +47,7 @@ class VisibleForm(StateForm):
         self.span = span
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See StateForm; ``length`` is the last input of every function."""
+        """See InternalCacheForm; ``length`` is the last input of every function."""
         length, capacity = tensors[-1], self.geometry.capacity
         least = min(BUCKET, capacity)
         rounded = torch.div(length + (self.span + BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET

@@ -19,7 +19,7 @@ from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec
 from ssdevice.errors import ParityError, UnsupportedModelError
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.forms import RowsForm, exportable, function_module
+from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.graph import finish, simplify, tag
@@ -65,7 +65,7 @@ class OnnxExporter(Exporter):
         plan = job.plan
         if not plan.merged:
             return self._export_slots(job, folder)
-        specs = plan.functions(CacheForm.ROWS, CACHE_DTYPE)
+        specs = plan.functions(CacheForm.EXTERNAL, CACHE_DTYPE)
         store = WeightStore()
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             for number, (name, spec) in enumerate(specs.items()):
@@ -74,7 +74,7 @@ class OnnxExporter(Exporter):
         files = [TargetFile(name, FILES[name]) for name in specs]
         return TargetResult(
             (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
-            CacheForm.ROWS,
+            CacheForm.EXTERNAL,
             CACHE_DTYPE,
             (*_notes(plan.options.quant, store), *job.notes),
             _tools(),
@@ -92,7 +92,7 @@ class OnnxExporter(Exporter):
             for traced in wanted:
                 variant = traced.variant
                 model = template(job, variant)
-                specs = model.plan.functions(CacheForm.ROWS, CACHE_DTYPE)
+                specs = model.plan.functions(CacheForm.EXTERNAL, CACHE_DTYPE)
                 slots: dict[str, Slot] = {}
                 for name in traced.functions:
                     file = graph_file(name, variant)
@@ -112,7 +112,7 @@ class OnnxExporter(Exporter):
         (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
         apps = {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
         return TargetResult(
-            tuple(files), CacheForm.ROWS, CACHE_DTYPE, _notes(plan.options.quant, store), _tools(), apps
+            tuple(files), CacheForm.EXTERNAL, CACHE_DTYPE, _notes(plan.options.quant, store), _tools(), apps
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
@@ -187,7 +187,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     """
     plan, model = job.plan, exportable(job.loaded.model)
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
-    form: torch.nn.Module = RowsForm(spec.name, module, plan.geometry.kv_heads).eval()
+    form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
     names = [tensor.name for tensor in spec.inputs]
     past = torch.export.Dim(PAST, min=1, max=plan.geometry.capacity)
     arguments, dynamic = [], []

@@ -23,7 +23,7 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import ParityError
 from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, difference
-from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, plant, random_prompt
+from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, force_drafts, random_prompt
 from ssdevice.export.plan import ExportJob
 
 
@@ -43,7 +43,7 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
     ends = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)] if g.gamma else []
     for node in {*ends, g.tree.size - 1} if ends else ():
         job.report("check parity", node, g.tree.size, "products of step")
-        walk.step(truth[0], plant(g, node, truth[1:], draw), len(prompt), node)
+        walk.step(truth[0], force_drafts(g, node, truth[1:], draw), len(prompt), node)
     found = walk.follower
     return {
         "products": float(found.count),
@@ -85,7 +85,7 @@ class Walk:
         return token
 
     def step(self, root: int, drafts: Drafts, length: int, node: int) -> StepOut:
-        """One step over planted drafts that are to end at ``node``."""
+        """One step over forced drafts that are to end at ``node``."""
         where = f"{STEP} to node {node}"
         call = self._call(STEP, {ROOT: _int(root), DRAFTS: np.array(drafts, np.int32)}, length)
         with self.follower.following(where, call):

@@ -6,7 +6,7 @@ Two checks, and both must pass (docs/parity.md):
     Every product with the artifact's own rows, where a target can show them: nothing adds up, so bounds are tight.
 ``compare``
     The artifact as it ships, through every way a step can end. A random or real model accepts few drafts of its own,
-    so drafts are planted: the reference's plain continuation stands on one tree path at a time and wrong ids stand
+    so drafts are forced: the reference's plain continuation stands on one tree path at a time and wrong ids stand
     everywhere else. Differences do add up here, so they are held against those that the reference itself shows when
     its numbers are changed by a rounding (``Spread``).
 """
@@ -22,7 +22,15 @@ from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROW
 from ssdevice.errors import ParityError
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown
-from ssdevice.export.parity.reference import Array, Drafts, Driver, TorchDriver, plant, random_prompt, run_prefill
+from ssdevice.export.parity.reference import (
+    Array,
+    Drafts,
+    Driver,
+    TorchDriver,
+    force_drafts,
+    random_prompt,
+    run_prefill,
+)
 from ssdevice.export.parity.spread import Spread
 from ssdevice.export.plan import ExportJob
 from ssdevice.progress import Report
@@ -171,7 +179,7 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
         length, root = len(prompt) + done, truth[done]
         if done + 1 + depth >= len(truth):
             break
-        drafts = plant(g, node, truth[done + 1 :], draw)
+        drafts = force_drafts(g, node, truth[done + 1 :], draw)
         twin = gate.twin.step(root, drafts, length)
         theirs, mine = reference.step(root, drafts, length), gate.artifact.step(root, drafts, length)
         where = f"{STEP} {i + 1} (end node {node})"

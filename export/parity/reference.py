@@ -148,7 +148,7 @@ class TorchDriver:
                 hook.remove()
 
 
-def plant(g: Geometry, node: int, continuation: Sequence[int], draw: np.random.Generator) -> Drafts:
+def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.random.Generator) -> Drafts:
     """Drafts ``[γ, k]`` with the continuation on the path to ``node`` and other ids everywhere else."""
     path = g.tree.paths[node]
     drafts = []

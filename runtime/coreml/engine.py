@@ -104,7 +104,7 @@ class CoreMLEngine(Engine):
         super().__init__(geometry, frozenset(names), program.package)
         self.names = dict(names)
         self.program: Program | None = program
-        specs = functions(geometry, CacheForm.STATE, "")
+        specs = functions(geometry, CacheForm.INTERNAL, "")
         self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreMLCache:
@@ -153,9 +153,9 @@ class CoreMLCache(Cache):
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle; raises BundleError for one of another cache form."""
-    if bundle.manifest.cache is not CacheForm.STATE:
+    if bundle.manifest.cache is not CacheForm.INTERNAL:
         raise BundleError(
-            f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.STATE}"
+            f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.INTERNAL}"
         )
     names = app_functions(bundle, app)
     package = bundle.file(MODEL)

@@ -56,10 +56,10 @@ class ExecutorchEngine(Engine):
         ``copy``: the bundle's program in another file, which is opened for this engine alone.
         """
         manifest, file, found = bundle.manifest, copy or bundle.file(PROGRAM), bundle.app(app)
-        if manifest.cache is not CacheForm.STATE or manifest.cache_dtype != CACHE_DTYPE:
+        if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
             raise BundleError(
                 f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
-                f"ExecuTorch bundles have {CACHE_DTYPE} in form {CacheForm.STATE}"
+                f"ExecuTorch bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
             )
         if not found.functions:
             return cls(file, bundle.geometry, list(bundle.functions), options)
@@ -147,7 +147,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Exec
 
 def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec]:
     """The signatures of some of the contract's functions as a program has them."""
-    every = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    every = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     return {name: every[name] for name in names}
 
 

@@ -60,7 +60,7 @@ class OnnxEngine(Engine):
         self.adapter = adapter
         self.options = options
         self.cache_dtype = cache_dtype
-        self.specs = functions(geometry, CacheForm.ROWS, cache_dtype)
+        self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: WeakSet[OnnxCache] = WeakSet()
         self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
@@ -231,8 +231,8 @@ def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterT
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
     """The engine of an ONNX bundle; raises BundleError for one of another cache form or a graph that does not load."""
     manifest = bundle.manifest
-    if manifest.cache is not CacheForm.ROWS:
-        raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.ROWS}")
+    if manifest.cache is not CacheForm.EXTERNAL:
+        raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.EXTERNAL}")
     files, geometry = app_graphs(bundle, app)
     shared = SharedBase.of(bundle, options)
     adapter = app_adapter(bundle, app, shared)

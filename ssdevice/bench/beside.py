@@ -13,19 +13,19 @@ Json = dict[str, Any]
 
 
 def compare(mine: BenchResult, other: BenchResult) -> Json:
-    """Decoding time of the other bundle over this one's by arm (2: this one takes half), and the answers they share.
+    """Decoding time of the other bundle over this one's by mode (2: this one takes half), and the answers they share.
 
     ``equal_answers``: prompts whose plain answers have the same tokens. Raises InputError if nothing can be compared.
     """
     ratios = {}
-    for name, arm in mine.arms.items():
-        theirs = other.arms.get(name)
+    for name, mode in mine.modes.items():
+        theirs = other.modes.get(name)
         if theirs is None:
             continue
         # Answers may differ between the bundles, so what counts is time by emitted token, prompt by prompt.
         pairs = [
             (b.decode_seconds / sum(b.accepted), a.decode_seconds / sum(a.accepted))
-            for mine_round, their_round in zip(arm.rounds, theirs.rounds, strict=True)
+            for mine_round, their_round in zip(mode.rounds, theirs.rounds, strict=True)
             for a, b in zip(mine_round, their_round, strict=True)
             if a.steps and b.steps
         ]
@@ -33,8 +33,8 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
             ratios[name] = _interval(speedup([b for b, _ in pairs], [a for _, a in pairs]))
     if not ratios:
         raise InputError("the two bundles have no way to decode in common that took a step")
-    names = [next(iter(result.arms)) for result in (mine, other)]
-    answers = [result.arms[name].answers for result, name in zip((mine, other), names, strict=True)]
+    names = [next(iter(result.modes)) for result in (mine, other)]
+    answers = [result.modes[name].answers for result, name in zip((mine, other), names, strict=True)]
     return {
         "faster": ratios,
         "equal_answers": sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)),

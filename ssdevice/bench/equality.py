@@ -1,13 +1,13 @@
 """Whether all ways to decode give the same tokens, and whether a difference is a near-tie or a fault.
 
-Three arms are held against plain decoding: plain decoding through the step graph, speculative decoding with the
-bundle's own drafts, and with *planted* drafts. A bundle of an untrained or badly matched app accepts little of its own
-drafts, so the plain answer itself is planted on one tree path after another, with wrong ids everywhere else: every node
+Three modes are held against plain decoding: plain decoding through the step graph, speculative decoding with the
+bundle's own drafts, and with *forced* drafts. A bundle of an untrained or badly matched app accepts little of its own
+drafts, so the plain answer itself is put on one tree path after another, with wrong ids everywhere else: every node
 then becomes the end of an accepted run.
 
 Sums over differently placed rows are not bit-equal, so two candidates whose logits nearly tie may change places. A
 difference counts as such a near-tie if, at the first differing token, the two best logits are at most twice as far
-apart as the largest change of any logit between the arms on rows where they agree, and that change is below the
+apart as the largest change of any logit between the modes on rows where they agree, and that change is below the
 ceiling of the precision. Anything else is a fault.
 """
 
@@ -28,9 +28,9 @@ from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
 from ssdevice.text.stream import Emission
 
-PLANTED = "planted"
+FORCED = "forced"
 MARGIN_PROMPTS = 2
-"""Prompts whose logits are compared even where all arms agree, so that the largest change is always known."""
+"""Prompts whose logits are compared even where all modes agree, so that the largest change is always known."""
 CEILINGS = {
     Precision.FP32: 1e-3,
     Precision.FP16: 0.1,
@@ -38,7 +38,7 @@ CEILINGS = {
     Precision.INT4: 0.5,
     Precision.PALETTE4: 0.5,
 }
-"""Largest change of a logit between arms, by precision, fixed before any run."""
+"""Largest change of a logit between modes, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
 
 
@@ -50,9 +50,9 @@ class ShowsLogits(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an arm left plain decoding. ``margin``: distance of plain's two best logits; None if not measured."""
+    """Where a mode left plain decoding. ``margin``: distance of plain's two best logits; None if not measured."""
 
-    arm: str
+    mode: str
     prompt: int
     position: int
     expected: int
@@ -83,7 +83,7 @@ class Comparison:
             if not self.near_tie(d):
                 why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
                 found.append(
-                    f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
+                    f"{d.mode}: prompt {d.prompt + 1} differs at token {d.position + 1} "
                     f"({d.found} instead of {d.expected}); no near-tie: {why}"
                 )
         return found
@@ -91,14 +91,14 @@ class Comparison:
 
 @dataclass
 class Equality(Comparison):
-    """``largest_change``: of any logit between the arms on agreeing rows; None if logits were not shown.
+    """``largest_change``: of any logit between the modes on agreeing rows; None if logits were not shown.
 
     ``answers``: tokens of plain decoding, by prompt.
     """
 
     precision: Precision
     prompts: int
-    arms: list[str]
+    modes: list[str]
     tokens: int = 0
     nodes_ended: set[int] = field(default_factory=set)
     nodes: int = 1
@@ -113,18 +113,18 @@ class Equality(Comparison):
 
     @property
     def allowed(self) -> int:
-        """How many prompts of an arm may differ: none in fp32, elsewhere 0.5 %, and one of a few."""
+        """How many prompts of a mode may differ: none in fp32, elsewhere 0.5 %, and one of a few."""
         return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
 
     def faults(self) -> list[str]:
         """What breaks the promise, one sentence each; none if it holds."""
         found = self.unexcused()
-        for arm in self.arms:
-            count = sum(d.arm == arm for d in self.differences)
+        for mode in self.modes:
+            count = sum(d.mode == mode for d in self.differences)
             if count > self.allowed:
-                found.append(f"{arm}: {count} of {self.prompts} prompts differ, at most {self.allowed} may")
+                found.append(f"{mode}: {count} of {self.prompts} prompts differ, at most {self.allowed} may")
         if self.largest_change is not None and self.largest_change > self.ceiling:
-            found.append(f"a logit changes by {self.largest_change:.3g} between arms, at most {self.ceiling} may")
+            found.append(f"a logit changes by {self.largest_change:.3g} between modes, at most {self.ceiling} may")
         return found
 
 
@@ -137,35 +137,35 @@ def compare(
     precision: Precision,
     report: Report,
 ) -> Equality:
-    """Decode prompts in all arms of an engine. ``shown``: the same bundle with logits shown, if that can be had."""
+    """Decode prompts in all modes of an engine. ``shown``: the same bundle with logits shown, if that can be had."""
     has_plain = PLAIN in engine.functions
     conversation = engine.new_conversation()
-    arms: dict[str, Advance] = {}
+    modes: dict[str, Advance] = {}
     if STEP in engine.functions:
-        arms = {"plain_step": plain_step} if has_plain else {}
-        arms |= {"speculative": speculative, PLANTED: speculative}
-    result = Equality(precision, len(prompts), list(arms), nodes=engine.geometry.tree.size)
+        modes = {"plain_step": plain_step} if has_plain else {}
+        modes |= {"speculative": speculative, FORCED: speculative}
+    result = Equality(precision, len(prompts), list(modes), nodes=engine.geometry.tree.size)
     for number, ids in enumerate(prompts):
-        report("compare arms", number, len(prompts), "")
+        report("compare decoding modes", number, len(prompts), "")
         base = plain if has_plain else plain_step
         expected = answer(conversation, ids, base, stop_ids, max_tokens)
         result.tokens += len(expected)
         result.answers.append(expected)
         differing = []
-        for name, advance in arms.items():
-            chosen = planter(len(ids), expected, result.nodes_ended) if name == PLANTED else advance
+        for name, advance in modes.items():
+            chosen = forcer(len(ids), expected, result.nodes_ended) if name == FORCED else advance
             found = answer(conversation, ids, chosen, stop_ids, max_tokens)
             if found != expected:
                 differing.append((name, first_difference(expected, found)))
         margins: NDArray[np.float32] | None = None
-        if arms and shown is not None and (differing or number < MARGIN_PROMPTS):
+        if modes and shown is not None and (differing or number < MARGIN_PROMPTS):
             change, margins = logit_change(shown.new_conversation(), ids, expected, has_plain)
             result.largest_change = max(result.largest_change or 0.0, change)
         for name, (position, expect, found_token) in differing:
-            # The first token is prefill's, the same call in all arms; margins begin with the second.
+            # The first token is prefill's, the same call in all modes; margins begin with the second.
             margin = float(margins[position - 1]) if margins is not None and 0 < position <= len(margins) else None
             result.differences.append(Difference(name, number, position, expect, found_token, margin))
-    report("compare arms", len(prompts), len(prompts), "")
+    report("compare decoding modes", len(prompts), len(prompts), "")
     return result
 
 
@@ -183,8 +183,8 @@ def answer(
     return [token for run in decode(conversation, ids, advance, accept, max_tokens) for token in run.tokens]
 
 
-def planter(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
-    """An ``Advance`` that plants ``truth`` on one tree path a step, each node in turn, and wrong ids elsewhere.
+def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
+    """An ``Advance`` that puts ``truth`` on one tree path a step, each node in turn, and wrong ids elsewhere.
 
     ``ended`` gathers the nodes that runs ended at.
     """
@@ -219,7 +219,7 @@ def logit_change(
     base = plain if has_plain else plain_step
     rows = led(conversation, ids, truth, base)
     change = 0.0
-    for advance in (speculative, planter(len(ids), truth, set())):
+    for advance in (speculative, forcer(len(ids), truth, set())):
         other = led(conversation, ids, truth, advance)
         count = min(len(rows), len(other))
         change = max(change, float(np.abs(rows[:count] - other[:count]).max(initial=0.0)))
@@ -228,7 +228,7 @@ def logit_change(
 
 
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
-    """Logits ``[len(truth) - 1, vocab]`` of an arm that is kept on ``truth`` after ``ids``, come what may."""
+    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, come what may."""
     conversation.length = 0
     if ids:
         prefill(conversation, ids)

@@ -1,4 +1,4 @@
-"""Peak resident memory of one way to decode, in a process of its own: arms in one process would share a peak."""
+"""Peak resident memory of one way to decode, in a process of its own: modes in one process would share a peak."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 from ssdevice.errors import SSDeviceError
 
 
-def peak_rss_mb(bundle: Path, app: str | None, arm: str, threads: int, prompt: Sequence[int], max_tokens: int) -> float:
+def peak_rss_mb(
+    bundle: Path, app: str | None, mode: str, threads: int, prompt: Sequence[int], max_tokens: int
+) -> float:
     """MB (10⁶ bytes) a fresh process needs at most to open a bundle and answer one prompt."""
     request = {
         "bundle": str(bundle.resolve()),
         "app": app,
-        "arm": arm,
+        "arm": mode,
         "threads": threads,
         "prompt": list(prompt),
         "max_tokens": max_tokens,

@@ -1,4 +1,4 @@
-"""A measurement as a picture: speed of the arms, and how many tokens a step gave."""
+"""A measurement as a picture: speed of the modes, and how many tokens a step gave."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 
 def _speed(axis: Any, report: dict[str, Any]) -> None:
-    arms = report["arms"]
-    names = list(arms)
-    values = [arms[name]["tokens_per_second"] for name in names]
-    rounds = [arms[name]["spread"]["tokens_per_second"] for name in names]
+    modes = report["arms"]
+    names = list(modes)
+    values = [modes[name]["tokens_per_second"] for name in names]
+    rounds = [modes[name]["spread"]["tokens_per_second"] for name in names]
     spreads = [
         [max(value - r["q1"], 0) for value, r in zip(values, rounds, strict=True)],
         [max(r["q3"] - value, 0) for value, r in zip(values, rounds, strict=True)],
@@ -75,8 +75,8 @@ def _speed(axis: Any, report: dict[str, Any]) -> None:
     axis.set_title(heading, loc="left")
 
 
-def _histogram(axis: Any, arm: dict[str, Any]) -> None:
-    histogram = arm["accepted_histogram"]
+def _histogram(axis: Any, mode: dict[str, Any]) -> None:
+    histogram = mode["accepted_histogram"]
     total = max(sum(histogram), 1)
     shares = [count / total * 100 for count in histogram]
     bars = axis.bar(range(1, len(shares) + 1), shares, color=GREEN, width=0.7)
@@ -85,4 +85,4 @@ def _histogram(axis: Any, arm: dict[str, Any]) -> None:
     axis.set_xlabel("tokens a step emitted")
     axis.set_ylabel("% of steps")
     axis.set_ylim(0, max([*shares, 1e-9]) * 1.18)
-    axis.set_title(f"{arm['tokens_per_step']:.2f} tokens per step", loc="left")
+    axis.set_title(f"{mode['tokens_per_step']:.2f} tokens per step", loc="left")

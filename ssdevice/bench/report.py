@@ -9,7 +9,7 @@ from typing import Any
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
 from ssdevice.bench.quality import choose_metric, score
-from ssdevice.bench.runner import SPECULATIVE, Arm, BenchOptions, BenchResult
+from ssdevice.bench.runner import SPECULATIVE, BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
 from ssdevice.contract import Geometry
 from ssdevice.data import Example
@@ -35,7 +35,7 @@ class Setting:
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
-    """Scores by arm with 95 % intervals; empty where an example has nothing to compare with.
+    """Scores by mode with 95 % intervals; empty where an example has nothing to compare with.
 
     ``metric``: one of ``ssdevice.bench.quality``, None to choose by the data.
     """
@@ -43,10 +43,10 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
         return {}
     metric = metric or choose_metric(result.examples)
     found: Json = {"metric": metric}
-    for name, arm in result.arms.items():
-        # Equal tokens have equal scores: one arm then speaks for all.
-        if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.arms:
-            found[name] = _means(metric, [answer.text for answer in arm.answers], result.examples)
+    for name, mode in result.modes.items():
+        # Equal tokens have equal scores: one mode then speaks for all.
+        if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.modes:
+            found[name] = _means(metric, [answer.text for answer in mode.answers], result.examples)
     return found
 
 
@@ -59,7 +59,7 @@ def as_json(
 ) -> Json:
     """The object ``bench --json`` writes."""
     geometry, speedup = setting.geometry, result.speedup
-    differing = {name: result.differing(name) for name in result.arms}
+    differing = {name: result.differing(name) for name in result.modes}
     return {
         "bundle": setting.bundle,
         "app": setting.app,
@@ -82,7 +82,7 @@ def as_json(
         "context": geometry.context,
         "parameters": setting.parameters,
         "model_mb": round(setting.model_bytes / 1e6, 3),
-        "arms": {name: _arm(arm, result, setting, memory.get(name)) for name, arm in result.arms.items()},
+        "arms": {name: _mode(mode, result, setting, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
@@ -95,24 +95,24 @@ def as_json(
     }
 
 
-def _arm(arm: Arm, result: BenchResult, setting: Setting, memory: float | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: float | None) -> Json:
     found: Json = {
-        "tokens_per_second": round(arm.tokens_per_second.median, 3),
-        "tokens_per_step": round(arm.tokens_per_step, 4),
-        "ttft_ms": round(arm.ttft_ms.median, 3),
-        "prefill_tokens_per_second": round(arm.prefill_tokens_per_second.median, 2),
-        "host_us_per_step": round(arm.host_us_per_step.median, 2),
-        "native_ms_per_step": round(arm.native_ms_per_step.median, 4),
+        "tokens_per_second": round(mode.tokens_per_second.median, 3),
+        "tokens_per_step": round(mode.tokens_per_step, 4),
+        "ttft_ms": round(mode.ttft_ms.median, 3),
+        "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
+        "host_us_per_step": round(mode.host_us_per_step.median, 2),
+        "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
         "peak_rss_mb": round(memory, 1) if memory is not None else None,
-        "tokens": sum(len(answer.tokens) for answer in arm.answers),
-        "steps": sum(answer.steps for answer in arm.answers),
+        "tokens": sum(len(answer.tokens) for answer in mode.answers),
+        "steps": sum(answer.steps for answer in mode.answers),
         "spread": {
-            "tokens_per_second": asdict(arm.tokens_per_second),
-            "ttft_ms": asdict(arm.ttft_ms),
-            "native_ms_per_step": asdict(arm.native_ms_per_step),
+            "tokens_per_second": asdict(mode.tokens_per_second),
+            "ttft_ms": asdict(mode.ttft_ms),
+            "native_ms_per_step": asdict(mode.native_ms_per_step),
         },
     }
-    if arm.name == SPECULATIVE:
+    if mode.name == SPECULATIVE:
         found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
     return found
 
@@ -147,13 +147,13 @@ def as_markdown(report: Json) -> str:
         "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s | peak MB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, arm in report["arms"].items():
-        rounds = arm["spread"]["tokens_per_second"]
-        memory = f"{arm['peak_rss_mb']:.0f}" if arm["peak_rss_mb"] is not None else ""
+    for name, mode in report["arms"].items():
+        rounds = mode["spread"]["tokens_per_second"]
+        memory = f"{mode['peak_rss_mb']:.0f}" if mode["peak_rss_mb"] is not None else ""
         lines.append(
-            f"| {TITLES[name]} | {arm['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
-            f"| {arm['tokens_per_step']:.2f} | {arm['native_ms_per_step']:.2f} | {arm['host_us_per_step']:.0f} "
-            f"| {arm['ttft_ms']:.1f} | {arm['prefill_tokens_per_second']:.0f} | {memory} |"
+            f"| {TITLES[name]} | {mode['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
+            f"| {mode['tokens_per_step']:.2f} | {mode['native_ms_per_step']:.2f} | {mode['host_us_per_step']:.0f} "
+            f"| {mode['ttft_ms']:.1f} | {mode['prefill_tokens_per_second']:.0f} | {memory} |"
         )
     lines.append("")
     if report["speedup"] is not None:
@@ -169,7 +169,7 @@ def as_markdown(report: Json) -> str:
 
 def _equality(report: Json) -> str:
     if report["equal"]:
-        return f"All arms gave the same tokens on all {report['prompts']} prompts."
+        return f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
     counts = ", ".join(f"{name}: {len(prompts)}" for name, prompts in report["differing_prompts"].items())
     first = min(min(prompts) for prompts in report["differing_prompts"].values())
     return (

@@ -1,4 +1,4 @@
-"""Measures a session: the same prompts through every arm, interleaved, over several rounds."""
+"""Measures a session: the same prompts through every mode, interleaved, over several rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM_UP_PROMPTS = 2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """``rounds``: times every prompt runs through every arm. ``skip_long``: leave out prompts beyond the context."""
+    """``rounds``: times every prompt runs through every mode. ``skip_long``: leave out prompts beyond the context."""
 
     rounds: int = 3
     max_tokens: int = 128
@@ -33,7 +33,7 @@ class BenchOptions:
 
 
 @dataclass
-class Arm:
+class Measured:
     """One way to decode. ``answers``: of the first round, by prompt; ``rounds``: all answers by round."""
 
     name: str
@@ -99,48 +99,48 @@ class BenchResult:
     """What was measured. ``skipped``: prompts left out because they exceed the context."""
 
     examples: list[Example]
-    arms: dict[str, Arm]
+    modes: dict[str, Measured]
     acceptance: Acceptance
     load: Load
     skipped: int
 
     @property
-    def baseline(self) -> Arm | None:
-        """The faster plain arm."""
-        plain = [arm for name, arm in self.arms.items() if name != SPECULATIVE]
-        return max(plain, key=lambda arm: arm.tokens_per_second.median, default=None)
+    def baseline(self) -> Measured | None:
+        """The faster plain mode."""
+        plain = [mode for name, mode in self.modes.items() if name != SPECULATIVE]
+        return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
-        """Prompts (from 0) whose tokens in any round of an arm are not those of the first arm's first round."""
-        reference = next(iter(self.arms.values())).answers
+        """Prompts (from 0) whose tokens in any round of a mode are not those of the first mode's first round."""
+        reference = next(iter(self.modes.values())).answers
         return [
             i
             for i, expected in enumerate(reference)
-            if any(answers[i].tokens != expected.tokens for answers in self.arms[name].rounds)
+            if any(answers[i].tokens != expected.tokens for answers in self.modes[name].rounds)
         ]
 
     @property
     def equal(self) -> bool:
-        """Whether all arms gave the same tokens in all rounds."""
-        return not any(self.differing(name) for name in self.arms)
+        """Whether all modes gave the same tokens in all rounds."""
+        return not any(self.differing(name) for name in self.modes)
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain arm over the speculative arm's, with an interval over prompts."""
-        if SPECULATIVE not in self.arms or self.baseline is None:
+        """Decoding time of the faster plain mode over the speculative mode's, with an interval over prompts."""
+        if SPECULATIVE not in self.modes or self.baseline is None:
             return None
-        plain, speculative = self.baseline.seconds(), self.arms[SPECULATIVE].seconds()
+        plain, speculative = self.baseline.seconds(), self.modes[SPECULATIVE].seconds()
         return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
 
 
-def available_arms(session: Session) -> list[str]:
-    """The arms a bundle can run: ``plain`` through the T = 1 graph, ``plain_step`` through the step without drafts."""
+def available_modes(session: Session) -> list[str]:
+    """The modes a bundle can run: ``plain`` through the T = 1 graph, ``plain_step`` through the step without drafts."""
     names = ["plain"] if PLAIN in session.engine.functions else []
     return names + (["plain_step", SPECULATIVE] if STEP in session.engine.functions else [])
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
-    """Run every prompt through every arm, ``options.rounds`` times.
+    """Run every prompt through every mode, ``options.rounds`` times.
 
     Arms alternate prompt by prompt, and which goes first rotates, so that drift of the machine meets all alike.
     Raises ContextOverflowError for a prompt that does not fit unless ``skip_long``.
@@ -152,10 +152,10 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
 def measure_beside(
     sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
 ) -> list[BenchResult]:
-    """``measure`` of several bundles in one run, by session: their arms take turns with each other as well."""
+    """``measure`` of several bundles in one run, by session: their modes take turns with each other as well."""
     kept, prompts = _prompts(sessions, examples, options)
-    arms = [{name: Arm(name) for name in available_arms(session)} for session in sessions]
-    lanes = [(i, name) for i, names in enumerate(arms) for name in names]
+    modes = [{name: Measured(name) for name in available_modes(session)} for session in sessions]
+    lanes = [(i, name) for i, names in enumerate(modes) for name in names]
     acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:
         for i, name in lanes:
@@ -164,18 +164,18 @@ def measure_beside(
     with LoadWatch() as watch:
         for number in range(options.rounds):
             for i, name in lanes:
-                arms[i][name].rounds.append([])
+                modes[i][name].rounds.append([])
             for at, ids in enumerate(prompts):
                 turn = (number + at) % len(lanes)
                 for i, name in lanes[turn:] + lanes[:turn]:
                     counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-                    arms[i][name].rounds[number].append(_answer(sessions[i], ids[i], name, options.max_tokens, counts))
+                    modes[i][name].rounds[number].append(_answer(sessions[i], ids[i], name, options.max_tokens, counts))
                 done += 1
                 report("bench", done, total, f"round {number + 1}")
     assert watch.load is not None
     skipped = len(examples) - len(kept)
     return [
-        BenchResult(kept, found, counts, watch.load, skipped) for found, counts in zip(arms, acceptance, strict=True)
+        BenchResult(kept, found, counts, watch.load, skipped) for found, counts in zip(modes, acceptance, strict=True)
     ]
 
 
@@ -204,10 +204,10 @@ def _prompts(
     return kept, prompts
 
 
-def _answer(session: Session, ids: list[int], arm: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
+def _answer(session: Session, ids: list[int], mode: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
     steps = [
         (run.drafts.tolist(), len(run.tokens))
-        for run in session.runs(ids, max_tokens=max_tokens, mode=arm)
+        for run in session.runs(ids, max_tokens=max_tokens, mode=mode)
         if run.drafts is not None
     ]
     if acceptance is not None:

@@ -1,6 +1,6 @@
 """How sure a measured difference is: paired bootstrap intervals, and the spread of repeated rounds.
 
-Bootstrap intervals are percentile intervals: examples are drawn with replacement, both arms of an example together,
+Bootstrap intervals are percentile intervals: examples are drawn with replacement, both values of an example together,
 and the outer (1 - confidence) / 2 of the resampled values are cut off at either end. The same seed gives the same
 interval.
 """
@@ -66,7 +66,7 @@ def speedup(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Time of the baseline over time of the other arm, each summed over paired examples or rounds ``[n]``.
+    """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``.
 
     A ratio of sums, so long answers weigh as much as they take; 2 means half the time. Raises InputError unless both
     have the same number, one or more, of times above 0.
@@ -101,9 +101,9 @@ def _bootstrap(
 
 
 def _pair(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = _values(first, "the first arm"), _values(second, "the second arm")
+    a, b = _values(first, "the first sample"), _values(second, "the second sample")
     if len(a) != len(b):
-        raise InputError(f"paired arms have {len(a)} and {len(b)} values")
+        raise InputError(f"paired samples have {len(a)} and {len(b)} values")
     return a, b
 
 

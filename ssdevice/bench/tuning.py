@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from ssdevice.bench.equality import answer, planter
+from ssdevice.bench.equality import answer, forcer
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
@@ -77,8 +77,8 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
             row.append(candidates.index(true) if true in candidates else MISS)
         rows.append(row)
         if at + 1 < len(truth):
-            # A new planter's first node is the root: it plants nothing that is right.
-            planter(len(ids), truth, set())(conversation, root)
+            # A new forcer's first node is the root: it forces nothing that is right.
+            forcer(len(ids), truth, set())(conversation, root)
             conversation.length += 1
     return rows
 

@@ -100,7 +100,7 @@ def _report(
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
     memory = {
-        name: peak_rss_mb(folder, args.app, name, args.threads, first, options.max_tokens) for name in result.arms
+        name: peak_rss_mb(folder, args.app, name, args.threads, first, options.max_tokens) for name in result.modes
     }
     setting = Setting(
         bundle=str(folder),

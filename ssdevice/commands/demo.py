@@ -82,14 +82,15 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
         print(f"\nPlain against speculative decoding on {len(examples)} prompts:", flush=True)
         with Progress(args.quiet) as progress:
             result = measure(session, examples, BenchOptions(rounds=1, skip_long=True), progress.report)
-    for arm in result.arms.values():
+    for mode in result.modes.values():
         print(
-            f"  {arm.name:<12} {arm.tokens_per_second.median:7.1f} tokens/s  {arm.tokens_per_step:.2f} tokens per step"
+            f"  {mode.name:<12} {mode.tokens_per_second.median:7.1f} tokens/s  "
+            f"{mode.tokens_per_step:.2f} tokens per step"
         )
     if result.speedup is not None and result.baseline is not None:
-        print(f"  {result.speedup.estimate:.2f}x faster than the faster plain arm ({result.baseline.name})")
+        print(f"  {result.speedup.estimate:.2f}x faster than the faster plain mode ({result.baseline.name})")
     same = "the same tokens" if result.equal else "DIFFERENT TOKENS (see ssdevice verify)"
-    print(f"  All arms gave {same}.")
+    print(f"  All decoding modes gave {same}.")
     if not result.load.valid:
         others = f"{result.load.others:.0%}"
         print(f"ssdevice: other processes used {others} of this machine; speeds are no measurement", file=sys.stderr)

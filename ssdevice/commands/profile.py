@@ -9,7 +9,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from ssdevice.bench.runner import available_arms
+from ssdevice.bench.runner import available_modes
 from ssdevice.contract import STEP
 from ssdevice.data import Example
 from ssdevice.runtime.engine import Kernel
@@ -20,13 +20,13 @@ OTHER = "other"
 
 
 def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
-    """Decode a few prompts in every arm and print medians: time by operator, and the host's share of a step.
+    """Decode a few prompts in every mode and print medians: time by operator, and the host's share of a step.
 
     The engine's own bookkeeping slows calls down, so shares count rather than times.
     """
     console = Console(soft_wrap=True, highlight=False)
-    arms = Table("arm", "steps", "inside, ms/step", "host, µs/step", title="Steps")
-    for name in available_arms(session):
+    modes = Table("decoding mode", "steps", "inside, ms/step", "host, µs/step", title="Steps")
+    for name in available_modes(session):
         inside, host = [], []
         for example in examples:
             ids = session.prompt_ids(example.prompt, system=example.system)
@@ -38,8 +38,8 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
                     host.append(answer.decode_seconds - decoding - inside[-1])
                 decoding, native = answer.decode_seconds, answer.native_seconds
         if inside:
-            arms.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
-    console.print(arms)
+            modes.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
+    console.print(modes)
     for function, kernels in session.engine.profile().items():
         _show(console, f"{function}: kernels", "operator", kernels, lambda kernel: kernel.operator)
         if function == STEP and (parts := _parts(session)):

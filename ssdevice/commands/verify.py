@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
 
-# Any text will do: arms are compared with each other. Lengths differ so that chunks and cache sizes do.
+# Any text will do: modes are compared with each other. Lengths differ so that chunks and cache sizes do.
 PROMPTS = (
     "Hello",
     "name[The Mill], food[English], price range[cheap], area[riverside]",
@@ -223,16 +223,16 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
 
 def _describe(result: Equality, measured: bool) -> list[str]:
     lines = [f"decoded: {result.prompts} prompts, {result.tokens} tokens, in plain decoding"]
-    for arm in result.arms:
-        differing = [d for d in result.differences if d.arm == arm]
+    for mode in result.modes:
+        differing = [d for d in result.differences if d.mode == mode]
         ties = sum(result.near_tie(d) for d in differing)
-        text = f"{arm}: {result.prompts - len(differing)} of {result.prompts} answers equal to plain decoding"
+        text = f"{mode}: {result.prompts - len(differing)} of {result.prompts} answers equal to plain decoding"
         lines.append(text + (f", {ties} near-ties" if differing else ""))
-    if result.arms:
+    if result.modes:
         lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {result.nodes} nodes")
     if result.largest_change is not None:
-        lines.append(f"logits: change by at most {result.largest_change:.3g} between arms (ceiling {result.ceiling})")
-    elif result.arms and not measured:
+        lines.append(f"logits: change by at most {result.largest_change:.3g} between modes (ceiling {result.ceiling})")
+    elif result.modes and not measured:
         lines.append(
             "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
             "ExecuTorch programs where they were exported with --logits"
@@ -243,7 +243,7 @@ def _describe(result: Equality, measured: bool) -> list[str]:
 
 def _near_ties(result: Comparison) -> Sequence[str]:
     return [
-        f"near-tie: {d.arm}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
+        f"near-tie: {d.mode}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
         f"are {d.margin:.3g} apart"
         for d in result.differences
         if result.near_tie(d)
@@ -254,7 +254,7 @@ def _as_json(result: Equality) -> dict[str, Any]:
     return {
         "prompts": result.prompts,
         "tokens": result.tokens,
-        "arms": result.arms,
+        "arms": result.modes,
         "nodes": result.nodes,
         "nodes_ended": len(result.nodes_ended),
         "largest_logit_change": result.largest_change,
@@ -266,7 +266,7 @@ def _as_json(result: Equality) -> dict[str, Any]:
 def _differences(result: Comparison) -> list[dict[str, Any]]:
     return [
         {
-            "arm": d.arm,
+            "arm": d.mode,
             "prompt": d.prompt,
             "position": d.position,
             "expected": d.expected,

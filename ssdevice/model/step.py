@@ -138,7 +138,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.model, self.tree, self.k, self.schedule = model, tree, k, schedule
         for name, table, kind in (
-            ("slots", tree.token_slots(k), torch.int32),
+            ("slots", tree.draft_indices(k), torch.int32),
             ("depths", tree.depths, torch.int32),
             ("parents", tree.parents, torch.int32),
             ("paths", tree.path_table, torch.int32),

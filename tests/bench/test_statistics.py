@@ -60,9 +60,9 @@ def test_spread_of_rounds() -> None:
 def test_wrong_input_is_named() -> None:
     with pytest.raises(InputError, match=r"values: expected one value or more in a row, found shape \[0\]"):
         spread([])
-    with pytest.raises(InputError, match="paired arms have 2 and 1 values"):
+    with pytest.raises(InputError, match="paired samples have 2 and 1 values"):
         speedup([1, 2], [1])
-    with pytest.raises(InputError, match="the second arm: holds a value that is not finite"):
+    with pytest.raises(InputError, match="the second sample: holds a value that is not finite"):
         speedup([1.0], [float("nan")])
     with pytest.raises(InputError, match="times above 0"):
         speedup([1.0, 2.0], [0.0, 1.0])

@@ -47,11 +47,11 @@ def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
         precision=Precision.INT8,
         mode=Mode.SHARED,
         schedule=Schedule.DEFERRED,
-        cache=CacheForm.ROWS,
+        cache=CacheForm.EXTERNAL,
         cache_dtype=CacheDtype.FP32,
         geometry=GeometrySpec.of(geometry),
         msa_layers=1,
-        functions=tuple(functions(geometry, CacheForm.ROWS, "float32").values()),
+        functions=tuple(functions(geometry, CacheForm.EXTERNAL, "float32").values()),
         chat=ChatFormat(
             "{{ messages[0].content }}", {"bos_token": "<s>", "eos_token": "</s>"}, (2, 7), {"deep": [1.5]}
         ),

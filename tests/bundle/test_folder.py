@@ -45,7 +45,7 @@ def test_an_opened_bundle_gives_what_was_written(written: Path) -> None:
     written_files = {name: hashlib.sha256(data).hexdigest() for name, data in CONTENT.items()}
     assert {name: entry.sha256 for name, entry in bundle.manifest.files.items()} == written_files
     assert bundle.geometry.tree == TREE
-    assert bundle.functions == contract.functions(bundle.geometry, CacheForm.ROWS, "float32")
+    assert bundle.functions == contract.functions(bundle.geometry, CacheForm.EXTERNAL, "float32")
     assert bundle.manifest.chat == sample_manifest().chat
     assert bundle.file("model").read_bytes() == bundle.file("model.onnx").read_bytes() == b"a graph"
     assert (bundle.file("package") / "Manifest.json").is_file()

@@ -100,7 +100,7 @@ def small_document() -> dict[str, Any]:
     geometry = Geometry(
         layers=2, kv_heads=1, head_dim=8, vocab=512, gamma=0, k=1, tree=Tree.root_only(), context=64, chunk=16
     )
-    specs = functions(geometry, CacheForm.STATE, "float32")
+    specs = functions(geometry, CacheForm.INTERNAL, "float32")
     document |= {"mode": None, "msa_layers": 0, "cache": "state", "apps": document["apps"][:1], "default_app": "base"}
     document |= {"geometry": to_json(GeometrySpec.of(geometry)), "functions": to_json([specs[PREFILL], specs[PLAIN]])}
     load_strict(Manifest, document, "manifest")

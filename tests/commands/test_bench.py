@@ -1,4 +1,4 @@
-"""Measuring: what is counted, that arms are compared, and that a loaded machine is said."""
+"""Measuring: what is counted, that modes are compared, and that a loaded machine is said."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def examples(*prompts: str) -> list[Example]:
 def test_arms_run_the_same_prompts_and_agree() -> None:
     session = make_session(Tree.chain(3), oracle=1.0)
     result = measure(session, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
-    assert set(result.arms) == {"plain", "plain_step", "speculative"} and result.equal
-    for arm in result.arms.values():
-        assert [len(answers) for answers in arm.rounds] == [3, 3]
-    speculative = result.arms["speculative"]
+    assert set(result.modes) == {"plain", "plain_step", "speculative"} and result.equal
+    for mode in result.modes.values():
+        assert [len(answers) for answers in mode.rounds] == [3, 3]
+    speculative = result.modes["speculative"]
     counts = sum(sum(a.accepted) for a in speculative.answers)
     assert speculative.tokens_per_step == counts / sum(a.steps for a in speculative.answers)
-    assert result.arms["plain"].tokens_per_step == 1
+    assert result.modes["plain"].tokens_per_step == 1
     # The first round is counted once, warm-up and later rounds are not.
     assert sum(result.acceptance.emitted.values()) == sum(a.steps for a in speculative.answers)
     assert result.acceptance.table(3, 1) == [[1.0], [1.0], [1.0]]
@@ -75,9 +75,9 @@ def test_arms_run_the_same_prompts_and_agree() -> None:
 def test_two_bundles_are_measured_in_turns_and_compared_by_token() -> None:
     sessions = [make_session(Tree.chain(2)), make_session(Tree.chain(3))]
     results = measure_beside(sessions, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
-    assert [list(result.arms) for result in results] == [["plain", "plain_step", "speculative"]] * 2
+    assert [list(result.modes) for result in results] == [["plain", "plain_step", "speculative"]] * 2
     assert results[0].load is results[1].load
-    assert all(len(arm.rounds) == 2 for result in results for arm in result.arms.values())
+    assert all(len(mode.rounds) == 2 for result in results for mode in result.modes.values())
     found = compare(*results)
     assert set(found["faster"]) == {"plain", "plain_step", "speculative"}
     assert (found["equal_answers"], found["prompts"]) == (3, 3)  # the scripted model is the same, whatever its tree
@@ -87,15 +87,15 @@ def test_two_bundles_are_measured_in_turns_and_compared_by_token() -> None:
 
 def test_bundles_that_share_no_way_to_decode_are_not_compared() -> None:
     result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
-    plain, rest = ({n: a for n, a in result.arms.items() if (n == "plain") is which} for which in (True, False))
-    parts = [BenchResult(result.examples, arms, result.acceptance, result.load, 0) for arms in (plain, rest)]
+    plain, rest = ({n: a for n, a in result.modes.items() if (n == "plain") is which} for which in (True, False))
+    parts = [BenchResult(result.examples, modes, result.acceptance, result.load, 0) for modes in (plain, rest)]
     with pytest.raises(InputError, match="no way to decode in common"):
         compare(*parts)
 
 
 def test_a_differing_arm_is_found() -> None:
     result = measure(make_session(Tree.chain(2)), examples("one", "two"), BenchOptions(rounds=2), silent)
-    result.arms["speculative"].rounds[1][1].tokens[0] += 1
+    result.modes["speculative"].rounds[1][1].tokens[0] += 1
     assert not result.equal and result.differing("speculative") == [1] and result.differing("plain_step") == []
 
 
@@ -134,15 +134,15 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     found = json.loads(report.read_text())
     assert found["prompts"] == 2 and found["threads"] == 1 and found["equal"] is True and found["speedup"] > 0
     assert set(found["arms"]) == {"plain", "plain_step", "speculative"}
-    for arm in found["arms"].values():
+    for mode in found["arms"].values():
         for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "peak_rss_mb"):
-            assert arm[key] > 0, key
+            assert mode[key] > 0, key
     histogram = found["arms"]["speculative"]["accepted_histogram"]
     assert len(histogram) == tiny.TREE.emitted and sum(histogram) == found["arms"]["speculative"]["steps"]
     assert found["quality"]["metric"] == "exact_match"
     assert found["valid"] is (found["machine"]["others_cpu_share"] <= LOADED)
     assert ("**Not valid:**" in text) is not found["valid"]
-    assert "All arms gave the same tokens" in text and "| speculative |" in text
+    assert "All decoding modes gave the same tokens" in text and "| speculative |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -174,5 +174,5 @@ def test_wrong_options_are_refused_before_anything_runs(
 
 def test_a_result_without_plain_arms_has_no_speedup() -> None:
     result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
-    only = BenchResult(result.examples, {"speculative": result.arms["speculative"]}, result.acceptance, result.load, 0)
+    only = BenchResult(result.examples, {"speculative": result.modes["speculative"]}, result.acceptance, result.load, 0)
     assert only.speedup is None and only.baseline is None and only.equal

@@ -21,4 +21,4 @@ def test_the_demo_decodes_faster_paths_to_the_same_tokens(repository: Path, caps
         pytest.skip("the shipped adapter is not part of this tree")
     assert call("demo", "--prompts", "4", "--threads", "1") == 0
     text = capsys.readouterr().out
-    assert "All arms gave the same tokens." in text and "tokens per step" in text
+    assert "All decoding modes gave the same tokens." in text and "tokens per step" in text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ssdevice.bench.equality import PLANTED, Difference, Equality, compare
+from ssdevice.bench.equality import FORCED, Difference, Equality, compare
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
 from ssdevice.tree import Tree
@@ -42,20 +42,20 @@ def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Equ
 
 def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
     result = run(ScriptedCache)
-    assert result.arms == ["plain_step", "speculative", PLANTED]
+    assert result.modes == ["plain_step", "speculative", FORCED]
     assert result.faults() == [] and result.nodes_ended == set(range(TREE.size))
 
 
 @pytest.mark.parametrize("kind", [Leaky, Forgetful])
 def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache]) -> None:
     result = run(kind)
-    assert {d.arm for d in result.differences} >= {PLANTED}
+    assert {d.mode for d in result.differences} >= {FORCED}
     assert any("planted" in fault and "no near-tie" in fault for fault in result.faults())
 
 
 def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Equality:
-    result = Equality(precision, prompts, [PLANTED], largest_change=change)
-    result.differences = [Difference(PLANTED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
+    result = Equality(precision, prompts, [FORCED], largest_change=change)
+    result.differences = [Difference(FORCED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
     return result
 
 

@@ -1,6 +1,6 @@
 """Oracle drafts: a conformance run in which every way a step can end does occur, for any target.
 
-A random model accepts almost no draft, so its own drafts would test little. Here the plain continuation is planted on
+A random model accepts almost no draft, so its own drafts would test little. Here the plain continuation is put on
 a chosen tree path and everything around it is wrong, so that the chosen node must be the end node. ``drive`` decodes
 to a full context that way, over every node in turn, and returns what occurred and what differed as facts;
 ``check`` asserts them. Nothing here knows a framework: a target needs a ``Driver`` of integers.
@@ -91,7 +91,7 @@ class Facts:
     drafts: list[Drafts] = field(default_factory=list)
 
 
-def plant(
+def force_drafts(
     tree: Tree, k: int, gamma: int, continuation: Sequence[int], end_node: int, vocab: int, rng: random.Random
 ) -> Drafts:
     """Drafts ``[γ, k]`` whose accepted end is exactly ``end_node``.
@@ -113,7 +113,7 @@ def plant(
     return drafts
 
 
-def plant_everywhere(k: int, gamma: int, continuation: Sequence[int], vocab: int, rng: random.Random) -> Drafts:
+def force_everywhere(k: int, gamma: int, continuation: Sequence[int], vocab: int, rng: random.Random) -> Drafts:
     """Drafts in which every candidate is right: many nodes tie, and the lowest of the deepest must win."""
     known = len(continuation)
     return [[continuation[j] if j < known else rng.randrange(vocab) for _ in range(k)] for j in range(gamma)]
@@ -186,11 +186,11 @@ def _round(
         if steps == 0:
             node, given = None, drafts  # the model's own drafts: whatever is accepted must still be true
         elif steps == 1:
-            node, given = None, plant_everywhere(driver.k, driver.gamma, ahead, driver.vocab, rng)
+            node, given = None, force_everywhere(driver.k, driver.gamma, ahead, driver.vocab, rng)
             facts.repeated += 1
         else:
             node = _next_node(tree, todo, room, rng)
-            given = plant(tree, driver.k, driver.gamma, ahead, node, driver.vocab, rng)
+            given = force_drafts(tree, driver.k, driver.gamma, ahead, node, driver.vocab, rng)
         out = driver.step(truth[length - start], given, length)
         steps += 1
         facts.steps += 1
@@ -229,7 +229,7 @@ def _false_branches(driver: Driver, facts: Facts, rng: random.Random) -> None:
             if depth >= len(branch):
                 branch.append(predicted)
             token = branch[depth]
-        drafts = plant(tree, driver.k, driver.gamma, ahead, 0, driver.vocab, rng)
+        drafts = force_drafts(tree, driver.k, driver.gamma, ahead, 0, driver.vocab, rng)
         for depth, rank in enumerate(path):
             drafts[depth][rank] = branch[depth]
         out = driver.step(truth[0], drafts, start)
@@ -254,7 +254,7 @@ def _check_step(
     driver: Driver, facts: Facts, out: StepOutput, ahead: Sequence[int], node: int | None, length: int
 ) -> int:
     """Record what is wrong with a step; the number of tokens to advance by (those that were true, at least one)."""
-    tree, where = driver.tree, f"at length {length}, planted node {node}"
+    tree, where = driver.tree, f"at length {length}, forced node {node}"
     if len(out.tokens) != tree.emitted or not 1 <= out.count <= tree.emitted:
         facts.differences.append(f"{where}: {len(out.tokens)} tokens, count {out.count}; A is {tree.emitted}")
         return 1
@@ -287,7 +287,7 @@ def _perturb(
     rows = driver.rows(length, length + before.count)
     # Where the known answer ends, the step itself says what would be right; no sibling may hit it by luck.
     true = [*ahead, *before.tokens[len(ahead) : before.count]]
-    again = driver.step(root, plant(driver.tree, driver.k, driver.gamma, true, node, driver.vocab, rng), length)
+    again = driver.step(root, force_drafts(driver.tree, driver.k, driver.gamma, true, node, driver.vocab, rng), length)
     facts.perturbations += 1
     if (again.tokens[: again.count], again.count) != (before.tokens[: before.count], before.count):
         facts.differences.append(f"at length {length}, end node {node}: other rejected drafts changed the tokens")

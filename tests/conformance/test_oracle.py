@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ssdevice.tree import Tree
-from tests.conformance.oracle import Drafts, StepOutput, check, drive, plant, plant_everywhere
+from tests.conformance.oracle import Drafts, StepOutput, check, drive, force_drafts, force_everywhere
 
 VOCAB = 31
 TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)])
@@ -66,7 +66,7 @@ class TableDriver:
     def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
         tree = self.tree
         flat = [root, *[token for row in drafts for token in row]]
-        tokens = [flat[slot] for slot in tree.token_slots(self.k)]
+        tokens = [flat[slot] for slot in tree.draft_indices(self.k)]
         predicted = [self.predict(self.seen_by(node, tokens, length)) for node in range(tree.size)]
         end = self.end_node(tokens, predicted)
         path = tree.path_table[end]
@@ -198,9 +198,9 @@ def test_a_wrong_target_is_noticed(wrong: Callable[[], TableDriver], seed: int) 
 
 
 @pytest.mark.parametrize("node", range(TREE.size))
-def test_planted_drafts_are_true_on_the_path_alone(node: int) -> None:
+def test_forced_drafts_are_true_only_on_the_path(node: int) -> None:
     continuation = [3, 8, 5]
-    drafts = plant(TREE, 2, 3, continuation, node, VOCAB, random.Random(node))
+    drafts = force_drafts(TREE, 2, 3, continuation, node, VOCAB, random.Random(node))
     for depth, row in enumerate(drafts):
         right = [rank for rank, token in enumerate(row) if token == continuation[depth]]
         assert right == ([TREE.paths[node][depth]] if depth < TREE.depths[node] else [])
@@ -209,8 +209,8 @@ def test_planted_drafts_are_true_on_the_path_alone(node: int) -> None:
 
 def test_planting_needs_a_long_enough_continuation() -> None:
     with pytest.raises(ValueError, match="node 6 is 3 deep, the continuation has 2 tokens"):
-        plant(TREE, 2, 3, [1, 2], 6, VOCAB, random.Random(0))
-    assert plant_everywhere(2, 2, [5], VOCAB, random.Random(0))[0] == [5, 5]
+        force_drafts(TREE, 2, 3, [1, 2], 6, VOCAB, random.Random(0))
+    assert force_everywhere(2, 2, [5], VOCAB, random.Random(0))[0] == [5, 5]
 
 
 def test_a_context_too_short_for_every_count_is_refused() -> None:

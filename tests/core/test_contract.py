@@ -66,7 +66,7 @@ def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> Non
 @given(geometries())
 def test_state_form_keeps_the_cache_in_the_graph(g: Geometry) -> None:
     shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
-    for spec in functions(g, CacheForm.STATE, "float16").values():
+    for spec in functions(g, CacheForm.INTERNAL, "float16").values():
         assert [(t.name, t.shape, t.dtype) for t in spec.states] == [
             (contract.KEYS, shape, "float16"),
             (contract.VALUES, shape, "float16"),
@@ -78,7 +78,7 @@ def test_state_form_keeps_the_cache_in_the_graph(g: Geometry) -> None:
 def test_rows_form_takes_the_past_and_gives_the_new_rows(g: Geometry) -> None:
     new_rows = {contract.STEP: g.tree.emitted, contract.PREFILL: g.chunk, contract.PLAIN: 1}
     expected = [name(layer) for layer in range(g.layers) for name in (contract.past_key, contract.past_value)]
-    for spec in functions(g, CacheForm.ROWS, "float32").values():
+    for spec in functions(g, CacheForm.EXTERNAL, "float32").values():
         assert spec.states == ()
         past = [t for t in spec.inputs if t.dtype != "int32"]
         assert [t.name for t in past] == expected
@@ -91,7 +91,7 @@ def test_integers_stand_first_in_the_signature() -> None:
     def names(spec: FunctionSpec) -> list[str]:
         return [t.name for t in spec.inputs if t.dtype == "int32"]
 
-    specs = functions(BASE, CacheForm.ROWS, "float32")
+    specs = functions(BASE, CacheForm.EXTERNAL, "float32")
     assert names(specs[contract.STEP]) == [contract.ROOT, contract.DRAFTS, contract.LENGTH]
     assert names(specs[contract.PREFILL]) == [contract.CHUNK, contract.VALID, contract.LENGTH]
     assert names(specs[contract.PLAIN]) == [contract.ROOT, contract.LENGTH]

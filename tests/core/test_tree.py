@@ -35,7 +35,7 @@ def test_example_of_the_module_docstring() -> None:
     assert tree.depths == (0, 1, 1, 2)
     assert tree.path_table == ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 1, 3))
     assert (tree.size, tree.depth, tree.width, tree.emitted) == (4, 2, 2, 3)
-    assert tree.token_slots(k=2) == (0, 1, 2, 3)
+    assert tree.draft_indices(k=2) == (0, 1, 2, 3)
 
 
 @given(trees)
@@ -77,13 +77,13 @@ def test_token_slots_gather_candidate_r_of_stream_d(tree: Tree, spare: int) -> N
     k = tree.width + spare
     drafts = [[(stream, rank) for rank in range(k)] for stream in range(1, tree.depth + 1)]
     flat: list[object] = ["root", *(token for row in drafts for token in row)]
-    tokens = [flat[slot] for slot in tree.token_slots(k)]
+    tokens = [flat[slot] for slot in tree.draft_indices(k)]
     assert tokens == ["root", *((len(path), path[-1]) for path in tree.paths[1:])]
 
 
 def test_token_slots_refuse_too_few_candidates() -> None:
     with pytest.raises(ConfigError, match="candidate 2 .* k = 2"):
-        Tree.of([(2,)]).token_slots(k=2)
+        Tree.of([(2,)]).draft_indices(k=2)
 
 
 @given(trees, st.randoms())

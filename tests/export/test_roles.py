@@ -11,7 +11,7 @@ from torch import nn
 from ssdevice.adapters.slots import SlotKind
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import PLAIN, STEP, Geometry
-from ssdevice.export.forms import RowsForm, exportable, function_module
+from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.variants import open_slots
 from ssdevice.model.loading import build
 from ssdevice.model.roles import Part, Role, roles_of
@@ -26,7 +26,7 @@ def form_of(model: StreamModel) -> nn.Module:
     heads, dim, tree = model.backbone.kv_heads, model.backbone.head_dim, Tree.chain(model.gamma)
     geometry = Geometry(LAYERS, heads, dim, VOCAB, model.gamma, 2, tree, 32, 8)
     name = STEP if model.gamma else PLAIN
-    return RowsForm(name, function_module(name, model, geometry, Schedule.DEFERRED), heads)
+    return ExternalCacheForm(name, function_module(name, model, geometry, Schedule.DEFERRED), heads)
 
 
 @pytest.mark.parametrize("view", [lambda model: model, exportable])

@@ -18,7 +18,7 @@ from ssdevice.model.families import FAMILIES
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
-from tests.conformance.oracle import check, drive, plant
+from tests.conformance.oracle import check, drive, force_drafts
 from tests.model.tiny import MODELS, VOCAB, WINDOW, tiny_model
 from tests.model.torch_driver import TorchDriver
 
@@ -94,18 +94,18 @@ def test_logits_are_those_of_transformers_at_every_position(name: str) -> None:
     sliding = [window for window in model.backbone.windows() if window is not None]
     assert sliding == ([WINDOW] if name in SLIDING else [])
 
-    arms = {}
-    for arm, chunk in (("one pass", CONTEXT), ("chunks", 7), ("steps", 1)):
+    modes = {}
+    for mode, chunk in (("one pass", CONTEXT), ("chunks", 7), ("steps", 1)):
         driver = TorchDriver(model, Tree.root_only(), 1, Schedule.DEFERRED, CONTEXT, chunk)
         with final_hidden(model) as hidden:
             for at in range(0, CONTEXT, chunk):
-                if arm == "steps":
+                if mode == "steps":
                     driver.plain(tokens[at], at)
                 else:
                     driver.prefill(tokens[at : at + chunk], at)
-        arms[arm] = model.backbone.head(torch.cat(hidden, dim=1))[0, :CONTEXT]
-    for arm, logits in arms.items():
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4, msg=lambda text, arm=arm: f"{arm}: {text}")
+        modes[mode] = model.backbone.head(torch.cat(hidden, dim=1))[0, :CONTEXT]
+    for mode, logits in modes.items():
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4, msg=lambda text, mode=mode: f"{mode}: {text}")
 
 
 @dataclass
@@ -172,7 +172,7 @@ def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
     plain_rows = drivers[0].rows(length, length + TREE.emitted)
     close = ROWS * np.abs(plain_rows).max()
     for node in range(TREE.size):
-        given = plant(TREE, K, GAMMA, truth[1:], node, VOCAB, random.Random(node))
+        given = force_drafts(TREE, K, GAMMA, truth[1:], node, VOCAB, random.Random(node))
         outs = [driver.step(truth[0], given, length) for driver in drivers[1:]]
         assert [out.count for out in outs] == [TREE.depths[node] + 1] * 2
         assert outs[0].tokens == outs[1].tokens

@@ -16,7 +16,7 @@ from ssdevice.model.loading import build
 from ssdevice.model.reference import Cache, Reference, until
 from ssdevice.model.step import Past, Step
 from ssdevice.tree import Tree
-from tests.conformance.oracle import plant, plant_everywhere
+from tests.conformance.oracle import force_drafts, force_everywhere
 from tests.model.tiny import VOCAB, tiny_model
 
 CONTEXT = 40
@@ -45,10 +45,10 @@ class WatchedReference(Reference):
         def oracle(root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
             ahead = truth[int(length) - len(prompt) + 1 :]
             if seed is None:
-                given = plant_everywhere(K, GAMMA, ahead, VOCAB, rng)
+                given = force_everywhere(K, GAMMA, ahead, VOCAB, rng)
             else:
                 node = rng.choice([n for n in range(TREE.size) if TREE.depths[n] <= len(ahead)])
-                given = plant(TREE, K, GAMMA, ahead, node, VOCAB, rng)
+                given = force_drafts(TREE, K, GAMMA, ahead, node, VOCAB, rng)
             out: Step = step(root, torch.tensor(given, dtype=torch.int32), length, past)
             return out
 

@@ -88,7 +88,7 @@ class ScriptedCache(Cache):
     def step(self, last: int) -> dict[str, Any]:
         geometry, tree = self.geometry, self.geometry.tree
         slots = [last, *self.inputs[DRAFTS].reshape(-1).tolist()]
-        tokens = [slots[slot] for slot in tree.token_slots(geometry.k)]
+        tokens = [slots[slot] for slot in tree.draft_indices(geometry.k)]
         past = self.held[: self.length].tolist()
         paths = [[tokens[node] for node in dict.fromkeys(row)] for row in tree.path_table]
         predicted = [next_token([*past, *path], geometry.vocab) for path in paths]

@@ -37,14 +37,14 @@ Change = Callable[[Path], None]
 
 def write_bundle(out: Path, change: Change = lambda _: None) -> Bundle:
     """A bundle around the tiny package, changed before it is hashed: what someone makes who edits both."""
-    tensors = functions(GEOMETRY, CacheForm.STATE, "float16")
+    tensors = functions(GEOMETRY, CacheForm.INTERNAL, "float16")
     sample = sample_manifest()
     manifest = dataclasses.replace(
         sample,
         model=dataclasses.replace(sample.model, layers=GEOMETRY.layers, vocab=GEOMETRY.vocab),
         target="coreml",
         precision=Precision.FP16,
-        cache=CacheForm.STATE,
+        cache=CacheForm.INTERNAL,
         cache_dtype=CacheDtype.FP16,
         geometry=GeometrySpec.of(GEOMETRY),
         functions=tuple(tensors.values()),

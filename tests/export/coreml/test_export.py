@@ -48,7 +48,7 @@ def golden(bundle: Bundle):
 
 def test_the_manifest_says_what_was_made(bundle: Bundle):
     manifest = bundle.manifest
-    assert manifest.cache is CacheForm.STATE
+    assert manifest.cache is CacheForm.INTERNAL
     assert list(bundle.functions) == list(FUNCTIONS)
     assert manifest.parity["counts"] == tiny_bundle.TREE.emitted
     assert any("activations are float16" in note for note in manifest.notes)

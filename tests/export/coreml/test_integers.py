@@ -75,8 +75,8 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
         assert mine.prefill(PROMPT, 0) == (root, drafts)
         following = theirs.plain(PROMPT[0], 5)
         assert mine.plain(PROMPT[0], 5) == following
-        for planted in ([[following], [PROMPT[1]]], [[PROMPT[3]], [PROMPT[1]]]):
-            expected, found = theirs.step(PROMPT[0], planted, 5), mine.step(PROMPT[0], planted, 5)
+        for forced in ([[following], [PROMPT[1]]], [[PROMPT[3]], [PROMPT[1]]]):
+            expected, found = theirs.step(PROMPT[0], forced, 5), mine.step(PROMPT[0], forced, 5)
             assert found.tokens == expected.tokens[: len(found.tokens)]
             assert found.drafts == expected.drafts
             rows = theirs.rows(0, 6)[:, :, 0].transpose(0, 1, 3, 2, 4).reshape(4, 6, -1)

@@ -70,7 +70,7 @@ def oracle_driver(path: Path, precision: str) -> OracleDriver:
 
 def test_tensors_are_the_contract():
     opened = Package.open(package())
-    expected = functions(GEOMETRY, CacheForm.STATE, CACHE_DTYPE)
+    expected = functions(GEOMETRY, CacheForm.INTERNAL, CACHE_DTYPE)
     assert set(opened.functions) == set(FUNCTIONS)
     for name in FUNCTIONS:
         found = opened.spec(name)
@@ -79,7 +79,7 @@ def test_tensors_are_the_contract():
         assert set(found.states) == set(expected[name].states)
 
 
-CONTRACT = functions(GEOMETRY, CacheForm.STATE, CACHE_DTYPE)
+CONTRACT = functions(GEOMETRY, CacheForm.INTERNAL, CACHE_DTYPE)
 
 
 def test_the_engine_takes_what_the_manifest_describes():
@@ -94,7 +94,7 @@ def test_another_function_under_a_name_is_refused():
 
 
 def test_a_state_of_another_size_is_refused():
-    wider = functions(replace(GEOMETRY, context=GEOMETRY.context + 32), CacheForm.STATE, CACHE_DTYPE)
+    wider = functions(replace(GEOMETRY, context=GEOMETRY.context + 32), CacheForm.INTERNAL, CACHE_DTYPE)
     with pytest.raises(BundleError, match="state 'keys'"):
         check_package(Package.open(package()), wider, SAME)
 

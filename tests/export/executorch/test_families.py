@@ -60,7 +60,7 @@ def windows_of(model: StreamModel) -> list[int]:
 def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
     model, geometry = tiny(family)
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=SimpleNamespace(logits=False))
-    specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
@@ -81,7 +81,7 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     model, geometry = tiny(family)
     options = SimpleNamespace(quant=Quant.FP16, chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
-    specs = functions(geometry, CacheForm.STATE, CACHE_DTYPE)
+    specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     constants = constants_of(geometry, (), SCHEMA_VERSION)
     lowered, _ = executorch_coreml.lower(model, plan, specs, constants, lambda *_: None)
     file = tmp_path / "model.pte"

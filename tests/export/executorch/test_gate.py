@@ -23,7 +23,7 @@ from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
 from tests.export.executorch import programs
 
-RESULT = TargetResult((TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.STATE, CACHE_DTYPE)
+RESULT = TargetResult((TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.INTERNAL, CACHE_DTYPE)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functio
 from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import tidy
 from ssdevice.export.forms import function_module
-from ssdevice.export.state_form import StateForm, state_names, state_shape
+from ssdevice.export.state_form import InternalCacheForm, state_names, state_shape
 from ssdevice.model.loading import build
 from ssdevice.model.reference import int32
 from ssdevice.model.step import StreamModel
@@ -78,8 +78,8 @@ def small(name: str = "llama") -> tuple[StreamModel, Geometry]:
 def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) -> None:
     model, geometry = small()
     module = function_module(name, model, geometry, Schedule.DEFERRED)
-    form = StateForm(name, module, geometry, stacked=stacked)
-    spec = functions(geometry, CacheForm.STATE, "float32")[name]
+    form = InternalCacheForm(name, module, geometry, stacked=stacked)
+    spec = functions(geometry, CacheForm.INTERNAL, "float32")[name]
     states = {key: value for key, value in form.named_buffers() if key in state_names(geometry, stacked)}
     assert list(states) == state_names(geometry, stacked)
     noise = torch.randn(2, *state_shape(geometry), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,9 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
 def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None:
     model, geometry = small(name)
     form, columns = (
-        StateForm(STEP, function_module(STEP, under, geometry, Schedule.DEFERRED), geometry, stacked=False).eval()
+        InternalCacheForm(
+            STEP, function_module(STEP, under, geometry, Schedule.DEFERRED), geometry, stacked=False
+        ).eval()
         for under in (model, attending(model))
     )
     given = (int32(5), torch.tensor([[4, 8], [15, 16]], dtype=torch.int32), int32(7))

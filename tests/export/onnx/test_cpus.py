@@ -131,9 +131,9 @@ import json, sys
 from ssdevice.runtime.session import Session
 told = []
 with Session.open(sys.argv[1], threads=1) as session:
-    for arm in ("speculative", "plain"):
+    for mode in ("speculative", "plain"):
         for prompt in sys.argv[2:]:
-            list(session.runs(session.prompt_ids(prompt), max_tokens=16, arm=arm))
+            list(session.runs(session.prompt_ids(prompt), max_tokens=16, mode=mode))
             told.append(session.last.tokens)
 print(json.dumps(told))
 """

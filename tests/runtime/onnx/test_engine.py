@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import PLANTED, compare
+from ssdevice.bench.equality import FORCED, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import FUNCTIONS
@@ -90,12 +90,12 @@ def test_fp32_tokens_are_those_of_torch(prompt: str) -> None:
         assert session.last.accepted == expected.steps
 
 
-def test_planted_drafts_end_at_every_node_and_change_nothing(bundle: Bundle, session: Session) -> None:
+def test_forced_drafts_end_at_every_node_and_change_nothing(bundle: Bundle, session: Session) -> None:
     files = {function: bundle.file(function) for function in FUNCTIONS}
     shown = LogitsEngine(files, bundle.geometry, bundle.manifest.cache_dtype, ONE_THREAD)
     prompts = [session.prompt_ids(prompt) for prompt in PROMPTS]
     result = compare(session.engine, shown, prompts, (), 60, bundle.manifest.precision, lambda *_: None)
-    assert result.arms == ["plain_step", "speculative", PLANTED]
+    assert result.modes == ["plain_step", "speculative", FORCED]
     assert result.nodes_ended == set(range(tiny.TREE.size))
     assert result.differences == [] and result.faults() == []
     assert result.largest_change is not None and result.largest_change < (

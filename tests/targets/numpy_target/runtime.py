@@ -78,7 +78,7 @@ class Llama:
         tree, length = self.geometry.tree, int(given[LENGTH][0])
         first, every = int(self.w["first_msa"]), self.geometry.layers
         if function == STEP:
-            tokens = np.concatenate([given[ROOT], given[DRAFTS].reshape(-1)])[list(tree.token_slots(self.geometry.k))]
+            tokens = np.concatenate([given[ROOT], given[DRAFTS].reshape(-1)])[list(tree.draft_indices(self.geometry.k))]
             positions, seen = length + np.array(tree.depths), np.array(tree.ancestors, bool)
         else:
             tokens = given[CHUNK][: given[VALID][0]] if function == PREFILL else given[ROOT]
