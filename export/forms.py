@@ -1,8 +1,9 @@
 """The step and prefill modules behind the flat signatures of the contract.
 
-``ExternalCacheForm``: the KV cache is the caller's. Committed rows come in as ``[P, kv_heads * head_dim]`` per layer and
-the new rows of all layers leave as one tensor. What an exporter should recognise as a whole (attention over several runs of rows, rotary
-embedding, the view of rows as heads) runs through the operators below; each computes the same as the model's own code.
+``ExternalCacheForm``: the KV cache is the caller's. Committed rows come in as ``[P, kv_heads * head_dim]`` per layer
+and the new rows of all layers leave as one tensor. What an exporter should recognise as a whole (attention over several
+runs of rows, rotary embedding, the view of rows as heads) runs through the operators below; each computes the same as
+the model's own code.
 """
 
 from __future__ import annotations

