@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
 from ssdevice.adapters.weights import LEVELS, int8_factors
-from ssdevice.export.onnx.graph import CONTRIB, Editor, finish
+from ssdevice.export.onnx.graph import CONTRIB, Editor, finish, tag
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.quantization import ZERO_POINT, WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.plan import Quant
+from ssdevice.model.roles import Part, Role
 
 Floats = NDArray[np.float32]
-NAMED = "x.backbone.layers.0.self_attn.o_proj"
-LAYERS = "model.layers"
+SOURCE = "model.layers.0.self_attn.o_proj"
+"""What the adapter folder calls the low-rank term."""
 
 
 def value(name: str, shape: tuple[int, ...], kind: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
@@ -47,10 +51,12 @@ def quantized(
     initializers: list[ir.Value],
     quant: Quant,
     book: SlotBook | None = None,
+    roles: Mapping[str, Role] | None = None,
 ) -> bytes:
     """The file of the graph once its linears are lowered."""
     graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, CONTRIB: 1})
     edit = Editor(ir.Model(graph, ir_version=11))
+    tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
     finish(edit)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
@@ -73,16 +79,17 @@ def tied_model(rows: int, table: Floats, quant: Quant) -> bytes:
     row = gather.outputs[0]
     row.name, row.shape, row.type = "rows", ir.Shape([1, rows, table.shape[1]]), ir.TensorType(ir.DataType.FLOAT)
     head = placeholder(row, weight, rows, "y0")
-    return quantized([ids], [gather, head], [head.outputs[0]], [weight], quant)
+    roles = {"embed.weight": Role(Part.EMBEDDING)}
+    return quantized([ids], [gather, head], [head.outputs[0]], [weight], quant, roles=roles)
 
 
 def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
     """``x`` through a linear ``[N, K]`` with a low-rank term whose factors are inputs of the graph: y0."""
     outputs, inputs = weight.shape
     x = value("x", (1, rows, inputs))
-    base = stored(f"{NAMED}.base.weight", weight)
-    down = stored(f"{NAMED}.adapter.down.weight", np.zeros((rank, inputs), np.float32))
-    up = stored(f"{NAMED}.adapter.up.weight", np.zeros((outputs, rank), np.float32))
+    base = stored("base", weight)
+    down = stored("down", np.zeros((rank, inputs), np.float32))
+    up = stored("up", np.zeros((outputs, rank), np.float32))
     first = placeholder(x, base, rows, "whole")
     narrow = placeholder(x, down, rows, "narrow")
     wide = placeholder(narrow.outputs[0], up, rows, "wide")
@@ -90,13 +97,15 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
     out = total.outputs[0]
     out.name, out.shape, out.type = "y0", ir.Shape([1, rows, outputs]), ir.TensorType(ir.DataType.FLOAT)
     nodes = [first, narrow, wide, total]
-    return quantized([x], nodes, [out], [base, down, up], quant, SlotBook(LAYERS, (1, 1, outputs), True))
+    factor = Role(Part.FACTOR, SlotKind.LORA, SOURCE)
+    roles = {"base": Role(Part.LAYERS), "down": factor, "up": replace(factor, up=True)}
+    return quantized([x], nodes, [out], [base, down, up], quant, SlotBook((1, 1, outputs), True), roles)
 
 
 def slot_feeds(weight: Floats, down: Floats) -> dict[str, NDArray[np.generic]]:
     """The inputs of ``slot_model`` for the factor ``down [K, r]``; ``up`` is the identity, so that sums stay exact."""
     outputs, inputs = weight.shape
-    slot = Slot(SlotKind.LORA, inputs, True, (SlotPart(f"{LAYERS}.0.self_attn.o_proj", outputs),))
+    slot = Slot(SlotKind.LORA, inputs, True, (SlotPart(SOURCE, outputs),))
     values, scale = int8_factors(down)
     up = np.eye(down.shape[1], outputs, dtype=np.float32)
     return {slot.down.name: values, slot.down_scale.name: scale, slot.ups[0].name: up}
