@@ -15,7 +15,7 @@ from ssdevice.export.onnx.graph import LOGITS, READS
 from ssdevice.export.parity.products import Array, Call, Product
 
 MODULE = "module.model."
-"""What the tracer puts before a parameter's name."""
+"""Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
 
 
 class OnnxShown:
@@ -40,7 +40,7 @@ class OnnxShown:
 
     def spell(self, parameter: str) -> str:
         """See Shown."""
-        return f"{MODULE}{parameter}"
+        return parameter
 
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
         """See Shown."""
@@ -64,7 +64,7 @@ class OnnxShown:
             kv = self.geometry.kv_heads
             shape = (len(outputs), self.heads // kv, kv, -1)
             outputs = outputs.reshape(shape).swapaxes(1, 2).reshape(len(outputs), -1)
-        return Product(weight.removesuffix(SUFFIX), source.reshape(-1, source.shape[-1]), outputs)
+        return Product(weight.removesuffix(SUFFIX).partition(MODULE)[2], source.reshape(-1, source.shape[-1]), outputs)
 
 
 def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:

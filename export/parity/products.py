@@ -187,7 +187,8 @@ class Follower:
 
     def _place(self, module: nn.Module) -> str:
         """``layer 17, self_attn.q_proj``."""
-        parts = self.names[module][0].split(".")
+        spelled = [name.split(".") for name in self.names[module]]
+        parts = next((parts for parts in spelled if "layers" in parts), spelled[0])  # adapters go by two names
         if "layers" in parts:
             at = parts.index("layers")
             return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :]).removesuffix('.base')}"

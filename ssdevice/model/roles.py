@@ -61,6 +61,8 @@ def roles_of(form: nn.Module) -> dict[str, Role]:
     known = {id(weight): Role(Part.LAYERS) for weight in backbone.layers.parameters()}
     known |= {id(table): Role(Part.POSITIONS) for table in tables}
     known |= {id(weight): Role(Part.HEAD) for weight in backbone.lm_head.parameters()}
+    if model.draft_head is not None:
+        known |= {id(weight): Role(Part.HEAD) for weight in model.draft_head.parameters()}
     known |= {id(weight): Role(Part.EMBEDDING) for weight in backbone.embed_tokens.parameters()}
     for term, (kind, source) in low_rank_terms(model).items():
         assert isinstance(term, LowRank)

@@ -70,6 +70,7 @@ def deep_model(name: str, layers: int, mode: Mode = Mode.LOSSLESS) -> StreamMode
     with torch.no_grad():
         for value in model.streams.parameters():
             value.copy_(torch.randn_like(value) * 0.3)
+        model.streams.identifiers *= 10  # as large beside the hidden states as trained ones are
     return model.eval()
 
 

@@ -63,7 +63,7 @@ def a_stale_norm(artifact: Artifact, layer: int) -> None:
 
 @fault
 def rope_off_by_one(artifact: Artifact, layer: int) -> None:
-    ((one_cos, one_sin),) = artifact.model.backbone.rope(torch.ones(1, 1, dtype=torch.int32)).values()
+    ((one_cos, one_sin),) = artifact.model.backbone.rope(torch.ones(1, 1, dtype=torch.int32)).tables.values()
 
     def turned(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         cos, sin = rope

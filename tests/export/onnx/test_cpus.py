@@ -140,6 +140,7 @@ print(json.dumps(told))
 
 
 @needs_emulator
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_a_bundle_keeps_its_promise_on_the_other_cpu(quant: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     """Speculative output is plain output there; between CPUs tokens may part at near-ties, since floats round apart."""
