@@ -22,6 +22,7 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
+from ssdevice.export.onnx.folding import fold
 from ssdevice.export.onnx.graph import finish, simplify, tag
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
@@ -213,6 +214,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
                 input_names=names,
                 output_names=[tensor.name for tensor in spec.outputs],
                 custom_translation_table=TRANSLATIONS,
+                optimize=False,
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
@@ -221,6 +223,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
             f"{plan.identity.model_type}: the {spec.name} graph has no ONNX form ({reason[0] if reason else error})"
         ) from error
     assert onnx_program is not None
+    fold(onnx_program.model)
     tag(onnx_program.model, roles_of(form))
     return onnx_program.model
 

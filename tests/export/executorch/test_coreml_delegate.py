@@ -151,7 +151,7 @@ def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: byte
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"target": "onnx"}, "--delegate is ExecuTorch's"),
+        ({"target": "onnx"}, "--delegate and --logits are ExecuTorch's"),
         ({"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))}, "--kv-write is the coreml target's"),
     ],
 )

@@ -58,5 +58,5 @@ def test_with_logits_verify_measures_how_much_they_change(tmp_path: Path, capsys
 
 
 def test_logits_are_refused_for_targets_that_show_them_anyway(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--logits is ExecuTorch's"):
+    with pytest.raises(ConfigError, match="--delegate and --logits are ExecuTorch's"):
         ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(ExecutorchOptions(logits=True),))

@@ -200,10 +200,10 @@ NAME = "module.model.backbone.layers.0.self_attn.q_proj.adapter.up"
 def test_an_adapter_of_another_program_is_refused(tmp_path: Path, change: object, message: str) -> None:
     opened = engine("base")
     conversation = opened.new_conversation()
-    conversation.adapter = _damaged(tmp_path, change)
+    conversation.cache.adapter = _damaged(tmp_path, change)
     with pytest.raises(BundleError, match=message):
         conversation.prefill([7, 21, 3])
-    conversation.adapter = None
+    conversation.cache.adapter = None
     expected = engine("base")
     assert conversation.prefill([7, 21, 3]) == expected.new_conversation().prefill([7, 21, 3])
     opened.close()
