@@ -18,7 +18,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format conformance fuzz soak bench clean
+.PHONY: demo test check format conformance readme fuzz soak bench clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -38,6 +38,9 @@ format: $(VENV)/dev.stamp
 
 conformance: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m slow
+
+readme: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q tests/test_documentation.py -m slow
 
 # Ten thousand hostile bundles, and ten thousand generations; SEED=2 for others.
 SEED ?= 1

@@ -153,6 +153,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow  # trains, exports and measures: `.ci/run` asks for it by name
 def test_the_readme_goes_from_a_model_to_an_app(place: Path) -> None:
     readme = ROOT / "README.md"
     chapter = "From a model to an app"

@@ -11,8 +11,8 @@ from onnxscript.rewriter import onnx_fusions
 def fold(model: ir.Model) -> None:
     """Fold constants and fuse norms, in place.
 
-    The exporter's own optimizer also tries some dozen general rewrites at every node. They change nothing that the rules
-    of ``graph`` do not change as well, and take half the time of an export.
+    The exporter's own optimizer also tries dozens of general rewrites at every node. They change nothing that the
+    rules of ``graph`` do not change as well, and take up to half the time of an export.
     """
     common.InlinePass()(model)
     optimizer.fold_constants(model, onnx_shape_inference=True)

@@ -17,6 +17,9 @@ from ssdevice.export.parity.products import Array, Call, Product
 MODULE = "module.model."
 """Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
 
+WRAPPED = ".base"
+"""Part of a weight's name where a low-rank term stands beside it; apps share graphs in which none does."""
+
 
 class OnnxShown:
     """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take, by graph input.
@@ -40,7 +43,7 @@ class OnnxShown:
 
     def spell(self, parameter: str) -> str:
         """See Shown."""
-        return parameter
+        return parameter.replace(WRAPPED, "")
 
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
         """See Shown."""
@@ -64,7 +67,8 @@ class OnnxShown:
             kv = self.geometry.kv_heads
             shape = (len(outputs), self.heads // kv, kv, -1)
             outputs = outputs.reshape(shape).swapaxes(1, 2).reshape(len(outputs), -1)
-        return Product(weight.removesuffix(SUFFIX).partition(MODULE)[2], source.reshape(-1, source.shape[-1]), outputs)
+        name = self.spell(weight.removesuffix(SUFFIX).partition(MODULE)[2])
+        return Product(name, source.reshape(-1, source.shape[-1]), outputs)
 
 
 def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:
