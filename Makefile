@@ -1,4 +1,4 @@
-# make demo | test | check | conformance | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | test | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
