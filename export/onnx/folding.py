@@ -18,7 +18,7 @@ def fold(model: ir.Model) -> None:
     optimizer.fold_constants(model, onnx_shape_inference=True)
     tidy = ir.passes.Sequential(
         common.RemoveUnusedNodesPass(),
-        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.DeduplicateInitializersPass(),
