@@ -12,6 +12,7 @@ import onnxruntime as ort
 from ssdevice.contract import LENGTH, Geometry, past_key, past_value
 from ssdevice.export.onnx.attention import SUFFIX
 from ssdevice.export.onnx.graph import LOGITS, READS
+from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.parity.products import Array, Call, Product
 
 MODULE = "module.model."
@@ -91,5 +92,5 @@ def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, s
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(file.parent))
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(file.parent))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), marks
