@@ -135,6 +135,11 @@ def select(edit: Editor, out: Out, x: ir.Value, dim: int, index: int) -> ir.Valu
     return gather(edit, out, x, dim, edit.constant(np.array(index, np.int64)))
 
 
+def repeat(edit: Editor, out: Out, x: ir.Value, repeats: int, dim: int) -> ir.Value:
+    """Every element of a dimension several times over."""
+    return gather(edit, out, x, dim, edit.ints(*np.arange((shape_of(x) or ())[dim] or 0).repeat(repeats)))
+
+
 def cut(
     edit: Editor, out: Out, x: ir.Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ir.Value:
@@ -338,6 +343,7 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     aten.index_select.default: gather,
     aten.embedding.default: embedding,
     aten.select.int: select,
+    aten.repeat_interleave.self_int: repeat,
     aten.slice.Tensor: cut,
     aten.split.Tensor: split,
     aten.chunk.default: chunk,
