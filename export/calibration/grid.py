@@ -1,8 +1,8 @@
 """What a target's round-to-nearest makes of a matrix: blocks of inputs with one scale each, fixed by one weight.
 
 Values that lie on a grid come out of the target's own rounding as they went in, as long as every block keeps the weight
-that fixed its scale, its anchor, at the code that made it so. Scales are bfloat16 numbers: a code times such a scale is exact in
-float16, and XNNPACK keeps no more of them.
+that fixed its scale, its anchor, at the code that made it so. Scales are bfloat16 numbers: a code times such a scale is
+exact in float16, and XNNPACK keeps no more of them.
 """
 
 from __future__ import annotations
@@ -56,4 +56,3 @@ class Grid:
     anchors: Callable[[Tensor], Anchors]
     low: int
     high: int
-

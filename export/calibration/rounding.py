@@ -1,8 +1,7 @@
 """Rounding a matrix to a grid such that its products on given inputs change least.
 
 Column by column, what rounding one input's weights costs is made good by the weights that are not rounded yet, as far
-as their inputs move together with it (the method of *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers*). Inputs that matter most are rounded first.
+as their inputs move together with it (GPTQ, arXiv 2210.17323). Inputs that matter most are rounded first.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _scales(blocks: Tensor, importance: Tensor, largest: Tensor, grid: Grid) -> 
 
 
 def _feedback(moments: Tensor, order: Tensor) -> Tensor:
-    """``[K, K]`` upper: row i says how the error in column i is spread over later ones, its diagonal by what to divide."""
+    """``[K, K]`` upper: row i spreads the error of column i, divided by its diagonal, over later columns."""
     ordered = moments[order][:, order].double()
     ordered.diagonal().add_(DAMPING * ordered.diagonal().mean().clamp_min(1e-12))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))

@@ -14,12 +14,12 @@ from torch import nn
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
-from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE

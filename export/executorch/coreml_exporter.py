@@ -22,7 +22,7 @@ from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
-from ssdevice.export.plan import Exporter, ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine

@@ -122,7 +122,7 @@ def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> tupl
 
 
 def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
-    """What ``compress`` rounds a linear of the layers to in int4; None for one that ``plan_weights`` stores otherwise."""
+    """What ``compress`` rounds a linear of the layers to in int4; None: ``plan_weights`` stores it otherwise."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
         return None

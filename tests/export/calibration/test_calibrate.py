@@ -46,7 +46,9 @@ def rows(count: int, vocab: int, seed: int = 0) -> list[Tokens]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(0)
     lines = [
-        json.dumps({"prompt": " ".join(draw.choice(list(WORDS), 12)), "completion": " ".join(draw.choice(list(WORDS), 8))})
+        json.dumps(
+            {"prompt": " ".join(draw.choice(list(WORDS), 12)), "completion": " ".join(draw.choice(list(WORDS), 8))}
+        )
         for _ in range(6)
     ]
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
@@ -91,7 +93,6 @@ def test_a_model_with_outliers_loses_less_than_half() -> None:
     exact = logits(model, held)
     with simulated(model, Quant.INT4):
         nearest = loss(model, held, exact)
-        print(nearest)
     calibrate(model, rows(24, VOCAB), lambda _, factor: None if factor else INT4_GRID, lambda _: None)
     with simulated(model, Quant.INT4):
         assert loss(model, held, exact) < nearest / 2
