@@ -18,6 +18,9 @@ CHUNK = 128
 SHRINK = tuple(1 - 0.05 * i for i in range(9))
 """Scales that are tried, relative to round-to-nearest's: a block with one large weight gains by clipping it."""
 
+SILENT = 1e-30
+"""Scales below it are those of blocks of zeros."""
+
 
 def calibrated(weight: Tensor, moments: Tensor, grid: Grid) -> Tensor:
     """``weight [N, K]`` on the grid, for inputs whose second moments are ``moments [K, K]``."""
@@ -27,9 +30,11 @@ def calibrated(weight: Tensor, moments: Tensor, grid: Grid) -> Tensor:
     padded = torch.nn.functional.pad(weight, (0, blocks * block - inputs)).reshape(outputs, blocks, block)
     importance = torch.nn.functional.pad(moments.diagonal(), (0, blocks * block - inputs)).reshape(blocks, block)
     at, anchor, largest = grid.anchors(padded)
+    silent = largest.abs() < SILENT
+    largest = torch.where(silent, 0.0, largest)
     scale = _scales(padded, importance, largest, grid)
     forced = torch.full((outputs, blocks, block), torch.nan)
-    anchor = torch.where(largest == 0, torch.nan, anchor)  # zeros have no scale that a code could keep
+    anchor = torch.where(silent, torch.nan, anchor)  # zeros have no scale that a code could keep
     forced.scatter_(-1, at[..., None], anchor[..., None])
     forced = forced.reshape(outputs, -1)[:, :inputs]
     by_column = scale.repeat_interleave(block, 1)[:, :inputs]
