@@ -19,15 +19,13 @@ from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [1, 0]])
 CONTEXT, CHUNK = 24, 5
-SLOTTED = 1
-"""Layers of the base of several apps: slots make every layer twice the work to lower."""
 
 
 @cache
-def base(layers: int = 2) -> Path:
-    """A small llama."""
-    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
-    return made_once(f"executorch/base-{layers}", lambda out: write_base(out, **sizes, initializer_range=0.3))
+def base() -> Path:
+    """A llama of two layers."""
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return made_once("executorch/base", lambda out: write_base(out, **sizes, initializer_range=0.3))
 
 
 @cache
@@ -82,9 +80,9 @@ def two_apps(mode: Mode) -> tuple[tuple[str, Path], ...]:
     for name, rank in (("one", 4), ("two", 2)):
 
         def write(out: Path, rank: int = rank) -> None:
-            write_adapter(out, base(SLOTTED), mode, gamma=2, msa_layers=1)
+            write_adapter(out, base(), mode, gamma=2, msa_layers=1)
             if mode is Mode.SHARED:
-                write_lora(out, base(SLOTTED), rank=rank, seed=rank)
+                write_lora(out, base(), rank=rank, seed=rank)
 
         made.append((name, made_once(f"executorch/{mode}-{name}", write)))
     return tuple(made)
@@ -95,7 +93,6 @@ def slots(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedul
     """A bundle of the apps ``one`` and ``two`` over one base, which does not give its logits."""
 
     def export(out: Path) -> None:
-        asked = replace(options(quant, mode, schedule, out), model=str(base(SLOTTED)), adapters=two_apps(mode))
-        export_bundle(asked, lambda *_: None)
+        export_bundle(replace(options(quant, mode, schedule, out), adapters=two_apps(mode)), lambda *_: None)
 
     return Bundle.open(made_once(f"executorch/slots-{mode}-{quant}-{schedule}", export))

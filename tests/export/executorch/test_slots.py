@@ -196,7 +196,7 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 
 
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
-    base = programs.base(programs.SLOTTED)
+    base = programs.base()
     lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
     apps = (*programs.two_apps(Mode.SHARED), ("quiet", lossless))
@@ -250,7 +250,7 @@ def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, caps
     copied = tmp_path / "bundle"
     shutil.copytree(programs.slots().folder, copied)
     before = (copied / "manifest.json").read_bytes()
-    base = programs.base(programs.SLOTTED)
+    base = programs.base()
     wide = write_adapter(tmp_path / "wide", base, Mode.SHARED, gamma=2, msa_layers=1)
     write_lora(wide, base, rank=5, seed=1)
     lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
