@@ -94,13 +94,10 @@ def test_core_ml_stores_the_values_as_they_are(per_channel: bool) -> None:
     pytest.importorskip("coremltools", reason="needs the coreml extra")
     from coremltools.optimize._utils import compute_qparams
 
-    x = inputs(96)
-    grid = int4_grid((48, 96), per_channel)
+    x, weight, grid = inputs(96), matrix(), int4_grid((48, 96), per_channel)
     assert grid is not None
-    made = calibrated(matrix(), x.T @ x, grid)
-    made[3] = matrix()[4]  # coremltools divides blocks of zeros by zero
-    x = inputs(96)
-    made = calibrated(made, x.T @ x, grid)
+    weight[3] = weight[4]  # coremltools divides blocks of zeros by zero
+    made = calibrated(weight, x.T @ x, grid)
     block = [1, 0] if per_channel else [1, 32]
     codes, scale, _ = compute_qparams(made.half().numpy(), 4, True, "LINEAR_SYMMETRIC", np.int8, block)
     values = codes.reshape(48, scale.shape[1], -1).astype(np.float16) * scale[..., None]
