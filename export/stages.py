@@ -28,6 +28,7 @@ from ssdevice.export.plan import (
 )
 from ssdevice.export.target import exporter
 from ssdevice.progress import Report
+from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 
 TOKENIZER_ROLE = "tokenizer"
@@ -135,7 +136,7 @@ def make_manifest(export: Export) -> Manifest:
         chat=export.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
-        notes=result.notes,
+        notes=(*((PLAIN_PROMPT,) if export.tokenizer.plain else ()), *result.notes),
         parity=dict(export.gate),
     )
 

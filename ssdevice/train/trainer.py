@@ -19,6 +19,8 @@ from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, 
 from ssdevice.model.lora import open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report
+from ssdevice.runtime.notice import say_once
+from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample, collate
@@ -50,6 +52,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: leave --base-precision out")
     if not place.main:
         report = _silent
+    elif tokenizer.plain:
+        say_once(f"ssdevice: {PLAIN_PROMPT}")
     hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
     options = _with_vocabulary(options, identity)
