@@ -21,6 +21,7 @@ from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
+    from ssdevice.export.cost import Prediction
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
@@ -33,7 +34,6 @@ DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
 
-"""``report(stage, done, total, detail)``: where a long export stands."""
 Quant = Precision
 """What ``--quant`` asks for, as the manifest will say it."""
 
@@ -177,9 +177,14 @@ class ExportPlan:
         """About how large the weights will be on disk; scales included, graphs not."""
         return int(sum(self.parameters.values()) * self.bits / 8)
 
+    def predict(self) -> Prediction | None:
+        """What the export will take, about; None where the target does not know."""
+        cost = export_target(self.options.target).cost
+        return cost.predict(self) if cost is not None else None
+
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values, for ``--dry-run``."""
-        g = self.geometry
+        g, prediction = self.geometry, self.predict()
         return {
             "model": str(self.folder),
             "family": self.identity.model_type,
@@ -200,6 +205,8 @@ class ExportPlan:
             "chunk": g.chunk,
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
+            "estimated_seconds": round(prediction.seconds) if prediction else None,
+            "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
         }
 
 

@@ -33,7 +33,8 @@ _RENAME_SWAP = 2
 class Stage:
     """A folder or file in the making beside ``out``: ``path`` is where to write, ``publish`` makes it ``out``.
 
-    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling.
+    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling, or if another process
+    is writing it: one of two long works would be lost.
     """
 
     def __init__(self, out: Path, *, folder: bool) -> None:
@@ -91,17 +92,25 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn a full disk into one line that says so."""
+    """Turn a full disk into one line that says so, whoever's words for it arrive here."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL:
+    except Exception as error:
+        if not _is_full(error):
             raise
+        file = Path(getattr(error, "filename", None) or out)
         try:
-            free = f"; {shutil.disk_usage(out.parent).free >> 20} MiB are free"
+            free = f"; {shutil.disk_usage(file.parent).free >> 20} MiB are free there"
         except OSError:
             free = ""
-        raise SSDeviceError(f"the disk is full: {out} could not be written{free}") from error
+        raise SSDeviceError(f"the disk is full: {file} could not be written{free}") from error
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    # safetensors, torch and others write from native code, and say so in a text of their own.
+    return os.strerror(errno.ENOSPC) in str(error)
 
 
 def sync_tree(path: Path) -> None:
@@ -173,12 +182,17 @@ def _remove_abandoned(out: Path) -> None:
             continue  # gone, or not ours to open
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(f"another process is writing {out}; wait for it, or choose another name") from None
+        except OSError:
+            os.close(lock)
+            continue  # a file system without locks
+        try:
             if path.name.endswith(OLD) and not os.path.lexists(out):
                 os.rename(path, out)
             else:
                 _remove(path)
-        except OSError:
-            continue  # its writer is alive
         finally:
             os.close(lock)
 

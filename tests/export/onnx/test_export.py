@@ -231,7 +231,7 @@ def test_an_interrupted_export_leaves_nothing(
         (export.folder / "half").write_text("x")
         raise ending
 
-    monkeypatch.setattr(stages, "STAGES", (("stop", stop),))
+    monkeypatch.setattr(stages, "STAGES", (("stop", stop, 100),))
     assert main(export(base, tmp_path / "b")) == code
     assert os.listdir(tmp_path) == []
 
