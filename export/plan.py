@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -406,17 +406,17 @@ def stored_parameters(folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
+            size = file.stat().st_size
             with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > file.stat().st_size:
-                    raise InputError(f"{file}: its header claims {length} bytes, more than the file has")
-                header = json.loads(stream.read(length))
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length)) if 8 + length <= size else {}
+            ends = [8 + length]
             for name, entry in header.items():
                 if name != "__metadata__":
-                    count = 1
-                    for size in entry["shape"]:
-                        count *= int(size)
-                    sizes[name] = count
-        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+                    sizes[name] = math.prod(int(size) for size in entry["shape"])
+                    ends.append(8 + length + int(entry["data_offsets"][1]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(f"{file}: not a safetensors file ({error})") from error
+        if max(ends) > size or size < 8:
+            raise InputError(f"{file} has {size} bytes, its header asks for more: it was cut short; get it again")
     return sizes

@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
     target = exporter(options)
     plan = make_plan(options, target)
     prediction = plan.predict()
-    if prediction is not None and not args.quiet:
-        print(f"ssdevice: this takes {prediction}", file=sys.stderr)
     if options.dry_run:
+        if prediction is not None and not args.quiet:
+            print(f"ssdevice: this takes {prediction}", file=sys.stderr)
         print(json.dumps(plan.describe(), indent=2))
         return 0
     if prediction is not None and not args.ignore_memory:

@@ -133,8 +133,9 @@ def test_a_model_without_a_chat_template_is_given_plain_prompts(
         assert session.prompt_ids("a b") == session.tokenizer.encode("q\na b")
         list(session.generate("a b", max_tokens=4))
     assert main(["bench", str(tmp_path / "b"), "--data", str(tmp_path / "rows.jsonl"), "--limit", "1", "--quiet"]) == 0
-    assert main(["inspect", str(tmp_path / "b")]) == 0
-    assert NOTE in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][0] == NOTE
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(
