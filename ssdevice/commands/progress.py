@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 5.0
 """Between lines where stderr is no terminal: short commands print none."""
+TICK_SECONDS = 1.0
 
 
 class Progress:
@@ -75,7 +76,7 @@ class Progress:
         self._bar.update(self._tasks[stage], completed=done, total=total, left=left, detail=detail)
 
     def _tick(self) -> None:
-        while not self._ended.wait(1.0):
+        while not self._ended.wait(TICK_SECONDS):
             self._line()
 
     def _line(self) -> None:
