@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
-from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
@@ -314,7 +312,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     Raises InputError (or a subclass) naming the value that cannot be used.
     """
     from ssdevice.model.adapter import BaseIdentity
-    from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
+    from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
 
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
@@ -382,41 +380,3 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
         if options.tree.depth > gamma:
             raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams")
     return options.tree
-
-
-def read_config(folder: Path) -> Any:
-    """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
-    from transformers import AutoConfig
-
-    from ssdevice.config import read_json
-    from ssdevice.model.families import family_of
-
-    raw = read_json(folder / "config.json")
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise UnsupportedModelError(f"{folder / 'config.json'} names no model_type")
-    family_of(raw["model_type"])
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
-
-
-def stored_parameters(folder: Path) -> dict[str, int]:
-    """Elements of every tensor in a folder's safetensors files, from their headers; raises InputError."""
-    sizes: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(length)) if 8 + length <= size else {}
-            ends = [8 + length]
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    sizes[name] = math.prod(int(size) for size in entry["shape"])
-                    ends.append(8 + length + int(entry["data_offsets"][1]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise InputError(f"{file}: not a safetensors file ({error})") from error
-        if max(ends) > size or size < 8:
-            raise InputError(f"{file} has {size} bytes, its header asks for more: it was cut short; get it again")
-    return sizes

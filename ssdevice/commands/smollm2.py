@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from ssdevice.bundle.integrity import file_sha256
@@ -33,10 +34,8 @@ def smollm2(folder: Path) -> Path:
     if folder.is_dir():
         return folder
     gguf = _packaged()
-    try:
-        import gguf as _
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("smollm2", "gguf") from error
+    if find_spec("gguf") is None:  # transformers would say so in words of its own, much later
+        raise MissingExtraError("smollm2", "gguf")
     with disk_errors(folder):
         stage = Stage(folder, folder=True)
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
 from ssdevice.model.lora import open_lora
@@ -65,11 +65,11 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, identity)
-    except SSDeviceError:
+        _choose_vocabulary(model, options, samples, tokenizer, report)
+    except BaseException:
         if place.main:
             checkpoint.release(options.out)
         raise
-    _choose_vocabulary(model, options, samples, tokenizer, report)
     loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
     order = BatchOrder(samples, options.batch_size * place.world, options.seed)
     history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)

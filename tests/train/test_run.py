@@ -124,6 +124,7 @@ def test_killed_run_goes_on_to_the_same_weights(
         (["--data", "/nonexistent.jsonl"], "nonexistent"),
         (["--gamma", "0"], "gamma is 0"),
         (["--max-length", "3"], "raise --max-length"),
+        (["--app", "a b"], "--app"),
         (["--draft-vocabulary", "100"], "the model has 31 tokens"),
     ],
 )

@@ -189,10 +189,25 @@ def test_bases_that_cannot_be_exported_are_refused(
         assert not list(tmp_path.iterdir())
 
     refuse({"model_type": "mamba"}, None, "'mamba' is not supported")
-    refuse(None, "config.json", "no such file")
+    refuse({"hidden_size": "wide"}, None, "config.json: Validation error for field 'hidden_size'")
+    refuse(None, "config.json", "no config.json; expected a Hugging Face model folder")
     refuse(None, "tokenizer.json", "tokenizer.json")
     refuse(None, "model.safetensors", "no .safetensors")
     refuse({"hidden_size": 64}, None, "another base", "--adapter", f"app={adapter}")
+    refuse({"hidden_size": 64}, None, "[300, 128] in the weights and [300, 64] by config.json")
+    refuse({"num_hidden_layers": 4}, None, "the weights lack model.layers.3.")
+
+
+@pytest.mark.parametrize("size", [0, 4, 500, 50_000])
+def test_weights_that_were_cut_short_are_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    shutil.copytree(base, tmp_path / "copy")
+    os.truncate(tmp_path / "copy" / "model.safetensors", size)
+    assert main(export(tmp_path / "copy", tmp_path / "b")) == 2
+    error = capsys.readouterr().err
+    assert f"has {size} bytes" in error and "cut short" in error and error.count("\n") == 1
+    assert os.listdir(tmp_path) == ["copy"]
 
 
 def test_an_existing_output_is_kept(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
