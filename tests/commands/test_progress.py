@@ -11,7 +11,9 @@ from ssdevice.commands import progress
 from ssdevice.commands.progress import Progress
 
 
-def test_lines_come_while_a_stage_is_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_while_a_stage_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
     monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
     with Progress(quiet=False, expected=100) as shown:
