@@ -188,13 +188,12 @@ def _remove_abandoned(out: Path) -> None:
         except OSError:
             os.close(lock)
             continue  # a file system without locks
-        try:
+        with contextlib.suppress(OSError):  # what cannot be removed is only untidy
             if path.name.endswith(OLD) and not os.path.lexists(out):
                 os.rename(path, out)
             else:
                 _remove(path)
-        finally:
-            os.close(lock)
+        os.close(lock)
 
 
 def _remove(path: Path) -> None:
