@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ if sys.platform != "win32":
 MARK = ".ssdevice-"
 SUFFIX, OLD = ".tmp", ".old"
 FULL = {errno.ENOSPC, errno.EDQUOT}
+NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
+"""What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
 # renameat2(2) and renamex_np(2): exchange two names in one step.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _RENAME_SWAP = 2
@@ -98,19 +101,15 @@ def disk_errors(out: Path) -> Iterator[None]:
     except Exception as error:
         if not _is_full(error):
             raise
-        file = Path(getattr(error, "filename", None) or out)
-        try:
-            free = f"; {shutil.disk_usage(file.parent).free >> 20} MiB are free there"
-        except OSError:
-            free = ""
-        raise SSDeviceError(f"the disk is full: {file} could not be written{free}") from error
+        places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
+        free = ", ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places if place.is_dir())
+        raise SSDeviceError(f"the disk is full: {out} could not be written; now free: {free}") from error
 
 
 def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
-    # safetensors, torch and others write from native code, and say so in a text of their own.
-    return os.strerror(errno.ENOSPC) in str(error)
+    return any(words in str(error) for words in NATIVE)
 
 
 def sync_tree(path: Path) -> None:

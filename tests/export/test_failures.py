@@ -45,6 +45,11 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
         (SystemExit(command.TERMINATED), 143, ""),
         (OSError(28, "No space left on device"), 1, "the disk is full"),
         (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
+        (
+            RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data to the file."),
+            1,
+            "the disk is full",
+        ),
         (OSError(27, "File too large", "weights.bin"), 1, "weights.bin: File too large"),
         (MemoryError(), 1, "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), 1, "out of memory"),
