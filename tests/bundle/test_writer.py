@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(SSDeviceError, match="the disk is full: .*bundle could not be written; \\d+ MiB are free"):  # noqa: SIM117
+    with pytest.raises(SSDeviceError, match="the disk is full: .*bundle could not be written; now free: \\d+ MiB in"):  # noqa: SIM117
         with BundleWriter(tmp_path / "bundle") as writer:
             full()
     monkeypatch.setattr("shutil.copyfile", full)

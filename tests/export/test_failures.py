@@ -46,7 +46,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
         (OSError(28, "No space left on device"), 1, "the disk is full"),
         (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
         (
-            RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data to the file."),
+            RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data."),
             1,
             "the disk is full",
         ),
