@@ -19,6 +19,9 @@ from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ssdevice.export.calibration.grid import Grid
     from ssdevice.export.cost import Prediction
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
@@ -44,6 +47,7 @@ class ExportOptions:
     default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
     ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
     ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapters.storage``.
+    ``calibrate``: data files of the apps, with whose rows weights are rounded instead of to nearest.
     ``target_options``: what only some targets let choose, of each kind one; see ``chosen``.
     """
 
@@ -59,6 +63,7 @@ class ExportOptions:
     target_options: tuple[TargetOptions, ...] = ()
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
+    calibrate: tuple[Path, ...] = ()
     overwrite: bool = False
     dry_run: bool = False
 
@@ -201,6 +206,7 @@ class ExportPlan:
             "schedule": self.schedule.value,
             "context": g.context,
             "chunk": g.chunk,
+            "calibrate": [str(file) for file in self.options.calibrate],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
             "estimated_seconds": round(prediction.seconds) if prediction else None,
@@ -213,22 +219,32 @@ class ExportJob:
     """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
 
     Its LoRA is merged, or where ``plan.merged`` is False stands beside the base's linears (``model.lora``).
-    ``notes``: what preparing the model for a target changed, for the manifest.
+    ``notes``: what preparing the model for a target changed, for the manifest. ``calibrated``: values of the base's
+    weights that every further model of the job takes instead of its folder's.
     """
 
     plan: ExportPlan
     loaded: LoadedModel
     report: Report
     notes: tuple[str, ...] = ()
+    calibrated: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: ExportPlan, report: Report, merge: bool | None = None) -> ExportJob:
+    def of(
+        cls,
+        plan: ExportPlan,
+        report: Report,
+        merge: bool | None = None,
+        calibrated: Mapping[str, Tensor] | None = None,
+    ) -> ExportJob:
         """Load the first app of a plan; ``merge``: fold its LoRA into the weights, by default as the plan says."""
         from ssdevice.model.loading import load
 
         gamma = plan.geometry.gamma or None
         merge = plan.merged if merge is None else merge
-        return cls(plan, load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge), report)
+        own = calibrated or {}
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own)
+        return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
         """The job with the stream adapters of its model, which is changed, folded into weights of stream rows.
@@ -242,7 +258,7 @@ class ExportJob:
 
     def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
         """The same job for one app of a plan of several, with a model of its own: drop it before the next."""
-        return ExportJob.of(self.plan.of(app), self.report, merge)
+        return ExportJob.of(self.plan.of(app), self.report, merge, self.calibrated)
 
 
 @dataclass(frozen=True)
@@ -283,12 +299,21 @@ class Exporter(ABC):
     """What writes a target's files. ``bits``: the precisions it has, and what a weight takes there on disk with its
     scales; ``schedule``: its default.
 
+    ``calibrates``: the precisions whose weights it lets be rounded with rows of data, see ``grid``.
     With ``several_apps`` it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
     schedule: ClassVar[Schedule]
     several_apps: ClassVar[bool] = False
+    calibrates: ClassVar[frozenset[Quant]] = frozenset()
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.
+
+        ``factor``: it is one of the two of a low-rank term. Asked for the precisions in ``calibrates`` only.
+        """
+        return None
 
     def prepare(self, job: ExportJob) -> ExportJob:
         """The job that both ``export`` and ``gate`` get, with the model in the form that the target writes."""
@@ -317,6 +342,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
         raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
+    if options.calibrate and options.quant not in target.calibrates:
+        able = ", ".join(sorted(target.calibrates)) or "no precision"
+        raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
     merged = len(options.adapters) <= 1 and not options.slots
     if not merged and not target.several_apps:
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"

@@ -16,6 +16,8 @@ from ssdevice.bundle.manifest import (
     Manifest,
     ModelIdentity,
 )
+from ssdevice.data import Example
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows
 from ssdevice.export.plan import (
     AppPlan,
     AppResult,
@@ -43,19 +45,29 @@ class Export:
     folder: Path
     report: Report
     tokenizer: ChatTokenizer | None = None
+    examples: list[Example] = field(default_factory=list)
     job: ExportJob | None = None
     result: TargetResult | None = None
     gate: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_text(export: Export) -> None:
-    """Tokenizer, chat template and stop tokens of the model's folder."""
+    """Tokenizer, chat template and stop tokens of the model's folder, and the rows to calibrate with."""
     export.tokenizer = ChatTokenizer.open(export.plan.folder)
+    if export.plan.options.calibrate:
+        export.examples = chosen_rows(export.plan.options.calibrate)
 
 
 def load_model(export: Export) -> None:
     """The base with the first app's adapter and its streams on top, in the form that the target writes."""
     export.job = export.target.prepare(ExportJob.of(export.plan, export.report))
+
+
+def calibrate_weights(export: Export) -> None:
+    """The job's weights rounded with the apps' rows, where that was asked for."""
+    assert export.job is not None and export.tokenizer is not None
+    if export.examples:
+        export.job = calibrated_job(export.job, export.target, export.examples, export.tokenizer)
 
 
 def write_target(export: Export) -> None:
@@ -73,7 +85,8 @@ def check_parity(export: Export) -> None:
 STAGES: tuple[tuple[str, Callable[[Export], None], int], ...] = (
     ("read the tokenizer", read_text, 1),
     ("load the model", load_model, 4),
-    ("write the graphs", write_target, 60),
+    ("calibrate", calibrate_weights, 1),
+    ("write the graphs", write_target, 59),
     ("check parity", check_parity, 35),
 )
 """Every stage with its part of an export's time, in hundredths."""
@@ -160,7 +173,12 @@ def make_manifest(export: Export) -> Manifest:
         chat=export.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
-        notes=(*((PLAIN_PROMPT,) if export.tokenizer.plain else ()), *result.notes),
+        calibrated_rows=len(export.examples),
+        notes=(
+            *((PLAIN_PROMPT,) if export.tokenizer.plain else ()),
+            *calibration_notes(plan, len(export.examples)),
+            *result.notes,
+        ),
         parity=dict(export.gate),
     )
 

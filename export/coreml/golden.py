@@ -86,17 +86,15 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         prefills.append({CHUNK: chunk, VALID: len(chunk), LENGTH: at, NEXT_ROOT: root, NEXT_DRAFTS: drafts})
         length = at + len(chunk)
     case: dict[str, Any] = {"prompt": prompt, "prefill": prefills}
-    truth = _plain(driver, root, length, min(MAX_STEPS * (depth + 1), g.context - length))
+    truth = _plain(driver, root, length, min(depth + 1 + sum(_ends(depth)), g.context - length))
     case["plain"] = truth
     if not g.gamma:
         return case
-    for at in range(0, size, g.chunk):  # plain decoding has written its rows behind the prompt
-        driver.prefill(prompt[at : at + g.chunk], at)
-    steps, done = [], 0
+    steps, done = [], 0  # over the rows that plain decoding wrote: what is behind the length is not seen
     for number in range(MAX_STEPS):
         # The first step takes the package's own drafts, the others end at depth 0, 1, 2, ..
         if number:
-            node = g.tree.depths.index(min((number - 1) % (depth + 1), max(0, len(truth) - done - 2)))
+            node = g.tree.depths.index(min(_ends(depth)[number - 1] - 1, max(0, len(truth) - done - 2)))
             drafts = force_drafts(g, node, truth[done + 1 :], draw)
         if done >= len(truth):
             break
@@ -118,6 +116,11 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         drafts = out.drafts
     case["steps"] = steps
     return case
+
+
+def _ends(depth: int) -> list[int]:
+    """Tokens that the steps after the first one are to give."""
+    return [number % (depth + 1) + 1 for number in range(MAX_STEPS - 1)]
 
 
 def _plain(driver: EngineDriver, root: int, length: int, steps: int) -> list[int]:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from ssdevice.errors import SSDeviceError
+from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import Quant
 
 BLOCK = 32
@@ -118,6 +119,14 @@ def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> tupl
         note = f"{weight.source} has {weight.shape[1]} inputs, no multiple of {BLOCK}: {Scheme.INT8}, not int4"
         return Scheme.INT8, note
     return Scheme.INT4_BLOCK, ""
+
+
+def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
+    """What ``compress`` rounds a linear of the layers to in int4; None: ``plan_weights`` stores it otherwise."""
+    outputs, inputs = shape
+    if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
+        return None
+    return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
 
 
 def compress(model: Any, plan: WeightPlan, shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -63,10 +63,10 @@ class Gate:
         """The largest differences, and how much was compared."""
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
-    def again(self, tokens: Sequence[int]) -> None:
-        """The same committed tokens on all sides."""
+    def commit(self, tokens: Sequence[int], length: int) -> None:
+        """These tokens at ``length`` committed tokens on all sides, whatever each of them had accepted there."""
         for driver in (self.artifact, self.twin, self.reference):
-            run_prefill(driver, tokens, self.geometry.chunk)
+            run_prefill(driver, tokens, self.geometry.chunk, length)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Take in committed rows; raises ParityError for what cannot be compared at all."""
@@ -194,6 +194,6 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
             gate.same_drafts(where, mine.drafts, theirs.drafts)
         gate.steps += 1
         gate.counts.add(len(theirs.tokens))
+        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides go on behind it
+            gate.commit(truth[done : done + depth + 1], length)
         done += depth + 1
-        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides begin again behind it
-            gate.again(prompt + truth[:done])

@@ -171,7 +171,8 @@ class FileEntry(Ruled):
 class Manifest(Ruled):
     """What a bundle is. ``tools``: package -> version. ``notes``: what differs from what was asked, one sentence each.
 
-    ``functions``: those of the contract that the bundle has. ``mode``, ``msa_layers``: of the first app with streams;
+    ``functions``: those of the contract that the bundle has. ``calibrated_rows``: of the apps' data, with which weights
+    were rounded; 0: to nearest. ``mode``, ``msa_layers``: of the first app with streams;
     apps that are not merged may differ. ``parity``: the largest differences from the reference
     that the export saw. ``roles``: role -> the file or folder with it. ``files``: path -> size and hash, all files but
     the manifest and its signature. Paths are relative, with slashes. A manifest given to ``BundleWriter.commit`` leaves
@@ -194,6 +195,7 @@ class Manifest(Ruled):
     chat: ChatFormat
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
+    calibrated_rows: int = field(default=0, metadata=COUNT)
     notes: tuple[str, ...] = field(default=(), metadata={"maxItems": 1000, "items": TEXT})
     parity: dict[str, float] = field(default_factory=dict, metadata={"maxProperties": 1000, "propertyNames": SHORT})
     roles: dict[str, str] = field(

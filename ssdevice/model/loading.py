@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ssdevice.config import Mode, StreamConfig, read_json
 from ssdevice.errors import InputError, UnsupportedModelError, is_out_of_memory
@@ -116,6 +118,13 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return hf.eval()
 
 
+def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
+    """The model with other values, by name, for some of its weights: they are shared, not copied."""
+    for name, values in calibrated.items():
+        hf.get_parameter(name).data = values
+    return hf
+
+
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
     """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
 
@@ -161,13 +170,21 @@ def open_adapter(folder: Path, identity: BaseIdentity) -> AdapterFolder:
     return AdapterFolder(folder, settings, has_lora)
 
 
-def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None, merge: bool = True) -> LoadedModel:
+def load(
+    folder: Path,
+    adapter: Path | None,
+    context: int,
+    gamma: int | None = None,
+    merge: bool = True,
+    calibrated: Mapping[str, Tensor] | None = None,
+) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
     ``merge``: merge its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
-    An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. Raises InputError.
+    An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. ``calibrated``: see ``adopt``.
+    Raises InputError.
     """
-    hf = load_hf(folder)
+    hf = adopt(load_hf(folder), calibrated or {})
     identity = BaseIdentity.of(folder, hf.config)
     opened = open_adapter(adapter, identity) if adapter is not None else None
     settings = opened.settings if opened is not None else None

@@ -37,7 +37,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
     monkeypatch.setattr(stages, "STAGES", tuple(names))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(len(stages.STAGES)))
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
