@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 from ssdevice import __version__
@@ -26,6 +27,9 @@ INTERRUPTED = 130
 MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
 """Loggers of other packages that warn, when imported, of parts this product does not use."""
+
+DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `base_model_name_or_path` was renamed")
+"""Warnings of other packages about each other."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,8 +85,11 @@ def _run(args: Sequence[str]) -> int:
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     options = parser.parse_args(args)
-    for name in () if options.debug else CHATTER:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    if not options.debug:
+        for name in CHATTER:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        for words in DEPRECATED:
+            warnings.filterwarnings("ignore", words)
     return int(options.run(options))
 
 
