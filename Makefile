@@ -30,7 +30,7 @@ demo-smollm2: $(VENV)/smollm2.stamp
 	$(BIN)/ssdevice demo --smollm2 $(if $(ADAPTER),--adapter '$(ADAPTER)')
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
