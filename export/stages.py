@@ -30,6 +30,7 @@ from ssdevice.export.plan import (
 )
 from ssdevice.export.target import exporter
 from ssdevice.progress import Report
+from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 
 TOKENIZER_ROLE = "tokenizer"
@@ -81,21 +82,40 @@ def check_parity(export: Export) -> None:
     export.gate = export.target.gate(export.job, export.folder, export.result)
 
 
-STAGES: tuple[tuple[str, Callable[[Export], None]], ...] = (
-    ("read the tokenizer", read_text),
-    ("load the model", load_model),
-    ("calibrate", calibrate_weights),
-    ("write the graphs", write_target),
-    ("check parity", check_parity),
+STAGES: tuple[tuple[str, Callable[[Export], None], int], ...] = (
+    ("read the tokenizer", read_text, 1),
+    ("load the model", load_model, 4),
+    ("calibrate", calibrate_weights, 1),
+    ("write the graphs", write_target, 59),
+    ("check parity", check_parity, 35),
 )
+"""Every stage with its part of an export's time, in hundredths."""
+
+
+class Whole:
+    """The report of a whole export: what a stage says of itself moves it forward, and never back."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._name, self._begun, self._share, self._reached = "", 0, 0, 0
+
+    def begin(self, name: str, share: int) -> None:
+        """The next stage, which is ``share`` hundredths of the whole."""
+        self._name, self._begun, self._share = name, self._begun + self._share, share
+        self(name, 0, 1, "")
+
+    def __call__(self, _: str, done: int, total: int, detail: str) -> None:
+        self._reached = max(self._reached, self._begun + self._share * done // max(1, total))
+        self._report("export", self._reached, 100, f"{self._name}, {detail}" if detail else self._name)
 
 
 def run_stages(export: Export) -> None:
-    """Every stage in order, reported as it begins and ends."""
-    for number, (name, stage) in enumerate(STAGES):
-        export.report("export", number, len(STAGES), name)
+    """Every stage in order."""
+    report, export.report = export.report, (whole := Whole(export.report))
+    for name, stage, share in STAGES:
+        whole.begin(name, share)
         stage(export)
-    export.report("export", len(STAGES), len(STAGES), "done")
+    report("export", 100, 100, "done")
 
 
 def export_bundle(options: ExportOptions, report: Report) -> Bundle:
@@ -104,7 +124,12 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
     Raises InputError for what cannot be exported as asked, ParityError for an export that computes something else.
     """
     target = exporter(options)
-    plan = make_plan(options, target)
+    return export_plan(make_plan(options, target), target, report)
+
+
+def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
+    """``export_bundle`` for a plan that was made before."""
+    options = plan.options
     with BundleWriter(options.out, overwrite=options.overwrite) as writer:
         export = Export(plan, target, writer.folder, report)
         run_stages(export)
@@ -149,7 +174,11 @@ def make_manifest(export: Export) -> Manifest:
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=len(export.examples),
-        notes=(*calibration_notes(plan, len(export.examples)), *result.notes),
+        notes=(
+            *((PLAIN_PROMPT,) if export.tokenizer.plain else ()),
+            *calibration_notes(plan, len(export.examples)),
+            *result.notes,
+        ),
         parity=dict(export.gate),
     )
 

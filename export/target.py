@@ -18,6 +18,7 @@ from ssdevice.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Precision
+    from ssdevice.export.cost import Cost
     from ssdevice.export.plan import Exporter, ExportOptions
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
@@ -54,11 +55,13 @@ class TargetOptions(ABC):
 
 
 class ExportTarget(ABC):
-    """One target. ``extra``: of pip, with what an export needs; ``options``: those of its own that it reads."""
+    """One target. ``extra``: of pip, with what an export needs; ``options``: those of its own that it reads;
+    ``cost``: what its exports take, None where nobody measured it."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
     options: ClassVar[tuple[type[TargetOptions], ...]] = ()
+    cost: ClassVar[Cost | None] = None
 
     @abstractmethod
     def exporter(self, options: ExportOptions) -> Exporter:

@@ -6,10 +6,11 @@ import argparse
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 from ssdevice import __version__
-from ssdevice.errors import SSDeviceError
+from ssdevice.errors import SSDeviceError, is_out_of_memory
 
 COMMANDS = {
     "train": "train an app's adapter: LoRA and streams",
@@ -27,10 +28,47 @@ MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
 """Loggers of other packages that warn, when imported, of parts this product does not use."""
 
+DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `base_model_name_or_path` was renamed")
+"""Warnings of other packages about each other."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (failure), 2 (bad input) or 130 (Ctrl-C)."""
+    """Run one command; the exit code is 0, 1 (failure), 2 (bad input) or 130 (Ctrl-C).
+
+    What the caller or the machine can cause is a line on stderr; ``--debug`` shows where it came from instead.
+    """
     args = sys.argv[1:] if argv is None else list(argv)
+    debug = "--debug" in args
+    try:
+        return _run(args)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("ssdevice: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        found = _message(error)
+        if debug or found is None:
+            raise
+        print(f"ssdevice: error: {one_line(found)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, SSDeviceError) else 1
+
+
+def _message(error: Exception) -> str | None:
+    """What to say of an error; None for one that nobody foresaw, whose traceback is wanted."""
+    if isinstance(error, SSDeviceError):
+        return str(error)
+    if is_out_of_memory(error):
+        return "out of memory: close other programs, use a larger machine, or a smaller model"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    return None
+
+
+def _run(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ssdevice",
         description="Speculative Streaming on devices: train, export and run stream-fused language models.",
@@ -47,23 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     options = parser.parse_args(args)
-    for name in () if options.debug else CHATTER:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        return int(options.run(options))
-    except SSDeviceError as error:
-        if options.debug:
-            raise
-        print(f"ssdevice: error: {one_line(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        print("ssdevice: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
+    if not options.debug:
+        for name in CHATTER:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        for words in DEPRECATED:
+            warnings.filterwarnings("ignore", words)
+    return int(options.run(options))
 
 
 def one_line(text: str) -> str:

@@ -46,3 +46,12 @@ class ParityError(SSDeviceError):
 def first_line(error: Exception) -> str:
     """What a message has room for of another library's error."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: libraries have words of their own for it."""
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return told or isinstance(error, MemoryError)

@@ -88,7 +88,7 @@ def project_of(repository: Path) -> dict[str, Any]:
 def test_script_and_extras_are_declared(repository: Path) -> None:
     project = project_of(repository)
     assert project["scripts"] == {"ssdevice": "ssdevice.cli:main"}
-    assert {"export", "train", "coreml", "executorch", "bench", "sign", "all", "dev"} == set(
+    assert {"export", "train", "coreml", "executorch", "bench", "sign", "smollm2", "all", "dev"} == set(
         project["optional-dependencies"]
     )
 

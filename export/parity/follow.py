@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -33,16 +34,24 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
     walk = Walk(job, shown, bounds)
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, g.context - 2 * g.tree.emitted)))
     root = 0
+    ends = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)] if g.gamma else []
+    nodes = {*ends, g.tree.size - 1} if ends else set()
+    plain = min(g.tree.emitted + 1, g.context - len(prompt) - g.tree.emitted)
+    calls, done = len(range(0, len(prompt), g.chunk)) + plain + len(nodes), count()
+
+    def report(function: str) -> None:
+        job.report("check parity", next(done), 2 * calls, f"products of {function}")  # results are the other half
+
     for at in range(0, len(prompt), g.chunk):
-        job.report("check parity", at, len(prompt), "products of prefill")
+        report(PREFILL)
         root = walk.prefill(prompt[at : at + g.chunk], at)
     truth = [root]
-    for i in range(min(g.tree.emitted + 1, g.context - len(prompt) - g.tree.emitted)):
+    for i in range(plain):
+        report(PLAIN)
         truth.append(walk.plain(truth[-1], len(prompt) + i))
     draw = np.random.default_rng(1)
-    ends = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)] if g.gamma else []
-    for node in {*ends, g.tree.size - 1} if ends else ():
-        job.report("check parity", node, g.tree.size, "products of step")
+    for node in nodes:
+        report(STEP)
         walk.step(truth[0], force_drafts(g, node, truth[1:], draw), len(prompt), node)
     found = walk.follower
     return {

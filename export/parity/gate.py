@@ -174,7 +174,7 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
     draw = np.random.default_rng(1)
     done = 0
     for i, node in enumerate(nodes):
-        gate.report("check parity", i, len(nodes), f"step {i + 1}")
+        gate.report("check parity", len(nodes) + i, 2 * len(nodes), f"step {i + 1}")
         depth = g.tree.depths[node]
         length, root = len(prompt) + done, truth[done]
         if done + 1 + depth >= len(truth):

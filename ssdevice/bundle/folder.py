@@ -144,7 +144,7 @@ class BundleWriter:
     ) -> None:
         self._open_stage.close()
         self._stage = None
-        if isinstance(error, OSError):
+        if isinstance(error, Exception):
             with disk_errors(self.out):
                 raise error
 

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ if sys.platform != "win32":
 MARK = ".ssdevice-"
 SUFFIX, OLD = ".tmp", ".old"
 FULL = {errno.ENOSPC, errno.EDQUOT}
+NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
+"""What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
 # renameat2(2) and renamex_np(2): exchange two names in one step.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _RENAME_SWAP = 2
@@ -33,7 +36,8 @@ _RENAME_SWAP = 2
 class Stage:
     """A folder or file in the making beside ``out``: ``path`` is where to write, ``publish`` makes it ``out``.
 
-    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling.
+    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling, or if another process
+    is writing it: one of two long works would be lost.
     """
 
     def __init__(self, out: Path, *, folder: bool) -> None:
@@ -91,17 +95,21 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn a full disk into one line that says so."""
+    """Turn a full disk into one line that says so, whoever's words for it arrive here."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL:
+    except Exception as error:
+        if not _is_full(error):
             raise
-        try:
-            free = f"; {shutil.disk_usage(out.parent).free >> 20} MiB are free"
-        except OSError:
-            free = ""
-        raise SSDeviceError(f"the disk is full: {out} could not be written{free}") from error
+        places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
+        free = ", ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places if place.is_dir())
+        raise SSDeviceError(f"the disk is full: {out} could not be written; now free: {free}") from error
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return any(words in str(error) for words in NATIVE)
 
 
 def sync_tree(path: Path) -> None:
@@ -173,14 +181,18 @@ def _remove_abandoned(out: Path) -> None:
             continue  # gone, or not ours to open
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(f"another process is writing {out}; wait for it, or choose another name") from None
+        except OSError:
+            os.close(lock)
+            continue  # a file system without locks
+        with contextlib.suppress(OSError):  # what cannot be removed is only untidy
             if path.name.endswith(OLD) and not os.path.lexists(out):
                 os.rename(path, out)
             else:
                 _remove(path)
-        except OSError:
-            continue  # its writer is alive
-        finally:
-            os.close(lock)
+        os.close(lock)
 
 
 def _remove(path: Path) -> None:

@@ -1,15 +1,17 @@
-"""``ssdevice demo``: the whole line on the checkpoint that ships with the source: export, decode, compare."""
+"""``ssdevice demo``: export, decode, compare, on the checkpoint that ships with the source or on SmolLM2."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
+from ssdevice.commands import smollm2
 from ssdevice.commands.opening import positive
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
@@ -20,39 +22,88 @@ if TYPE_CHECKING:
 MODELS = Path(__file__).resolve().parents[2] / "models"
 BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
 APP = "sql"
+QUESTIONS = "prompts/general.jsonl"
+CHAT = "chat-lossless"
+"""The adapter of SmolLM2 for any question."""
 TRACED = 3
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a demo runs: ``base`` and ``adapter`` folders, the app's name, the file of prompts, and the precision."""
+
+    base: Path
+    adapter: Path
+    app: str
+    prompts: Path
+    quant: str
+
+    def check(self) -> None:
+        """Raise InputError for what is not there."""
+        for part in (self.base, self.adapter, self.prompts):
+            if not part.exists():
+                raise InputError(f"{part} is missing: the demo runs from a checkout of the source, or --models DIR")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice demo``."""
-    parser.add_argument("--models", type=Path, default=MODELS, metavar="DIR", help="folder with the shipped models")
-    parser.add_argument("--prompts", type=positive, default=20, metavar="N", help="prompts to measure (default 20)")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
-    parser.add_argument("--keep", type=Path, metavar="BUNDLE", help="keep the bundle in this folder")
+    add = parser.add_argument
+    add("--smollm2", action="store_true", help="on SmolLM2-135M-Instruct and general questions (make demo-smollm2)")
+    add("--model", type=Path, metavar="DIR", help="with --smollm2: its folder (default: made from its package, kept)")
+    add("--adapter", type=Path, metavar="DIR", help="another adapter of the same base")
+    add("--models", type=Path, default=MODELS, metavar="DIR", help="folder with the shipped models")
+    add("--prompts", type=positive, default=20, metavar="N", help="prompts to measure (default 20)")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add("--keep", type=Path, metavar="BUNDLE", help="keep the bundle in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export to ONNX INT8, show a few answers step by step, then plain against speculative decoding."""
-    for part in (BASE, ADAPTER, PROMPTS):
-        if not (args.models / part).exists():
-            raise InputError(
-                f"{args.models / part} is missing: the demo runs from a checkout of the source, or --models DIR"
-            )
-    prompts = read_examples(args.models / PROMPTS, args.prompts)
+    """Export to ONNX, show a few answers step by step, then plain against speculative decoding."""
+    cast = _smollm2(args) if args.smollm2 else _shipped(args)
+    examples = read_examples(cast.prompts, args.prompts, require_completion=False)
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
-        bundle = _export(args, args.keep or Path(folder) / "bundle")
-        _show(args, bundle, prompts)
+        bundle = _export(args, cast, args.keep or Path(folder) / "bundle")
+        _show(args, bundle, examples)
     return 0
 
 
-def _export(args: argparse.Namespace, out: Path) -> Bundle:
+def _shipped(args: argparse.Namespace) -> Cast:
+    if args.model is not None:
+        raise InputError("--model is for --smollm2")
+    cast = Cast(args.models / BASE, args.adapter or args.models / ADAPTER, APP, args.models / PROMPTS, "int8")
+    cast.check()
+    return cast
+
+
+def _smollm2(args: argparse.Namespace) -> Cast:
+    """The adapter for any question, or whichever there is: what is there is found before anything is fetched."""
+    shipped = args.models / "adapters" / smollm2.NAME
+    adapter = args.adapter or shipped / CHAT
+    if not adapter.is_dir() and args.adapter is None:
+        found = sorted(folder for folder in shipped.glob("*") if folder.is_dir())
+        if not found:
+            raise InputError(
+                f"{shipped} holds no adapter; give --adapter DIR, or train one: "
+                "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
+            )
+        adapter = found[0]
+    if adapter.name != CHAT:
+        print(f"Streams of {adapter.name}, which learned another task: fewer of their drafts fit general questions.")
+    cast = Cast(args.model or smollm2.cached(), adapter, "chat", args.models / QUESTIONS, "int4")
+    if args.model is None:
+        smollm2.smollm2(cast.base)
+    cast.check()
+    return cast
+
+
+def _export(args: argparse.Namespace, cast: Cast, out: Path) -> Bundle:
     """The bundle as ``ssdevice export`` makes it."""
     from ssdevice.bundle.folder import Bundle
     from ssdevice.commands import export
 
     command = [
-        "--model", str(args.models / BASE), "--adapter", f"{APP}={args.models / ADAPTER}",
-        "--target", targets.DEFAULT, "--quant", "int8", "--out", str(out),
+        "--model", str(cast.base), "--adapter", f"{cast.app}={cast.adapter}",
+        "--target", targets.DEFAULT, "--quant", cast.quant, "--out", str(out),
     ]  # fmt: skip
     print(f"$ ssdevice export {' '.join(command)}", flush=True)
     parser = argparse.ArgumentParser()
@@ -88,7 +139,7 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
             f"{mode.tokens_per_step:.2f} tokens per step"
         )
     if result.speedup is not None and result.baseline is not None:
-        print(f"  {result.speedup.estimate:.2f}x faster than the faster plain mode ({result.baseline.name})")
+        print(f"  {result.speedup.estimate:.2f}x the speed of the faster plain mode ({result.baseline.name})")
     same = "the same tokens" if result.equal else "DIFFERENT TOKENS (see ssdevice verify)"
     print(f"  All decoding modes gave {same}.")
     if not result.load.valid:

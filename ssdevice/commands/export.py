@@ -14,6 +14,7 @@ from types import FrameType
 from ssdevice import targets
 from ssdevice.config import Schedule
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
 
@@ -59,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for options in all_options():
         options.add_arguments(parser)
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
-    add("--dry-run", action="store_true", help="print the plan and the estimated size, write nothing")
+    add("--dry-run", action="store_true", help="print the plan and about what it takes, write nothing")
+    add("--ignore-memory", action="store_true", help="begin even if the export is thought to need more than is free")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
 
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from ssdevice.export.plan import ExportOptions, Quant, make_plan
-        from ssdevice.export.stages import export_bundle
+        from ssdevice.export.stages import export_plan
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", error.name or "torch") from error
     from ssdevice.bundle.folder import check_out
@@ -101,11 +103,18 @@ def run(args: argparse.Namespace) -> int:
     )
     check_out(options.out, options.overwrite)
     _quiet_frameworks()
+    target = exporter(options)
+    plan = make_plan(options, target)
+    prediction = plan.predict()
     if options.dry_run:
-        print(json.dumps(make_plan(options, exporter(options)).describe(), indent=2))
+        if prediction is not None and not args.quiet:
+            print(f"ssdevice: this takes {prediction}", file=sys.stderr)
+        print(json.dumps(plan.describe(), indent=2))
         return 0
-    with terminable(), Progress(args.quiet) as progress:
-        bundle = export_bundle(options, progress.report)
+    if prediction is not None and not args.ignore_memory:
+        prediction.check_memory(available_memory())
+    with terminable(), Progress(args.quiet, prediction.seconds if prediction else None) as progress:
+        bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest
     summary = {
         "bundle": str(bundle.folder),

@@ -3,62 +3,122 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from ssdevice.progress import duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
 
-LINE_SECONDS = 10.0
+LINE_SECONDS = 5.0
 """Between lines where stderr is no terminal: short commands print none."""
+TICK_SECONDS = 1.0
 
 
 class Progress:
-    """Context manager whose ``report(stage, done, total, detail)`` draws one bar per stage, or writes lines."""
+    """Context manager whose ``report(stage, done, total, detail)`` draws one bar per stage, or writes lines.
 
-    def __init__(self, quiet: bool) -> None:
+    ``expected``: seconds that the first stage is thought to take, where that is known. Lines appear while a stage is
+    silent too: one call into a library can take a minute.
+    """
+
+    def __init__(self, quiet: bool, expected: float | None = None) -> None:
         self.live = not quiet and sys.stderr.isatty()
         self.lines = not quiet and not self.live
-        self._last = time.monotonic()
-        self._began: dict[str, tuple[float, int]] = {}
+        self._expected = expected
+        self._printed = time.monotonic()
+        self._stage: _Stage | None = None
+        self._ended = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._bar: Bar | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Progress:
+        if self.lines:
+            self._ticker.start()
         if self.live:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Bar(*columns, TextColumn("{task.fields[detail]}"), console=Console(stderr=True))
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            text = TextColumn("{task.fields[left]} {task.fields[detail]}")
+            self._bar = Bar(*columns, text, console=Console(stderr=True))
             self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self.lines:
+            self._ticker.join()
         if self._bar is not None:
             self._bar.stop()
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
         """``done`` of ``total`` units of a stage."""
+        if self._stage is None or self._stage.name != stage:
+            self._stage = _Stage(stage, done, None if self._stage is not None else self._expected)
+        self._stage.move(done, total, detail)
         if self.lines:
-            self._line(stage, done, total, detail)
+            self._line()
         if self._bar is None:
             return
         if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total, detail="")
-        self._bar.update(self._tasks[stage], completed=done, total=total, detail=detail)
+            self._tasks[stage] = self._bar.add_task(stage, total=total, left="", detail="")
+        left = self._stage.left_text()
+        self._bar.update(self._tasks[stage], completed=done, total=total, left=left, detail=detail)
 
-    def _line(self, stage: str, done: int, total: int, detail: str) -> None:
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_SECONDS):
+            self._line()
+
+    def _line(self) -> None:
+        """Print where the stage is, if the last line is old enough."""
         now = time.monotonic()
-        first, before = self._began.setdefault(stage, (now, done))
-        if now - self._last < LINE_SECONDS:
+        if self._stage is None or now - self._printed < LINE_SECONDS:
             return
-        self._last = now
-        left = f", {(now - first) / (done - before) * (total - done):.0f} s left" if done > before else ""
-        print(f"{stage} {done}/{total}{left} {detail}".rstrip(), file=sys.stderr, flush=True)
+        self._printed = now
+        print(self._stage.line(), file=sys.stderr, flush=True)
+
+
+class _Stage:
+    """Where a stage is, and how long it has yet to go."""
+
+    def __init__(self, name: str, first: int, expected: float | None) -> None:
+        self.name, self.first, self.expected = name, first, expected
+        self.began = self.moved = time.monotonic()
+        self.done, self.total, self.detail = first, 0, ""
+
+    def move(self, done: int, total: int, detail: str) -> None:
+        if (done, total) != (self.done, self.total):
+            self.moved = time.monotonic()
+        self.done, self.total, self.detail = done, total, detail
+
+    def left(self) -> float | None:
+        """Seconds: what was expected at first, more and more what the pace says."""
+        now = time.monotonic()
+        share = (self.done - self.first) / max(1, self.total - self.first)
+        paced = None
+        if share > 0:
+            paced = max(0.0, (self.moved - self.began) / share * (1 - share) - (now - self.moved))
+        if self.expected is None:
+            return paced
+        planned = max(0.0, self.expected - (now - self.began))
+        return planned if paced is None else share * paced + (1 - share) * planned
+
+    def left_text(self) -> str:
+        seconds = self.left()
+        return "" if seconds is None else f"about {duration(seconds)} left"
+
+    def line(self) -> str:
+        """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``."""
+        times = [f"{duration(time.monotonic() - self.began)} so far", self.left_text()]
+        where = ", ".join([f"{self.name} {self.done}/{self.total}", *filter(None, times)])
+        return f"{where}: {self.detail}" if self.detail else where

@@ -76,12 +76,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch
 
+        from ssdevice.train import checkpoint
         from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
         from ssdevice.train.trainer import train
     except ModuleNotFoundError as error:
         raise MissingExtraError("train", error.name or "torch") from error
+    from ssdevice.bundle.integrity import check_rule
+    from ssdevice.bundle.manifest import NAME
+    from ssdevice.bundle.staging import disk_errors
     from ssdevice.commands.progress import Progress
 
+    check_rule("--app", args.app, NAME)
     if args.out.exists() and not (args.out.is_dir() and _ours(args.out)):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     if args.threads:
@@ -111,8 +116,13 @@ def run(args: argparse.Namespace) -> int:
         keep_gb=args.keep_gb,
     )  # fmt: skip
     helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
-    with Progress(args.quiet or helper) as progress:
-        result = train(options, progress.report)
+    try:
+        with disk_errors(args.out), Progress(args.quiet or helper) as progress:
+            result = train(options, progress.report)
+    except KeyboardInterrupt:
+        if (args.out / checkpoint.FOLDER).is_dir() and not helper:
+            print("ssdevice: the same command goes on where this one was", file=sys.stderr)
+        raise
     if helper:
         return 0
     if result is not None:

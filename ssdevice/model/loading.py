@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ssdevice.config import Mode, StreamConfig
-from ssdevice.errors import InputError, UnsupportedModelError
+from ssdevice.config import Mode, StreamConfig, read_json
+from ssdevice.errors import InputError, UnsupportedModelError, is_out_of_memory
 from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, AdapterSettings, BaseIdentity, load_streams, read_settings
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
@@ -50,25 +51,70 @@ def resolve_folder(model: str) -> Path:
         raise InputError(f"--model {model}: no such folder, and the hub does not give it ({reason})") from error
 
 
-def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def read_config(folder: Path) -> Any:
+    """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
 
-    config_file = folder / "config.json"
-    try:
-        raw = json.loads(config_file.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{config_file}: cannot be read ({error})") from error
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
+    raw = read_json(file)
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise InputError(f"{config_file}: has no model_type")
+        raise UnsupportedModelError(f"{file}: has no model_type")
     family_of(raw["model_type"])
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        hf: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise InputError(f"{file}: {' '.join(str(error).split())}") from error
+
+
+def stored_parameters(folder: Path) -> dict[str, int]:
+    """Elements of every tensor in a folder's safetensors files, from their headers; raises InputError."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length)) if 8 + length <= size else {}
+            ends = [8 + length]
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    sizes[name] = math.prod(int(size) for size in entry["shape"])
+                    ends.append(8 + length + int(entry["data_offsets"][1]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(f"{file}: not a safetensors file ({error})") from error
+        if max(ends) > size or size < 8:
+            raise InputError(f"{file} has {size} bytes, its header asks for more: it was cut short; get it again")
+    if not sizes:
+        raise InputError(f"{folder}: no .safetensors weights")
+    return sizes
+
+
+def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError.
+
+    The library would fill what the files lack, or have in other shapes, with random numbers: such a folder is refused.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(folder)
+    stored_parameters(folder)
+    try:
+        hf, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"{folder}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+    for name, stored, asked in sorted(found["mismatched_keys"]):
+        raise InputError(f"{folder}: {name} is {list(stored)} in the weights and {list(asked)} by config.json")
+    if found["missing_keys"]:
+        names = sorted(found["missing_keys"])
+        raise InputError(f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for")
     return hf.eval()
 
 

@@ -96,10 +96,10 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def read_template(folder: Path) -> str:
+def read_template(folder: Path) -> str | None:
     """The chat template of a Hugging Face folder: ``chat_template.jinja``, or the key in ``tokenizer_config.json``.
 
-    Raises ConfigError, saying how to supply one, if there is none.
+    None if there is none. Raises ConfigError for one that cannot be read, and for several of which none is the default.
     """
     file = folder / TEMPLATE_FILE
     if file.is_file():
@@ -111,13 +111,10 @@ def read_template(folder: Path) -> str:
     template = read_object(folder / TOKENIZER_CONFIG_FILE, optional=True).get("chat_template")
     if isinstance(template, list):
         named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and t.keys() >= {"name", "template"}}
-        template = named.get("default")
-    if template is None:
-        raise ConfigError(
-            f"{folder}: no chat template (neither {TEMPLATE_FILE} nor 'chat_template' in {TOKENIZER_CONFIG_FILE}); "
-            f"write the model's prompt format, as jinja2, to {file}"
-        )
-    if not isinstance(template, str):
+        if "default" not in named:
+            raise ConfigError(f"{folder}: several chat templates and no default; write the one to use to {file}")
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
         raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: 'chat_template' is {type(template).__name__}, not text")
     return template
 

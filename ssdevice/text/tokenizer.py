@@ -19,6 +19,7 @@ from ssdevice.text.chat_template import (
     read_special_tokens,
     read_template,
 )
+from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
 from ssdevice.text.stream import Emission, StopStrings, TextOutput, TextStream
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["ChatFormat", "ChatTokenizer", "Emission", "StopStrings", "TextOutput", "TextStream", "user_content"]
 
 TOKENIZER_FILE = "tokenizer.json"
-PROBE = "probe"
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
 PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
@@ -47,8 +47,6 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.chat = chat
         if not chat.stop_ids:
@@ -60,10 +58,11 @@ class ChatTokenizer:
 
     @classmethod
     def open(cls, folder: str | Path, *, variables: dict[str, Any] | None = None) -> ChatTokenizer:
-        """The tokenizer of a Hugging Face folder with ``tokenizer.json`` and a chat template.
+        """The tokenizer of a Hugging Face folder with ``tokenizer.json`` and its chat template.
 
-        Stop tokens are those of ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token
-        that the template puts after an answer. Raises ConfigError naming the file that is missing or wrong.
+        A model without a template is given prompts as they are (``plain``). Stop tokens are those of
+        ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts
+        after an answer. Raises ConfigError naming the file that is missing or wrong.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -83,7 +82,10 @@ class ChatTokenizer:
             if eos is None:
                 raise ConfigError(f"{folder}: eos_token {special['eos_token']!r} is not in {TOKENIZER_FILE}")
             stops.append(eos)
-        chat = ChatFormat(read_template(folder), special, tuple(dict.fromkeys(stops)), dict(variables or {}))
+        template = read_template(folder)
+        if template is None:
+            template = plain_template(tokenizer, folder)
+        chat = ChatFormat(template, special, tuple(dict.fromkeys(stops)), dict(variables or {}))
         # A model that was taught this template ends its answers with what the template puts there.
         end = _first_special(tokenizer, _closing_of(ChatTemplate(chat)))
         if end is not None and end not in stops:
@@ -99,6 +101,11 @@ class ChatTokenizer:
     def tokenizer_json(self) -> bytes:
         """The tokenizer as ``from_bytes`` reads it."""
         return self.tokenizer.to_str().encode("utf-8")
+
+    @property
+    def plain(self) -> bool:
+        """Whether prompts are given as they are, because the model has no chat template."""
+        return is_plain(self.chat.template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -221,9 +228,12 @@ def _tokenizer(content: bytes, where: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any malformed file
         raise ConfigError(f"{where}: not a tokenizer this version of tokenizers can read ({error})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:

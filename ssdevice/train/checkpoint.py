@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from dataclasses import dataclass
@@ -27,14 +28,20 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write to a temporary file, then rename: a kill at any moment leaves the last checkpoint or the new one."""
+    """Write to a temporary file, then rename: a kill or a full disk leaves the last checkpoint or the new one."""
     target = folder / FOLDER / "checkpoint.pt"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
-    torch.save(vars(checkpoint), temporary)
-    with temporary.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(temporary, target)
+    content = io.BytesIO()  # torch's own writer does not say why it fails
+    torch.save(vars(checkpoint), content)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content.getbuffer())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def claim(folder: Path, fingerprint: str) -> None:

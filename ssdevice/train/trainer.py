@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
 from ssdevice.model.lora import open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report
+from ssdevice.runtime.notice import say_once
+from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample, collate
@@ -50,6 +52,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: leave --base-precision out")
     if not place.main:
         report = _silent
+    elif tokenizer.plain:
+        say_once(f"ssdevice: {PLAIN_PROMPT}")
     hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
     options = _with_vocabulary(options, identity)
@@ -61,11 +65,11 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, identity)
-    except SSDeviceError:
+        _choose_vocabulary(model, options, samples, tokenizer, report)
+    except BaseException:
         if place.main:
             checkpoint.release(options.out)
         raise
-    _choose_vocabulary(model, options, samples, tokenizer, report)
     loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
     order = BatchOrder(samples, options.batch_size * place.world, options.seed)
     history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)

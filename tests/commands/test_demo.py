@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.commands import demo
+from ssdevice.commands import demo, smollm2
+from ssdevice.data import read_examples
 from tests.commands.test_run import call
 
 
@@ -22,3 +23,52 @@ def test_the_demo_decodes_faster_paths_to_the_same_tokens(repository: Path, caps
     assert call("demo", "--prompts", "4", "--threads", "1") == 0
     text = capsys.readouterr().out
     assert "All decoding modes gave the same tokens." in text and "tokens per step" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--smollm2", "--models", "{empty}"], "holds no adapter; give --adapter DIR, or train one"),
+        (
+            ["--smollm2", "--adapter", "{empty}", "--models", "{empty}"],
+            "the weights are not here; install them",
+        ),
+        (["--smollm2", "--adapter", "{empty}", "--model", "/nonexistent"], "/nonexistent is missing"),
+        (["--model", "{empty}"], "--model is for --smollm2"),
+    ],
+)
+def test_what_smollm2_needs_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "PACKAGE", "a-package-that-nobody-installed")
+    (tmp_path / "empty").mkdir()
+    assert call("demo", *(part.format(empty=tmp_path / "empty") for part in arguments)) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_smollm2_takes_the_adapter_that_is_there_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, repository: Path
+) -> None:
+    made: list[demo.Cast] = []
+
+    def stop(_: object, cast: demo.Cast, __: Path) -> None:
+        made.append(cast)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_export", stop)
+    adapters = tmp_path / "adapters" / smollm2.NAME
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / demo.QUESTIONS).write_text('{"prompt": "Why?"}\n')
+    for name, said in (("sql-lossless", "Streams of sql-lossless, which learned another task"), (demo.CHAT, "")):
+        (adapters / name).mkdir(parents=True)
+        assert call("demo", "--smollm2", "--models", str(tmp_path), "--model", str(tmp_path)) == 130
+        assert made[-1].adapter == adapters / name
+        out = capsys.readouterr().out
+        assert said in out and bool(out) == bool(said)
+
+
+def test_general_questions_can_be_read(repository: Path) -> None:
+    assert len(read_examples(repository / "models" / demo.QUESTIONS, require_completion=False)) >= 5

@@ -124,6 +124,7 @@ def test_killed_run_goes_on_to_the_same_weights(
         (["--data", "/nonexistent.jsonl"], "nonexistent"),
         (["--gamma", "0"], "gamma is 0"),
         (["--max-length", "3"], "raise --max-length"),
+        (["--app", "a b"], "--app"),
         (["--draft-vocabulary", "100"], "the model has 31 tokens"),
     ],
 )
@@ -168,3 +169,36 @@ def test_an_adapter_to_go_on_from_must_fit(
     again = command(base, data, tmp_path / "two", "--init", str(tmp_path / "one"), "--steps", "1", *extra)
     assert main(again[3:]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "code", "message", "kept"),
+    [
+        ("trainer.read_samples", KeyboardInterrupt(), 130, "ssdevice: interrupted", False),
+        ("trainer._choose_vocabulary", MemoryError(), 1, "out of memory", False),
+        ("trainer._backward", KeyboardInterrupt(), 130, "the same command goes on", True),
+        ("trainer._save", KeyboardInterrupt(), 130, "the same command goes on", True),
+        ("trainer.evaluate", KeyboardInterrupt(), 130, "the same command goes on", True),
+        ("checkpoint.os.fsync", OSError(28, "No space left on device"), 1, "the disk is full", True),
+        ("trainer.write_streams", RuntimeError("I/O error: No space left on device"), 1, "the disk is full", True),
+    ],
+)  # fmt: skip
+def test_a_failure_is_a_line_and_the_same_command_goes_on(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    place: str, error: BaseException, code: int, message: str, kept: bool,
+) -> None:  # fmt: skip
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    again = command(base, data, tmp_path / "x", "--steps", "2", "--dev", str(data), "--dev-limit", "1", "--quiet")
+    with monkeypatch.context() as patched:
+        patched.setattr(f"ssdevice.train.{place}", fail)
+        assert main(again[3:]) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert not any(name.endswith(".tmp") for name in left)
+    assert (tmp_path / "x").exists() == kept
+    if kept:
+        assert main(again[3:]) == 0
+        assert not (tmp_path / "x" / ".training").exists()

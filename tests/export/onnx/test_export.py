@@ -25,6 +25,8 @@ from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.runtime.engine import EngineOptions, open_engine
+from ssdevice.runtime.session import Session
+from ssdevice.text.plain_prompt import NOTE
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 
@@ -113,6 +115,29 @@ def test_without_an_adapter_only_plain_decoding_is_exported(base: Path, tmp_path
     assert bundle.manifest.mode is None and bundle.app().kind == "base"
 
 
+def test_a_model_without_a_chat_template_is_given_plain_prompts(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "completion": " c d"}\n' * 4)
+    train = ["train", "--model", str(tmp_path / "bare"), "--data", str(tmp_path / "rows.jsonl"), "--app", "app"]
+    more = ["--out", str(tmp_path / "a"), "--steps", "1", "--msa-layers", "1", "--batch-size", "4", "--quiet"]
+    assert main([*train, *more, "--instruction", "q"]) == 0
+    assert NOTE in capsys.readouterr().err
+    adapter = ("--adapter", f"app={tmp_path / 'a'}")
+    assert main(export(tmp_path / "bare", tmp_path / "b", *adapter, "--quant", "fp32")) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][0] == NOTE
+    bundle = Bundle.open(tmp_path / "b")
+    assert bundle.manifest.notes[0] == NOTE
+    with Session.open(bundle) as session:
+        assert session.prompt_ids("a b") == session.tokenizer.encode("q\na b")
+        list(session.generate("a b", max_tokens=4))
+    assert main(["bench", str(tmp_path / "b"), "--data", str(tmp_path / "rows.jsonl"), "--limit", "1", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][0] == NOTE
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,11 +189,25 @@ def test_bases_that_cannot_be_exported_are_refused(
         assert not list(tmp_path.iterdir())
 
     refuse({"model_type": "mamba"}, None, "'mamba' is not supported")
-    refuse(None, "config.json", "no such file")
-    refuse(None, "chat_template.jinja", "no chat template")
+    refuse({"hidden_size": "wide"}, None, "config.json: Validation error for field 'hidden_size'")
+    refuse(None, "config.json", "no config.json; expected a Hugging Face model folder")
     refuse(None, "tokenizer.json", "tokenizer.json")
     refuse(None, "model.safetensors", "no .safetensors")
     refuse({"hidden_size": 64}, None, "another base", "--adapter", f"app={adapter}")
+    refuse({"hidden_size": 64}, None, "[300, 128] in the weights and [300, 64] by config.json")
+    refuse({"num_hidden_layers": 4}, None, "the weights lack model.layers.3.")
+
+
+@pytest.mark.parametrize("size", [0, 4, 500, 50_000])
+def test_weights_that_were_cut_short_are_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    shutil.copytree(base, tmp_path / "copy")
+    os.truncate(tmp_path / "copy" / "model.safetensors", size)
+    assert main(export(tmp_path / "copy", tmp_path / "b")) == 2
+    error = capsys.readouterr().err
+    assert f"has {size} bytes" in error and "cut short" in error and error.count("\n") == 1
+    assert os.listdir(tmp_path) == ["copy"]
 
 
 def test_an_existing_output_is_kept(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +247,7 @@ def test_an_interrupted_export_leaves_nothing(
         (export.folder / "half").write_text("x")
         raise ending
 
-    monkeypatch.setattr(stages, "STAGES", (("stop", stop),))
+    monkeypatch.setattr(stages, "STAGES", (("stop", stop, 100),))
     assert main(export(base, tmp_path / "b")) == code
     assert os.listdir(tmp_path) == []
 

@@ -1,0 +1,92 @@
+"""What an export will take, predicted from the model's shapes before any weights are loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdevice.errors import SSDeviceError
+from ssdevice.progress import duration
+
+if TYPE_CHECKING:
+    from ssdevice.export.plan import ExportPlan
+
+MEASURED_ON = "two cores of an x86 CPU"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What exports to a target take: measured, and fitted by a line each.
+
+    seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters;
+    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter.
+    """
+
+    start: float
+    graph_layer: float
+    weight: float
+    memory: float
+    weight_bytes: float
+
+    def predict(self, plan: ExportPlan) -> Prediction:
+        """What this export will take, about."""
+        parameters = sum(plan.parameters.values())
+        graphs = len(plan.function_names) * (1 if plan.merged else len(plan.apps))
+        seconds = self.start + self.graph_layer * plan.geometry.layers * graphs + self.weight * parameters / 1e6
+        return Prediction(seconds, int(self.memory * 1e6 + self.weight_bytes * parameters), plan.estimated_bytes())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``seconds`` on a machine such as the constants were measured on; ``peak_bytes`` of memory; ``bundle_bytes``."""
+
+    seconds: float
+    peak_bytes: int
+    bundle_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"about {duration(self.seconds)} on {MEASURED_ON}, {self.peak_bytes / 1e9:.1f} GB of memory, "
+            f"and {self.bundle_bytes / 1e6:.0f} MB on disk"
+        )
+
+    def check_memory(self, available: int | None) -> None:
+        """Raise SSDeviceError if the export needs more than there is; None: not known."""
+        if available is not None and self.peak_bytes > available:
+            raise SSDeviceError(
+                f"this export needs about {self.peak_bytes / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are "
+                "available: close other programs, use a larger machine, or try with --ignore-memory"
+            )
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, None where the system does not say."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limits = [_meminfo(), _cgroup()]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None  # not Linux
+    found = dict(line.split(":", 1) for line in lines)
+    return int(found["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in found else None
+
+
+def _cgroup() -> int | None:
+    """Of the container, if one sets a limit."""
+    try:
+        most = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(most) if most.isdigit() else None

@@ -1,0 +1,55 @@
+"""Progress in a log file: a line every few seconds that says where, how far and how long yet."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from ssdevice.commands import progress
+from ssdevice.commands.progress import Progress
+
+
+def test_lines_come_while_a_stage_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+    with Progress(quiet=False, expected=100) as shown:
+        shown.report("export", 5, 100, "write the graphs, step")
+        deadline = time.monotonic() + 20
+        text = ""
+        while text.count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            text += capsys.readouterr().err
+    lines = text.splitlines()
+    assert len(lines) >= 3
+    for line in lines:
+        assert re.fullmatch(r"export 5/100, \d+ s so far, about \d+ s left: write the graphs, step", line), line
+
+
+def test_quiet_is_silent_and_a_short_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in (True, False):
+        with Progress(quiet) as shown:
+            shown.report("bench", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_expected_gives_way_to_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = Progress(quiet=True, expected=100)
+    shown.report("export", 0, 100)
+    stage = shown._stage
+    assert stage is not None and stage.left() == 100
+    clock[0] = 100.0  # twice as slow as expected
+    shown.report("export", 50, 100)
+    assert stage.left() == 50  # the pace says 100, the expectation 0
+    clock[0] = 180.0
+    shown.report("export", 90, 100)
+    assert stage.left() == pytest.approx(18)
+    clock[0] = 400.0
+    assert stage.left() == 0
+    shown.report("bench", 0, 4)  # nothing was expected of another stage
+    assert shown._stage is not None and shown._stage.left() is None and "left" not in shown._stage.line()

@@ -1,0 +1,107 @@
+"""What the machine does to an export: a line on stderr, an exit code, and nothing half-made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ssdevice.bundle.folder import BundleWriter
+from ssdevice.cli import main
+from ssdevice.commands import export as command
+from ssdevice.errors import SSDeviceError
+from ssdevice.export import stages
+from ssdevice.export.cost import Cost, Prediction, available_memory
+from ssdevice.export.target import export_target
+
+GB = 1_000_000_000
+
+
+def export(base: Path, out: Path, *flags: str) -> int:
+    return main(["export", "--model", str(base), "--target", "onnx", "--context", "96", "--out", str(out), *flags])
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Every stage writes a file; the one of this number then fails."""
+
+    def stage(at: int) -> None:
+        def run(made: stages.Export) -> None:
+            (made.folder / f"half-{at}").write_text("x")
+            if at == number:
+                raise error
+
+        return run
+
+    names = [(name, stage(i), share) for i, (name, _, share) in enumerate(stages.STAGES)]
+    monkeypatch.setattr(stages, "STAGES", tuple(names))
+
+
+@pytest.mark.parametrize("number", range(len(stages.STAGES)))
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "ssdevice: interrupted"),
+        (SystemExit(command.TERMINATED), 143, ""),
+        (OSError(28, "No space left on device"), 1, "the disk is full"),
+        (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
+        (
+            RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data."),
+            1,
+            "the disk is full",
+        ),
+        (OSError(27, "File too large", "weights.bin"), 1, "weights.bin: File too large"),
+        (MemoryError(), 1, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), 1, "out of memory"),
+    ],
+)
+def test_a_failure_in_any_stage_is_a_line_and_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: int, error: BaseException, code: int, message: str,
+) -> None:  # fmt: skip
+    ending(monkeypatch, number, error)
+    try:
+        assert export(base, tmp_path / "b") == code
+    except SystemExit as stop:
+        assert stop.code == code
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == bool(message)
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with BundleWriter(tmp_path / "b") as first:
+        assert export(base, tmp_path / "b") == 2
+        assert "another process is writing" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == [first.folder.name]
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_does_not_fit_in_memory_is_refused_before_it_begins(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending(monkeypatch, 0, KeyboardInterrupt())
+    monkeypatch.setattr(command, "available_memory", lambda: GB // 10)
+    assert export(base, tmp_path / "b") == 1
+    said = capsys.readouterr().err
+    assert "needs about 0.9 GB of memory, and 0.1 GB are available" in said and said.count("\n") == 1
+    assert export(base, tmp_path / "b", "--ignore-memory") == 130
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_prediction_is_a_line_in_layers_and_parameters() -> None:
+    few, many = Prediction(30, GB, 10**6), Prediction(600, 2 * GB, 10**8)
+    assert str(few).startswith("about 30 s on two cores") and "1.0 GB of memory, and 1 MB on disk" in str(few)
+    assert "about 10 min" in str(many)
+    many.check_memory(None)
+    many.check_memory(3 * GB)
+    with pytest.raises(SSDeviceError, match=r"needs about 2\.0 GB of memory, and 1\.0 GB are .* --ignore-memory"):
+        many.check_memory(GB)
+    assert (available_memory() or GB) > 10**6
+
+
+@pytest.mark.parametrize("target", ["onnx", "coreml", "executorch"])
+def test_every_target_says_what_it_costs(target: str) -> None:
+    assert isinstance(export_target(target).cost, Cost)
