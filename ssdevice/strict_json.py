@@ -21,7 +21,7 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise error(f"{where}: key {key[:60]!r} stands twice in one object")
+                raise error(f"{where}: key {key[:60]!r} appears twice in one object")
             found[key] = value
         return found
 

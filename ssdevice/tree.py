@@ -48,7 +48,7 @@ class Tree:
             if any(rank < 0 for rank in path):
                 raise ConfigError(f"tree path {list(path)}: ranks are 0 or more")
             if path in known:
-                raise ConfigError(f"tree path {list(path)} stands twice")
+                raise ConfigError(f"tree path {list(path)} appears twice")
             if path and path[:-1] not in known:
                 raise ConfigError(f"tree path {list(path)} has no parent {list(path[:-1])} before it")
             known.add(path)
