@@ -48,7 +48,6 @@ def test_acceptance_judges_drafts_by_the_answer() -> None:
     assert acceptance.histogram(3) == [2, 1, 0]
     assert acceptance.judged == {1: 3, 2: 2}
     assert acceptance.held == {(1, 0): 2, (2, 1): 1, (2, 0): 1}
-    assert acceptance.paths == {(0, 1): 1, (): 1, (0,): 1}
     assert acceptance.table(2, 2) == [[2 / 3, 0.0], [0.5, 0.5]]
 
 
