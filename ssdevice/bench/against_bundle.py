@@ -3,7 +3,7 @@
 Both bundles decode plainly, each in its own engine. If an answer differs, the logits of both are compared up to the
 first difference. The difference is a near-tie if the two best logits are at most twice as far apart as the largest
 change of any logit between the bundles on rows that chose the same token, and that change is below the ceiling of the
-coarser precision. Two quantizations of a model are two models, so anything else is a fault only between float32 bundles.
+coarser precision. Two quantizations of a model are two models, so other differences are faults only in float32.
 """
 
 from __future__ import annotations

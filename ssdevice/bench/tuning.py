@@ -120,7 +120,7 @@ def interpolate(costs: Sequence[Cost], size: int) -> float:
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], costs: Sequence[Cost]) -> list[Choice]:
-    """The best tree of each size in the cheaper schedule, fastest first. Sizes that no observed draft fills are left out.
+    """The best tree of each size in the cheaper schedule, fastest first. Sizes that no observed draft fills are absent.
 
     A schedule counts if its steps were measured at two sizes, one of which may be plain decoding.
     """

@@ -1,4 +1,4 @@
-"""``ssdevice demo``: the whole line on the checkpoint that ships with the source: export, decode, compare."""
+"""``ssdevice demo``: export, decode and compare with the checkpoint that ships with the source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for part in (BASE, ADAPTER, PROMPTS):
         if not (args.models / part).exists():
             raise InputError(
-                f"{args.models / part} is missing: the demo runs from a checkout of the source, or --models DIR"
+                f"{args.models / part} is missing: run the demo from a checkout of the source, or with --models DIR"
             )
     prompts = read_examples(args.models / PROMPTS, args.prompts)
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
@@ -93,4 +93,4 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
     print(f"  All decoding modes gave {same}.")
     if not result.load.valid:
         others = f"{result.load.others:.0%}"
-        print(f"ssdevice: other processes used {others} of this machine; speeds are no measurement", file=sys.stderr)
+        print(f"ssdevice: other processes used {others} of this machine; the speeds do not count", file=sys.stderr)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 LINE_SECONDS = 10.0
-"""Between lines where stderr is no terminal: short commands print none."""
+"""Time between lines if stderr is not a terminal; short commands print none."""
 
 
 class Progress:
@@ -45,7 +45,7 @@ class Progress:
             self._bar.stop()
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        """``done`` of ``total`` units of a stage."""
+        """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
         if self.lines:
             self._line(stage, done, total, detail)
         if self._bar is None:
