@@ -21,7 +21,7 @@ from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
-    from ssdevice.model.adapter import AdapterSettings, BaseIdentity
+    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
@@ -111,8 +111,8 @@ class AppPlan:
 
     def rank(self) -> int:
         """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
+        from ssdevice.adapters.settings import PEFT_CONFIG
         from ssdevice.config import read_json
-        from ssdevice.model.adapter import PEFT_CONFIG
 
         if self.folder is None or not self.has_lora:
             return 0
@@ -306,7 +306,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError (or a subclass) naming the value that cannot be used.
     """
-    from ssdevice.model.adapter import BaseIdentity
+    from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, resolve_folder
 
     if options.quant not in target.bits:
@@ -349,12 +349,12 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:
     """An app whose adapter fits the base; raises InputError."""
-    from ssdevice.model.loading import open_adapter
+    from ssdevice.adapters.settings import AdapterFolder
 
     check_rule("an app's name", name, NAME)
     if not adapter.is_dir():
         raise InputError(f"--adapter {name}={adapter}: no such folder")
-    opened = open_adapter(adapter, identity)
+    opened = AdapterFolder.open(adapter, identity)
     if opened.settings is not None:
         opened.settings.streams.check_layers(config.num_hidden_layers)
     return AppPlan(name, adapter, opened.settings, opened.has_lora)

@@ -14,12 +14,37 @@ from torch import Tensor, nn
 from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportJob
-from ssdevice.model.reference import Cache, int32
+from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule
 
 Array = np.ndarray[Any, Any]
 Drafts = list[list[int]]
 FIRST_PROMPT_ID = 3
+
+
+@dataclass
+class Cache:
+    """Committed rows, ``[layers, 2, 1, kv_heads, capacity, head_dim]``, and how many are valid."""
+
+    rows: Tensor
+    length: int = 0
+
+    def past(self) -> list[KeyValue]:
+        """Per layer (keys, values) of the valid rows, rounded up so that there is always one."""
+        end = max(self.length, 1)
+        return [(layer[0][:, :, :end], layer[1][:, :, :end]) for layer in self.rows]
+
+    def commit(self, rows: Sequence[KeyValue], count: int) -> None:
+        """Append the first ``count`` of the new rows of every layer."""
+        for layer, (keys, values) in zip(self.rows, rows, strict=True):
+            layer[0, :, :, self.length : self.length + count] = keys[:, :, :count]
+            layer[1, :, :, self.length : self.length + count] = values[:, :, :count]
+        self.length += count
+
+
+def int32(value: int) -> Tensor:
+    """A contract integer: shape [1]."""
+    return torch.tensor([value], dtype=torch.int32)
 
 
 @dataclass(frozen=True)

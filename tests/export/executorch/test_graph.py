@@ -13,9 +13,9 @@ from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functio
 from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import tidy
 from ssdevice.export.forms import function_module
+from ssdevice.export.parity.reference import int32
 from ssdevice.export.state_form import InternalCacheForm, state_names, state_shape
 from ssdevice.model.loading import build
-from ssdevice.model.reference import int32
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
 from tests.model.tiny import VOCAB, tiny_model
