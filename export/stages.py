@@ -1,31 +1,13 @@
-"""The stages of an export, in order: each does one thing, and any failure leaves nothing behind."""
+"""The stages of an export in order. A failure in any of them leaves nothing behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import (
-    AdapterKind,
-    App,
-    CacheDtype,
-    GeometrySpec,
-    Manifest,
-    ModelIdentity,
-)
-from ssdevice.export.plan import (
-    AppPlan,
-    AppResult,
-    Exporter,
-    ExportJob,
-    ExportOptions,
-    ExportPlan,
-    TargetResult,
-    make_plan,
-)
+from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
+from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportOptions, ExportPlan, TargetResult, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
@@ -33,86 +15,47 @@ from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 TOKENIZER_ROLE = "tokenizer"
 
 
-@dataclass
-class Export:
-    """What the stages hand on; ``folder`` is the bundle in the making."""
-
-    plan: ExportPlan
-    target: Exporter
-    folder: Path
-    report: Report
-    tokenizer: ChatTokenizer | None = None
-    job: ExportJob | None = None
-    result: TargetResult | None = None
-    gate: Mapping[str, float] = field(default_factory=dict)
-
-
-def read_text(export: Export) -> None:
-    """Tokenizer, chat template and stop tokens of the model's folder."""
-    export.tokenizer = ChatTokenizer.open(export.plan.folder)
-
-
-def load_model(export: Export) -> None:
-    """The base with the first app's adapter and its streams on top, in the form that the target writes."""
-    export.job = export.target.prepare(ExportJob.of(export.plan, export.report))
-
-
-def write_target(export: Export) -> None:
-    """The target's own files."""
-    assert export.job is not None
-    export.result = export.target.export(export.job, export.folder)
-
-
-def check_parity(export: Export) -> None:
-    """The written files against the torch reference; raises ParityError."""
-    assert export.job is not None and export.result is not None
-    export.gate = export.target.gate(export.job, export.folder, export.result)
-
-
-STAGES: tuple[tuple[str, Callable[[Export], None]], ...] = (
-    ("read the tokenizer", read_text),
-    ("load the model", load_model),
-    ("write the graphs", write_target),
-    ("check parity", check_parity),
-)
-
-
-def run_stages(export: Export) -> None:
-    """Every stage in order, reported as it begins and ends."""
-    for number, (name, stage) in enumerate(STAGES):
-        export.report("export", number, len(STAGES), name)
-        stage(export)
-    export.report("export", len(STAGES), len(STAGES), "done")
+STAGES = ("read the tokenizer", "load the model", "write the graphs", "check parity")
 
 
 def export_bundle(options: ExportOptions, report: Report) -> Bundle:
-    """Plan, make and publish a bundle; whatever fails or interrupts leaves nothing behind.
+    """Plan, make and publish a bundle. A failure or an interruption leaves nothing behind.
 
-    Raises InputError for what cannot be exported as asked, ParityError for an export that computes something else.
+    Raises InputError for options that cannot be exported, ParityError for an export that computes something else.
     """
     target = exporter(options)
     plan = make_plan(options, target)
+
+    def begin(stage: str) -> None:
+        report("export", STAGES.index(stage), len(STAGES), stage)
+
     with BundleWriter(options.out, overwrite=options.overwrite) as writer:
-        export = Export(plan, target, writer.folder, report)
-        run_stages(export)
-        assert export.tokenizer is not None and export.result is not None
-        writer.add_file(TOKENIZER_FILE, export.tokenizer.tokenizer_json, TOKENIZER_ROLE)
-        for file in export.result.files:
+        begin("read the tokenizer")
+        tokenizer = ChatTokenizer.open(plan.folder)
+        begin("load the model")
+        job = target.prepare(ExportJob.of(plan, report))
+        begin("write the graphs")
+        result = target.export(job, writer.folder)
+        begin("check parity")
+        parity = target.gate(job, writer.folder, result)
+        report("export", len(STAGES), len(STAGES), "done")
+        writer.add_file(TOKENIZER_FILE, tokenizer.tokenizer_json, TOKENIZER_ROLE)
+        for file in result.files:
             writer.declare(file.path, file.role)
-        for app in export.result.apps.values():
+        for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(export))
+        return writer.commit(make_manifest(plan, tokenizer, result, parity))
 
 
-def make_manifest(export: Export) -> Manifest:
-    """What the bundle says of itself; ``files`` and ``roles`` are the writer's to fill."""
-    plan, result = export.plan, export.result
-    assert export.tokenizer is not None and result is not None
+def make_manifest(
+    plan: ExportPlan, tokenizer: ChatTokenizer, result: TargetResult, parity: Mapping[str, float]
+) -> Manifest:
+    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills."""
     settings, identity, g = plan.settings, plan.identity, plan.geometry
     streams = settings.streams if settings is not None else None
     mode = streams.mode if streams is not None else None
-    apps = tuple(make_app(export, app) for app in plan.apps)
+    apps = tuple(make_app(plan, result, app) for app in plan.apps)
     return Manifest(
         tools={"ssdevice": __version__, **(result.tools or {})},
         model=ModelIdentity(
@@ -132,20 +75,18 @@ def make_manifest(export: Export) -> Manifest:
         geometry=GeometrySpec.of(g),
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=export.tokenizer.chat,
+        chat=tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
         notes=result.notes,
-        parity=dict(export.gate),
+        parity=dict(parity),
     )
 
 
-def make_app(export: Export, app: AppPlan) -> App:
-    """What the manifest says of an app."""
-    plan, result = export.plan, export.result
-    assert result is not None
-    alone = AppResult(AdapterKind.MERGED if app.folder is not None else AdapterKind.BASE)
-    kept = alone if plan.merged else result.apps[app.name]
+def make_app(plan: ExportPlan, result: TargetResult, app: AppPlan) -> App:
+    """An app's entry in the manifest."""
+    merged = AppResult(AdapterKind.MERGED if app.folder is not None else AdapterKind.BASE)
+    kept = merged if plan.merged else result.apps[app.name]
     return App(
         name=app.name,
         kind=kept.kind,

@@ -53,6 +53,4 @@ def runtime_target(name: str) -> RuntimeTarget:
     try:
         return cast(RuntimeTarget, targets.load(module))
     except ModuleNotFoundError as error:
-        if not (error.name and module.startswith(error.name)):
-            raise
         raise InputError(f"this version of ssdevice cannot run {name} bundles") from error

@@ -1,4 +1,4 @@
-"""The command line: finds the command's module, runs it, and turns errors into one line and an exit code."""
+"""The command line: finds a command's module, runs it, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -20,17 +20,40 @@ COMMANDS = {
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
-    "demo": "the whole line on the shipped checkpoint",
+    "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130
 MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
-"""Loggers of other packages that warn, when imported, of parts this product does not use."""
+"""Loggers of other packages that warn, on import, about parts that this product does not use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 (failure), 2 (bad input) or 130 (Ctrl-C)."""
     args = sys.argv[1:] if argv is None else list(argv)
+    debug = "--debug" in args
+    for name in () if debug else CHATTER:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        options = _parse(args)
+        return int(options.run(options))
+    except SSDeviceError as error:
+        if debug:
+            raise
+        print(f"ssdevice: error: {one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("ssdevice: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def _parse(args: list[str]) -> argparse.Namespace:
+    """The options of the chosen command, whose module is the only one imported."""
     parser = argparse.ArgumentParser(
         prog="ssdevice",
         description="Speculative Streaming on devices: train, export and run stream-fused language models.",
@@ -46,30 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"ssdevice.commands.{name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    options = parser.parse_args(args)
-    for name in () if options.debug else CHATTER:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        return int(options.run(options))
-    except SSDeviceError as error:
-        if options.debug:
-            raise
-        print(f"ssdevice: error: {one_line(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        print("ssdevice: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
+    return parser.parse_args(args)
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: in one line, of a bounded length, and nothing in it that a terminal would obey.
+    """A message for a terminal: one line of bounded length, without control characters.
 
-    File names and texts of a bundle stand in messages, and other libraries' reasons, which can be pages.
+    Messages contain file names and texts from bundles, and errors of other libraries, which can be pages long.
     """
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."

@@ -58,7 +58,7 @@ class AdapterTensors:
         self.values = {**kept, **{name: _value(value) for name, value in packed.items()}}
 
     def check(self, session: ort.InferenceSession, names: frozenset[str], where: str) -> None:
-        """Raise BundleError unless there is a tensor with the right type and shape for each graph input in ``names``."""
+        """Raise BundleError unless each graph input in ``names`` has a tensor of the right type and shape here."""
         for wanted in session.get_inputs():
             if wanted.name not in names:
                 continue
