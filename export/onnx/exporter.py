@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,35 +15,31 @@ from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
-from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec
+from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import ParityError, UnsupportedModelError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
+from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.folding import fold
-from ssdevice.export.onnx.graph import finish, simplify, tag
+from ssdevice.export.onnx.graph import Editor, finish, simplify, tag
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
-from ssdevice.export.onnx.translations import TRANSLATIONS
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
-from ssdevice.export.quiet import quiet
 from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
 from ssdevice.runtime.onnx.engine import OnnxEngine
 
-OPSET = 23
 WEIGHTS = "weights"
 WEIGHTS_FILE = "weights.bin"
 CACHE_DTYPE = "float32"
-EXAMPLE_PAST = 7
-TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
 JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
@@ -146,7 +141,7 @@ class OnnxExporter(Exporter):
 
 
 def write_graph(
-    model: Any,
+    edit: Editor,
     spec: FunctionSpec,
     quant: Quant,
     store: WeightStore,
@@ -155,11 +150,11 @@ def write_graph(
     book: SlotBook | None = None,
 ) -> None:
     """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
-    edit = simplify(model, (permuted_heads,))
+    simplify(edit, (permuted_heads,))
     quantize(edit, quant, store, book)
     finish(edit)
     more = slot_inputs(edit, spec, book) if book is not None else ()
-    save_graph(model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
+    save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
 
 
 def _book(plan: ExportPlan) -> SlotBook:
@@ -181,51 +176,25 @@ def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path)
     return AppResult(AdapterKind.SLOT, own, (file,), variant.functions)
 
 
-def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Any:
-    """The ONNX model of one function as the exporter gives it, linears as placeholders; an ``onnx_ir`` model.
+def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:
+    """The graph of one function as it was traced, linears as placeholders.
 
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
     plan, model = job.plan, exportable(job.loaded.model)
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
-    names = [tensor.name for tensor in spec.inputs]
-    past = torch.export.Dim(PAST, min=1, max=plan.geometry.capacity)
-    arguments, dynamic = [], []
-    for tensor in spec.inputs:
-        shape = tuple(EXAMPLE_PAST if size == PAST else int(size) for size in tensor.shape)
-        kind = torch.int32 if tensor.dtype == "int32" else torch.float32
-        arguments.append(torch.ones(shape, dtype=kind))
-        dynamic.append({0: past} if PAST in tensor.shape else None)
+    inputs = list(spec.inputs)
     if variant is not None and variant.mode is not None:
         assert model.streams is not None
         form = OpenIdentifiers(form, model.streams)
-        arguments.append(torch.zeros_like(model.streams.identifiers))
-        dynamic.append(None)
-        names.append(IDENTIFIERS)
+        inputs.append(TensorSpec(IDENTIFIERS, tuple(model.streams.identifiers.shape), CACHE_DTYPE))
     try:
-        with torch.no_grad(), quiet("torch.onnx"):
-            program = torch.export.export(form, tuple(arguments), dynamic_shapes=(tuple(dynamic),), strict=False)
-            onnx_program = torch.onnx.export(
-                program,
-                (),
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=names,
-                output_names=[tensor.name for tensor in spec.outputs],
-                custom_translation_table=TRANSLATIONS,
-                optimize=False,
-                verbose=False,
-            )
-    except torch.onnx.errors.OnnxExporterError as error:
-        reason = str(error).split("## Exception summary")[-1].strip().splitlines()
-        raise UnsupportedModelError(
-            f"{plan.identity.model_type}: the {spec.name} graph has no ONNX form ({reason[0] if reason else error})"
-        ) from error
-    assert onnx_program is not None
-    fold(onnx_program.model)
-    tag(onnx_program.model, roles_of(form))
-    return onnx_program.model
+        graph = tracing.trace(form, inputs, [tensor.name for tensor in spec.outputs])
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{plan.identity.model_type}: {spec.name}: {error}") from error
+    tag(graph.model, roles_of(form))
+    return graph
 
 
 def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:

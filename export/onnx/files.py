@@ -100,7 +100,6 @@ def _strip(model: ir.Model) -> None:
     """Leave out where the graph came from: traces name files of the machine that made it."""
     passes.ClearMetadataAndDocStringPass()(model)
     model.opset_imports.pop(LINEAR_DOMAIN, None)
-    model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
     model.opset_imports[CONTRIB] = 1
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = PRODUCER, None

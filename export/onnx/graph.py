@@ -52,9 +52,12 @@ class Editor:
 
     def constant(self, array: np.ndarray[Any, Any], name: str | None = None, role: Role | None = None) -> ir.Value:
         """An initializer with this content; small equal ones without a name are shared."""
-        key = (array.tobytes(), str(array.dtype), array.shape)
+        key = (array.tobytes() if name is None else b"", str(array.dtype), array.shape)
         if name is None and key in self._constants:
-            return self._constants[key]
+            known = self._constants[key]
+            if known.name not in self.graph.initializers:  # removed, when nothing used it any more
+                self.graph.register_initializer(known)
+            return known
         chosen = name or self._name("const")
         value = ir.Value(
             name=chosen,
@@ -77,9 +80,8 @@ class Editor:
         """A float32 number."""
         return self.constant(np.array(value, np.float32))
 
-    def insert(
+    def append(
         self,
-        before: ir.Node,
         kind: str,
         inputs: Sequence[ir.Value | None],
         shape: Sequence[int | None] | None = None,
@@ -88,9 +90,26 @@ class Editor:
         domain: str = "",
         outputs: int = 1,
     ) -> ir.Value:
-        """A new node before another; its (first) output, named, with shape and element type if given."""
+        """``insert`` at the end of the graph."""
+        return self.insert(None, kind, inputs, shape, dtype, attributes, domain, outputs)
+
+    def insert(
+        self,
+        before: ir.Node | None,
+        kind: str,
+        inputs: Sequence[ir.Value | None],
+        shape: Sequence[int | None] | None = None,
+        dtype: ir.DataType | None = None,
+        attributes: dict[str, Any] | None = None,
+        domain: str = "",
+        outputs: int = 1,
+    ) -> ir.Value:
+        """A new node before another (None: at the end); its (first) output, with shape and element type if given."""
         node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
-        self.graph.insert_before(before, node)
+        if before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(before, node)
         for value in node.outputs:
             value.name = self._name(kind.lower())
         out = node.outputs[0]
@@ -100,12 +119,18 @@ class Editor:
             out.type = ir.TensorType(dtype)
         return out
 
-    def reshape(self, before: ir.Node, value: ir.Value, shape: Shape) -> ir.Value:
+    def reshape(self, before: ir.Node | None, value: ir.Value, shape: Shape) -> ir.Value:
         """``value`` with another shape of which at most one size is unknown."""
         if shape_of(value) == shape and None not in shape:
             return value
         target = self.ints(*(-1 if size is None else size for size in shape))
         return self.insert(before, "Reshape", [value, target], shape, value.dtype)
+
+    def transpose(self, before: ir.Node | None, value: ir.Value, perm: Sequence[int]) -> ir.Value:
+        """``value``, of known rank, with its dimensions in another order."""
+        shape = shape_of(value)
+        assert shape is not None
+        return self.insert(before, "Transpose", [value], [shape[d] for d in perm], value.dtype, {"perm": list(perm)})
 
     def replace(self, node: ir.Node, new: ir.Value) -> None:
         """Use ``new`` wherever the only output of ``node`` was used, and remove the node."""
@@ -339,6 +364,42 @@ def sliced_tables(edit: Editor, node: ir.Node) -> bool:
     return True
 
 
+def rms_normalization(edit: Editor, node: ir.Node) -> bool:
+    """``x / sqrt(mean(x * x) + eps) * weight`` in one node."""
+    if node.op_type != "Mul":
+        return False
+    for weight, scaled in (node.inputs, node.inputs[::-1]):
+        scale, product = constant_of(weight), producer(scaled, "Mul")
+        if scale is None or product is None or scale.shape != (shape_of(scaled) or ())[-1:]:
+            continue
+        for x, inverse in (product.inputs, product.inputs[::-1]):
+            eps = _epsilon(x, inverse)
+            if eps is not None:
+                out, attributes = node.outputs[0], {"axis": -1, "epsilon": eps}
+                made = edit.insert(node, "RMSNormalization", [x, weight], shape_of(out), out.dtype, attributes)
+                edit.replace(node, made)
+                return True
+    return False
+
+
+def _epsilon(x: ir.Value | None, inverse: ir.Value | None) -> float | None:
+    """eps, if ``inverse`` is ``1 / sqrt(mean(x * x) + eps)`` over the last dimension."""
+    values = [inverse]
+    for kind in ("Reciprocal", "Sqrt", "Add", "ReduceMean", "Mul"):
+        node = producer(values[-1], kind)
+        if node is None:
+            return None
+        values += [node.inputs[0]]
+        if kind == "Add":
+            eps = constant_of(node.inputs[1])
+        elif kind == "ReduceMean" and list(constant_of(node.inputs[1]) or ()) != [-1]:
+            return None
+    square = values[-2].producer() if values[-2] is not None else None
+    if square is None or eps is None or eps.size != 1 or any(value is not x for value in square.inputs):
+        return None
+    return float(eps)
+
+
 def skip_normalization(edit: Editor, node: ir.Node) -> bool:
     """Residual addition and RMS normalization in one node."""
     if node.op_type != "RMSNormalization" or node.attributes.get_int("axis", -1) != -1:
@@ -464,20 +525,6 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
         clean(edit.model)
 
 
-def infer_views(edit: Editor) -> None:
-    """Shapes of reshapes and transposes, which the tracer leaves unknown behind operators of other domains."""
-    for node in edit.graph:
-        out = node.outputs[0]
-        if out.type is None and node.op_type in ("Reshape", "Transpose", "FusedMatMul") and node.inputs[0] is not None:
-            out.type = node.inputs[0].type
-        if node.op_type == "Reshape":
-            target = constant_of(node.inputs[1])
-            if target is not None and target.min() > 0:
-                out.shape = ir.Shape([int(size) for size in target])
-        elif node.op_type == "Transpose" and (before := shape_of(node.inputs[0])) is not None and out.shape is None:
-            out.shape = ir.Shape([before[d] for d in node.attributes["perm"].as_ints()])
-
-
 def clean(model: ir.Model) -> None:
     """Remove unused nodes and initializers."""
     passes.RemoveUnusedNodesPass()(model)
@@ -500,12 +547,9 @@ def finish(edit: Editor) -> None:
             return
 
 
-def simplify(model: ir.Model, more: Sequence[Rule] = ()) -> Editor:
+def simplify(edit: Editor, more: Sequence[Rule] = ()) -> None:
     """All rewrites that need no choice, in place; ``more``: further rules for graphs whose views are merged."""
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    edit = Editor(model)
-    infer_views(edit)
+    apply(edit, (rms_normalization,))
     apply(edit, SIMPLIFY)
     apply(edit, (*more, *SIMPLIFY))
     apply(edit, FUSE)
-    return edit

@@ -119,15 +119,19 @@ def lower(edit: Editor, linear: Linear, product: Product, terms: Mapping[int, ir
     first, source = linear.parts[0].node, linear.source
     whole = product(edit, linear, first)
     values = [whole] if len(linear.parts) == 1 else _split(edit, linear, whole, first)
-    for part, value in zip(linear.parts, values, strict=True):
-        bias = part.node.inputs[2] if len(part.node.inputs) > 2 else None
-        if bias is not None:
-            shape = shape_of(part.output)
-            value = edit.insert(first, "Add", [value, bias], shape, ir.DataType.FLOAT)
+    biased = [_with_bias(edit, part, value, first) for part, value in zip(linear.parts, values, strict=True)]
+    for part, value in zip(linear.parts, biased, strict=True):
         edit.replace(part.node, value)
         if terms and id(part.node) in terms:
             edit.replace(terms[id(part.node)], value)
         edit.products.append(Marked(part.name, source, value))
+
+
+def _with_bias(edit: Editor, part: Part, value: ir.Value, before: ir.Node) -> ir.Value:
+    bias = part.node.inputs[2] if len(part.node.inputs) > 2 else None
+    if bias is None:
+        return value
+    return edit.insert(before, "Add", [value, bias], shape_of(part.output), ir.DataType.FLOAT)
 
 
 def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Sequence[ir.Value]:

@@ -1,122 +1,381 @@
-"""How the operators of ``ssdevice.export.forms`` become ONNX nodes."""
+"""What each operator of a traced module becomes in ONNX.
+
+A translation gets the ``Editor`` of the graph that is being written, what the operator gives (``Out``), and the
+operator's own arguments: tensors as graph values, everything else as Python values. It appends nodes and returns the
+value. Operators on constants only never get here: they are computed while tracing (``tracing``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import torch
-from onnx.defs import OpSchema
-from onnxscript import opset23 as op
-from onnxscript.values import Op, Opset
 
 from ssdevice.export import forms
+from ssdevice.export.onnx.graph import CONTRIB, Editor, Shape, shape_of
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 
-CONTRIB = "com.microsoft"
+aten, own = torch.ops.aten, torch.ops.ssdevice
+DTYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.int32: ir.DataType.INT32,
+    torch.int64: ir.DataType.INT64,
+    torch.bool: ir.DataType.BOOL,
+}
+Operand = ir.Value | int | float | bool
 
 
-def _linear() -> Op:
-    """A placeholder that keeps each weight whole and under its own name; ``linears`` lowers it."""
-    schema = OpSchema(
-        LINEAR,
-        LINEAR_DOMAIN,
-        1,
-        inputs=[
-            OpSchema.FormalParameter("x", "T"),
-            OpSchema.FormalParameter("weight", "T"),
-            OpSchema.FormalParameter("bias", "T", param_option=OpSchema.FormalParameterOption.Optional),
-        ],
-        outputs=[OpSchema.FormalParameter("y", "T")],
-        type_constraints=[("T", ["tensor(float)"], "element type")],
-    )
-    return Op(Opset(LINEAR_DOMAIN, 1), LINEAR, schema)
+@dataclass(frozen=True)
+class Out:
+    """Shape (None: the dynamic size) and element type of an operator's result; of the first one if it has several."""
+
+    shape: Shape
+    dtype: ir.DataType
 
 
-def _fused_matmul() -> Op:
-    """ONNX Runtime's MatMul with transposed operands; the tracer wants a schema, which the onnx package has not."""
-    attributes = {"alpha": OpSchema.AttrType.FLOAT} | dict.fromkeys(
-        ("transA", "transB", "transBatchA", "transBatchB"), OpSchema.AttrType.INT
-    )
-    schema = OpSchema(
-        "FusedMatMul",
-        CONTRIB,
-        1,
-        inputs=[OpSchema.FormalParameter("A", "T"), OpSchema.FormalParameter("B", "T")],
-        outputs=[OpSchema.FormalParameter("Y", "T")],
-        type_constraints=[("T", ["tensor(float)"], "element type")],
-        attributes=[OpSchema.Attribute(name, kind) for name, kind in attributes.items()],
-    )
-    return Op(Opset(CONTRIB, 1), "FusedMatMul", schema)
+Translation = Callable[..., Any]
+"""``translation(edit, out, *the operator's arguments)``."""
 
 
-FUSED_MATMUL = _fused_matmul()
-PLACEHOLDER = _linear()
+def _one(kind: str, **attributes: Any) -> Translation:
+    """An operator of one tensor that is one node."""
+
+    def translate(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
+        return edit.append(kind, [x], out.shape, out.dtype, attributes)
+
+    return translate
 
 
-def _ints(*values: int) -> Any:
-    return op.Constant(value_ints=list(values))
+def _binary(kind: str) -> Translation:
+    """Element by element; operands get the element type that torch computes in."""
+
+    def translate(edit: Editor, out: Out, x: Operand, y: Operand) -> ir.Value:
+        return edit.append(kind, _same_type(edit, out, x, y), out.shape, out.dtype)
+
+    return translate
 
 
-def heads(rows: Any, kv_heads: int) -> Any:
+def _same_type(edit: Editor, out: Out, *operands: Operand) -> list[ir.Value]:
+    kind = out.dtype
+    if kind is ir.DataType.BOOL:  # a comparison
+        kinds = {item.dtype for item in operands if isinstance(item, ir.Value)}
+        wide = (ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32)
+        kind = next((item for item in wide if item in kinds), kind)
+    return [
+        cast(edit, Out(shape_of(item) or (), kind), item) if isinstance(item, ir.Value) else number(edit, item, kind)
+        for item in operands
+    ]
+
+
+def number(edit: Editor, content: float, kind: ir.DataType) -> ir.Value:
+    """A constant without dimensions."""
+    return edit.constant(np.array(content, kind.numpy()))
+
+
+def view(edit: Editor, out: Out, x: ir.Value, *_: object) -> ir.Value:
+    """The same elements in another shape."""
+    return edit.reshape(None, x, out.shape)
+
+
+def same(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
+    """The value itself."""
+    return x
+
+
+def cast(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
+    """Another element type."""
+    if x.dtype is out.dtype:
+        return x
+    return edit.append("Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
+
+
+def transpose(edit: Editor, out: Out, x: ir.Value, first: int, second: int) -> ir.Value:
+    """Two dimensions change places."""
+    perm = list(range(len(out.shape)))
+    perm[first], perm[second] = perm[second], perm[first]
+    return edit.transpose(None, x, perm)
+
+
+def expand(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
+    """Repeat sizes of one; the dynamic size may only stay as it is."""
+    return edit.append("Expand", [x, edit.ints(*(size or 1 for size in out.shape))], out.shape, out.dtype)
+
+
+def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
+    """Joined along a dimension; what is empty is left out."""
+    parts = [part for part in parts if 0 not in (shape_of(part) or ())]
+    if len(parts) == 1:
+        return parts[0]
+    return edit.append("Concat", parts, out.shape, out.dtype, {"axis": dim % len(out.shape)})
+
+
+def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
+    """Joined along a new dimension."""
+    axis = dim % len(out.shape)
+    one = (*out.shape[:axis], 1, *out.shape[axis + 1 :])
+    return cat(edit, out, [edit.reshape(None, part, one) for part in parts], axis)
+
+
+def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
+    """Rows of a dimension by their numbers."""
+    return edit.append("Gather", [x, index], out.shape, out.dtype, {"axis": dim % len(shape_of(x) or ())})
+
+
+def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
+    """Rows of a table."""
+    return gather(edit, out, table, 0, ids)
+
+
+def select(edit: Editor, out: Out, x: ir.Value, dim: int, index: int) -> ir.Value:
+    """One element of a dimension, which goes."""
+    return gather(edit, out, x, dim, edit.constant(np.array(index, np.int64)))
+
+
+def repeat(edit: Editor, out: Out, x: ir.Value, repeats: int, dim: int) -> ir.Value:
+    """Every element of a dimension several times over."""
+    return gather(edit, out, x, dim, edit.ints(*np.arange((shape_of(x) or ())[dim] or 0).repeat(repeats)))
+
+
+def cut(
+    edit: Editor, out: Out, x: ir.Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ir.Value:
+    """A range of a dimension."""
+    axis = dim % len(out.shape)
+    last = np.iinfo(np.int64).max if end is None else end
+    bounds = [edit.ints(value) for value in (start or 0, int(last), axis, step)]
+    return edit.append("Slice", [x, *bounds], out.shape, out.dtype)
+
+
+def split(edit: Editor, out: Out, x: ir.Value, size: int, dim: int = 0) -> Sequence[ir.Value]:
+    """Pieces of ``size``, the last one smaller if need be."""
+    axis = dim % len(out.shape)
+    whole = (shape_of(x) or ())[axis] or 0
+    widths = [min(size, whole - at) for at in range(0, whole, size)]
+    first = edit.append("Split", [x, edit.ints(*widths)], attributes={"axis": axis}, outputs=len(widths))
+    node = first.producer()
+    assert node is not None
+    for value, width in zip(node.outputs, widths, strict=True):
+        value.shape, value.type = ir.Shape([*out.shape[:axis], width, *out.shape[axis + 1 :]]), x.type
+    return node.outputs
+
+
+def chunk(edit: Editor, out: Out, x: ir.Value, count: int, dim: int = 0) -> Sequence[ir.Value]:
+    """``count`` equal pieces."""
+    return split(edit, out, x, -(-((shape_of(x) or ())[dim] or 0) // count), dim)
+
+
+def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -> ir.Value:
+    """Of two, by element."""
+    return edit.append("Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
+
+
+def power(edit: Editor, out: Out, x: ir.Value, exponent: float) -> ir.Value:
+    """A constant exponent."""
+    if exponent == 2:
+        return square(edit, out, x)
+    return edit.append("Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
+
+
+def square(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
+    """By itself."""
+    return edit.append("Mul", [x, x], out.shape, out.dtype)
+
+
+def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
+    """One over the root."""
+    return edit.append("Reciprocal", [edit.append("Sqrt", [x], out.shape, out.dtype)], out.shape, out.dtype)
+
+
+def silu(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
+    """``x * sigmoid(x)``."""
+    return edit.append("Mul", [x, edit.append("Sigmoid", [x], out.shape, out.dtype)], out.shape, out.dtype)
+
+
+def gelu(edit: Editor, out: Out, x: ir.Value, approximate: str = "none") -> ir.Value:
+    """Exact or by tanh."""
+    return edit.append("Gelu", [x], out.shape, out.dtype, {"approximate": approximate})
+
+
+def clamp(edit: Editor, out: Out, x: ir.Value, low: float | None = None, high: float | None = None) -> ir.Value:
+    """Bounded."""
+    bounds = [None if bound is None else number(edit, bound, out.dtype) for bound in (low, high)]
+    return edit.append("Clip", [x, *bounds], out.shape, out.dtype)
+
+
+def mean(edit: Editor, out: Out, x: ir.Value, dims: Sequence[int], keep: bool = False) -> ir.Value:
+    """Over dimensions."""
+    return edit.append("ReduceMean", [x, edit.ints(*dims)], out.shape, out.dtype, {"keepdims": int(keep)})
+
+
+def layer_norm(
+    edit: Editor,
+    out: Out,
+    x: ir.Value,
+    sizes: Sequence[int],
+    scale: ir.Value | None = None,
+    bias: ir.Value | None = None,
+    eps: float = 1e-5,
+    *_: object,
+) -> ir.Value:
+    """Over the last dimensions."""
+    weight = edit.constant(np.ones(tuple(sizes), np.float32)) if scale is None else scale
+    terms = [x, weight, bias] if bias is not None else [x, weight]
+    return edit.append("LayerNormalization", terms, out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps})
+
+
+def argmax(edit: Editor, out: Out, x: ir.Value, dim: int, keep: bool = False) -> ir.Value:
+    """The lowest index among equals."""
+    return edit.append("ArgMax", [x], out.shape, out.dtype, {"axis": dim, "keepdims": int(keep)})
+
+
+def size(edit: Editor, out: Out, x: ir.Value, dim: int) -> ir.Value:
+    """A size that is known at run time only, as a number."""
+    found = edit.append("Shape", [x], (1,), ir.DataType.INT64, {"start": dim, "end": dim + 1})
+    return edit.reshape(None, found, ())
+
+
+def arange(edit: Editor, out: Out, end: ir.Value, **_: object) -> ir.Value:
+    """0, 1, .. up to a size that is known at run time only."""
+    bounds = [number(edit, 0, out.dtype), cast(edit, Out((), out.dtype), end), number(edit, 1, out.dtype)]
+    return edit.append("Range", bounds, out.shape, out.dtype)
+
+
+def linear(edit: Editor, out: Out, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
+    """``[.., inputs] -> [.., outputs]``: a placeholder that keeps each weight whole; ``linears`` lowers it."""
+    terms = [x, weight] if bias is None else [x, weight, bias]
+    return edit.append(LINEAR, terms, out.shape, out.dtype, domain=LINEAR_DOMAIN)
+
+
+def heads(edit: Editor, out: Out, rows: ir.Value, kv_heads: int) -> ir.Value:
     """``[P, KV * hd] -> [1, KV, P, hd]``."""
-    return op.Transpose(op.Reshape(rows, _ints(1, -1, kv_heads, rows.shape[1] // kv_heads)), perm=[0, 2, 1, 3])
+    _, _, count, dim = out.shape
+    return edit.transpose(None, edit.reshape(None, rows, (1, count, kv_heads, dim)), [0, 2, 1, 3])
 
 
-def attend(query: Any, keys: Sequence[Any], values: Sequence[Any], mask: Any, scale: float, softcap: float) -> Any:
+def attend(
+    edit: Editor,
+    out: Out,
+    query: ir.Value,
+    keys: Sequence[ir.Value],
+    values: Sequence[ir.Value],
+    mask: ir.Value,
+    scale: float,
+    softcap: float,
+) -> ir.Value:
     """Grouped attention over the joined runs: one product for scores and one for values per layer.
 
     Rows stay as the cache holds them, ``[P, KV * hd]``: FusedMatMul walks over them head by head. The heads of a group
     are rows of one matrix, so keys are read once per group.
     """
-    _, all_heads, rows, dim = query.shape
-    kv_heads = keys[0].shape[1]
+    _, rows, all_heads, dim = out.shape
+    kv_heads = (shape_of(keys[0]) or ())[1]
+    assert rows is not None and all_heads and kv_heads and dim
     groups = all_heads // kv_heads
     # Heads by (group member, key head): then a group's rows are already those of one matrix per key head. This moves
     # no data in the end: ``attention`` permutes the weights that made the heads instead.
-    q = op.Reshape(op.Transpose(query, perm=[0, 2, 1, 3]), _ints(rows, kv_heads, groups, dim))
-    q = op.Reshape(op.Transpose(q, perm=[0, 2, 1, 3]), _ints(rows * groups, kv_heads, dim))
+    q = edit.reshape(None, edit.transpose(None, query, [0, 2, 1, 3]), (rows, kv_heads, groups, dim))
+    q = edit.reshape(None, edit.transpose(None, q, [0, 2, 1, 3]), (rows * groups, kv_heads, dim))
+    count = (shape_of(mask) or ())[-1]
     joined = []
     for runs in (keys, values):
-        flat = [op.Reshape(op.Transpose(run, perm=[0, 2, 1, 3]), _ints(-1, kv_heads * dim)) for run in runs]
-        whole = op.Concat(*flat, axis=0) if len(flat) > 1 else flat[0]
-        joined.append(op.Reshape(whole, _ints(-1, kv_heads, dim)))
-    scores = FUSED_MATMUL(q, joined[0], alpha=scale, transBatchA=1, transBatchB=1, transA=0, transB=1)
+        flat = [edit.reshape(None, edit.transpose(None, run, [0, 2, 1, 3]), _flat(run)) for run in runs]
+        whole = cat(edit, Out((count, kv_heads * dim), out.dtype), flat) if len(flat) > 1 else flat[0]
+        joined.append(edit.reshape(None, whole, (count, kv_heads, dim)))
+    scores = _fused_matmul(edit, [q, joined[0]], (kv_heads, rows * groups, count), transB=1, transBatchA=1, alpha=scale)
     if softcap:
-        cap = op.Constant(value_float=softcap)
-        scores = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
+        cap = edit.scalar(softcap)
+        for kind in ("Div", "Tanh", "Mul"):
+            scores = edit.append(kind, [scores] if kind == "Tanh" else [scores, cap], shape_of(scores), out.dtype)
     # The mask of one row serves all heads of its group.
-    mask = op.Reshape(mask, _ints(rows, 1, -1))
+    mask = edit.reshape(None, mask, (rows, 1, count))
     if groups > 1:
-        mask = op.Expand(mask, _ints(1, groups, 1))
-    weights = op.Softmax(op.Add(scores, op.Reshape(mask, _ints(1, rows * groups, -1))), axis=-1)
-    out = FUSED_MATMUL(weights, joined[1], alpha=1.0, transBatchA=0, transBatchB=1, transA=0, transB=0)
-    out = op.Transpose(op.Reshape(out, _ints(kv_heads, rows, groups, dim)), perm=[1, 0, 2, 3])
-    return op.Reshape(out, _ints(1, rows, all_heads, dim))
+        mask = expand(edit, Out((rows, groups, count), out.dtype), mask)
+    mask = edit.reshape(None, mask, (1, rows * groups, count))
+    masked = edit.append("Add", [scores, mask], shape_of(scores), out.dtype)
+    weights = edit.append("Softmax", [masked], shape_of(scores), out.dtype, {"axis": -1})
+    got = _fused_matmul(edit, [weights, joined[1]], (kv_heads, rows * groups, dim), transB=0, transBatchA=0, alpha=1.0)
+    got = edit.transpose(None, edit.reshape(None, got, (kv_heads, rows, groups, dim)), [1, 0, 2, 3])
+    return edit.reshape(None, got, out.shape)
 
 
-def rotary(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def _flat(run: ir.Value) -> Shape:
+    _, kv_heads, count, dim = shape_of(run) or (None,) * 4
+    assert kv_heads is not None and dim is not None
+    return (count, kv_heads * dim)
+
+
+def _fused_matmul(edit: Editor, terms: list[ir.Value], shape: Shape, **attributes: float) -> ir.Value:
+    """ONNX Runtime's MatMul with transposed operands; the second one is read by heads."""
+    fixed = {"transA": 0, "transBatchB": 1}
+    return edit.append("FusedMatMul", terms, shape, terms[0].dtype, fixed | attributes, CONTRIB)
+
+
+def rotary(edit: Editor, out: Out, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: bool) -> ir.Value:
     """Opset 23's RotaryEmbedding on ``[1, R, heads * hd]``; it takes each angle once."""
-    _, all_heads, rows, dim = x.shape
-    half = dim // 2
-    flat = op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), _ints(1, rows, all_heads * dim))
-    if interleaved:
-        tables = [op.Slice(t, _ints(0), _ints(dim), _ints(2), _ints(2)) for t in (cos, sin)]
-    else:
-        tables = [op.Slice(t, _ints(0), _ints(half), _ints(2), _ints(1)) for t in (cos, sin)]
-    turned = op.RotaryEmbedding(flat, *tables, interleaved=int(interleaved), num_heads=all_heads)
-    return op.Transpose(op.Reshape(turned, _ints(1, rows, all_heads, dim)), perm=[0, 2, 1, 3])
+    _, all_heads, rows, dim = out.shape
+    assert all_heads and rows is not None and dim
+    flat = edit.reshape(None, edit.transpose(None, x, [0, 2, 1, 3]), (1, rows, all_heads * dim))
+    last, step = (dim, 2) if interleaved else (dim // 2, 1)
+    half = Out((1, rows, dim // 2), out.dtype)
+    tables = [cut(edit, half, table, 2, 0, last, step) for table in (cos, sin)]
+    attributes = {"interleaved": int(interleaved), "num_heads": all_heads}
+    turned = edit.append("RotaryEmbedding", [flat, *tables], shape_of(flat), out.dtype, attributes)
+    return edit.transpose(None, edit.reshape(None, turned, (1, rows, all_heads, dim)), [0, 2, 1, 3])
 
 
-def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """``[.., inputs] -> [.., outputs]``."""
-    return PLACEHOLDER(x, weight) if bias is None else PLACEHOLDER(x, weight, bias)
-
-
-TRANSLATIONS: dict[Callable[..., Any], Any] = {
-    torch.ops.ssdevice.heads.default: heads,
-    torch.ops.ssdevice.attend.default: attend,
-    torch.ops.ssdevice.rotary.default: rotary,
-    torch.ops.aten.linear.default: linear,
+TRANSLATIONS: dict[Callable[..., Any], Translation] = {
+    aten.linear.default: linear,
+    own.heads.default: heads,
+    own.attend.default: attend,
+    own.rotary.default: rotary,
+    # Views
+    **dict.fromkeys((aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default), view),
+    **dict.fromkeys((aten.dropout.default, aten.contiguous.default), same),
+    aten.transpose.int: transpose,
+    aten.expand.default: expand,
+    # Rows
+    aten.cat.default: cat,
+    aten.stack.default: stack,
+    aten.index_select.default: gather,
+    aten.embedding.default: embedding,
+    aten.select.int: select,
+    aten.repeat_interleave.self_int: repeat,
+    aten.slice.Tensor: cut,
+    aten.split.Tensor: split,
+    aten.chunk.default: chunk,
+    # Element by element
+    aten.to.dtype: cast,
+    aten.type_as.default: cast,
+    aten.add.Tensor: _binary("Add"),
+    aten.sub.Tensor: _binary("Sub"),
+    aten.mul.Tensor: _binary("Mul"),
+    aten.div.Tensor: _binary("Div"),
+    aten.eq.Tensor: _binary("Equal"),
+    aten.__and__.Tensor: _binary("And"),
+    **dict.fromkeys((aten.lt.Tensor, aten.lt.Scalar), _binary("Less")),
+    **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _binary("LessOrEqual")),
+    **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _binary("GreaterOrEqual")),
+    **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), where),
+    aten.pow.Tensor_Scalar: power,
+    aten.square.default: square,
+    aten.rsqrt.default: rsqrt,
+    aten.silu.default: silu,
+    aten.gelu.default: gelu,
+    aten.clamp_.default: clamp,
+    aten.neg.default: _one("Neg"),
+    aten.tanh.default: _one("Tanh"),
+    aten.relu.default: _one("Relu"),
+    # Over a dimension
+    aten.matmul.default: _binary("MatMul"),
+    aten.mean.dim: mean,
+    aten.layer_norm.default: layer_norm,
+    aten.argmax.default: argmax,
+    # The dynamic size
+    aten.sym_size.int: size,
+    aten.arange.default: arange,
 }
 assert callable(forms.exportable)  # registering the operators is the effect of the import

@@ -1,0 +1,144 @@
+"""The ONNX graph of a torch module, operator by operator.
+
+The module runs once on tensors without data, and every operator it calls becomes the nodes that ``translations`` has
+for it. Operators on weights and tables only are computed right away. Weights keep their names and are not copied. One
+size may be dynamic.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ssdevice.contract import TensorSpec
+from ssdevice.errors import UnsupportedModelError
+from ssdevice.export.onnx.graph import Editor
+from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
+
+OPSET = 23
+IR_VERSION = 11
+EXAMPLE_SIZE = 7
+"""Of the dynamic size while tracing; torch treats 0 and 1 as special."""
+
+
+def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str]) -> Editor:
+    """The graph of ``form``, a function of these inputs; a string in a shape is the dynamic size.
+
+    Raises UnsupportedModelError for an operator without a translation.
+    """
+    graph = _record(form, inputs)
+    values = [_input(spec) for spec in inputs]
+    made = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="ssdevice")
+    writer = _Writer(Editor(ir.Model(made, ir_version=IR_VERSION)), form, graph)
+    writer.write(values, outputs)
+    passes.CommonSubexpressionEliminationPass()(writer.edit.model)
+    return writer.edit
+
+
+def _input(spec: TensorSpec) -> ir.Value:
+    shape = [size if isinstance(size, int) else None for size in spec.shape]
+    kind = DTYPES[getattr(torch, spec.dtype)]
+    return ir.Value(name=spec.name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+
+
+def _record(form: nn.Module, inputs: Sequence[TensorSpec]) -> fx.GraphModule:
+    """The operators of one run on fake tensors, in which the dynamic size is a symbol."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    arguments = []
+    for spec in inputs:
+        example = torch.ones([size if isinstance(size, int) else EXAMPLE_SIZE for size in spec.shape])
+        dynamic = [DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK for size in spec.shape]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        kind = getattr(torch, spec.dtype)
+        arguments.append(mode.from_tensor(example.to(kind), symbolic_context=context))
+    with torch.no_grad(), mode:
+        return make_fx(form, pre_dispatch=True, _allow_non_fake_inputs=True)(*arguments)
+
+
+class _Writer:
+    """Walks over recorded operators. What an operator gave is a graph value, or a tensor if it is known already."""
+
+    def __init__(self, edit: Editor, form: nn.Module, recorded: fx.GraphModule) -> None:
+        self.edit, self.recorded = edit, recorded
+        self.names: dict[int, str] = {}
+        for name, tensor in chain(form.named_parameters(), form.named_buffers()):
+            self.names.setdefault(id(tensor), name)
+        self.known: dict[fx.Node, Any] = {}
+        self.constants: dict[int, ir.Value] = {}
+
+    def write(self, inputs: Sequence[ir.Value], outputs: Sequence[str]) -> None:
+        """Every operator, then the outputs under their names."""
+        waiting = iter(inputs)
+        for node in self.recorded.graph.nodes:
+            if node.op == "placeholder":
+                self.known[node] = next(waiting)
+            elif node.op == "get_attr":
+                self.known[node] = getattr(self.recorded, node.target)
+            elif node.op == "call_function":
+                self.known[node] = self._call(node)
+        results = next(node for node in self.recorded.graph.nodes if node.op == "output").args[0]
+        graph = self.edit.graph
+        for name, node in zip(outputs, results, strict=True):
+            value = self._value(self.known[node])
+            if value.producer() is None or value in graph.outputs:
+                value = self.edit.append("Identity", [value], list(value.shape or ()), value.dtype)
+            value.name = name
+            graph.outputs.append(value)
+
+    def _call(self, node: fx.Node) -> Any:
+        given: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda used: self.known[used])
+        if node.target is operator.getitem:
+            return given[0][0][given[0][1]]
+        values: list[Any] = []
+        fx.node.map_aggregate(given, lambda item: values.append(item) if isinstance(item, ir.Value) else None)
+        if not values:
+            with torch.no_grad():
+                return node.target(*given[0], **given[1])  # type: ignore[operator]
+        translation = TRANSLATIONS.get(node.target)  # type: ignore[arg-type]
+        if translation is None:
+            raise UnsupportedModelError(f"the model's layers call {node.target}, for which there is no ONNX form")
+        positional, named = fx.node.map_aggregate(given, self._value)
+        made = translation(self.edit, _out(node), *positional, **named)
+        if _in_place(node):
+            self._refuse_aliases(node)
+            self.known[node.args[0]] = made  # type: ignore[index]
+        return made
+
+    def _value(self, item: Any) -> Any:
+        """Tensors as constants of the graph; weights and tables under their names."""
+        if not isinstance(item, Tensor):
+            return item
+        if id(item) not in self.constants:
+            self.constants[id(item)] = self.edit.constant(item.detach().numpy(), self.names.get(id(item)))
+        return self.constants[id(item)]
+
+    def _refuse_aliases(self, node: fx.Node) -> None:
+        """An operator in place changes every view of its tensor; only those without any are known here."""
+        changed = node.args[0]
+        assert isinstance(changed, fx.Node)
+        schema = getattr(changed.target, "_schema", None)
+        view = schema is None or any(made.alias_info is not None for made in schema.returns)
+        if view or next(iter(changed.users)) is not node:
+            raise UnsupportedModelError(f"the model's layers call {node.target} on a tensor that has views")
+
+
+def _out(node: fx.Node) -> Out:
+    made = node.meta["val"]
+    first = made[0] if isinstance(made, (list, tuple)) else made
+    if not isinstance(first, Tensor):  # the dynamic size
+        return Out((), ir.DataType.INT64)
+    return Out(tuple(size if isinstance(size, int) else None for size in first.shape), DTYPES[first.dtype])
+
+
+def _in_place(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
