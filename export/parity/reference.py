@@ -1,4 +1,4 @@
-"""Both sides of the parity gate: the torch reference and what an exported artifact must offer."""
+"""The torch reference of the parity gate, and the interface that exported artifacts share with it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def int32(value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StepOut:
-    """``tokens``: those that count. ``drafts``: γ rows of k ids."""
+    """The result of a step: ``tokens`` are those that count, ``drafts`` γ rows of k ids."""
 
     tokens: list[int]
     drafts: Drafts
 
 
 class Driver(Protocol):
-    """One conversation with an exported artifact; it commits what a call gives at ``length``."""
+    """One conversation with an exported artifact. Each call commits its rows at ``length``."""
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         """Commit 1 to C tokens: (the next token, drafts)."""
@@ -71,15 +71,15 @@ class Driver(Protocol):
         ...
 
     def rows(self, start: int, end: int) -> Array | None:
-        """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None where they cannot be read."""
+        """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None if they cannot be read."""
         ...
 
 
 class TorchDriver:
     """The reference as a Driver. ``main``/``streams``: logits of the last call, ``[rows, V]`` each.
 
-    ``jitter``: relative size of random changes to every product and norm, drawn from ``seed``: a reference that rounds
-    elsewhere. Where quantization amplifies such changes it shows by how much.
+    ``jitter``: relative size of random changes to every product and embedding, drawn from ``seed``. Such a reference
+    rounds at other places, and shows how much quantization amplifies that.
     """
 
     def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
@@ -188,7 +188,7 @@ def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.r
 
 
 def random_prompt(g: Geometry, length: int) -> list[int]:
-    """Ids that make rows unlike each other."""
+    """Random ids, so that rows differ from each other."""
     draw = np.random.default_rng(0)
     return [int(i) for i in draw.integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
 
