@@ -20,7 +20,10 @@ from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.export.calibration.grid import Grid
     from ssdevice.model.loading import LoadedModel
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
@@ -42,8 +45,9 @@ class ExportOptions:
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
     default the chain of all streams. ``context``: tokens that a conversation may hold. ``chunk``: prompt tokens per
     prefill. ``slots``: keep even a single adapter separate from the base, so that apps can be added and switched.
-    ``adapter_precision``: how separate adapters store their floats, see ``ssdevice.adapters.storage``.
-    ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
+    ``adapter_precision``: how separate adapters store their floats, see ``ssdevice.adapters.storage``. ``calibrate``:
+    data files of the apps, with whose rows weights are rounded instead of to nearest. ``target_options``: options of
+    some targets only, at most one of each kind; see ``chosen``.
     """
 
     model: str
@@ -58,6 +62,7 @@ class ExportOptions:
     target_options: tuple[TargetOptions, ...] = ()
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
+    calibrate: tuple[Path, ...] = ()
     overwrite: bool = False
     dry_run: bool = False
 
@@ -194,6 +199,7 @@ class ExportPlan:
             "schedule": self.schedule.value,
             "context": g.context,
             "chunk": g.chunk,
+            "calibrate": [str(file) for file in self.options.calibrate],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
         }
@@ -204,22 +210,32 @@ class ExportJob:
     """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
 
     Its LoRA is merged if ``plan.merged``, otherwise it is separate from the base's linears (``model.lora``).
-    ``notes``: changes made while preparing the model for a target, for the manifest.
+    ``notes``: changes made while preparing the model for a target, for the manifest. ``calibrated``: values of the
+    base's weights that replace those of its folder in every further model of the job.
     """
 
     plan: ExportPlan
     loaded: LoadedModel
     report: Report
     notes: tuple[str, ...] = ()
+    calibrated: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: ExportPlan, report: Report, merge: bool | None = None) -> ExportJob:
+    def of(
+        cls,
+        plan: ExportPlan,
+        report: Report,
+        merge: bool | None = None,
+        calibrated: Mapping[str, Tensor] | None = None,
+    ) -> ExportJob:
         """Load the first app of a plan; ``merge``: merge its LoRA into the weights (default: ``plan.merged``)."""
         from ssdevice.model.loading import load
 
         gamma = plan.geometry.gamma or None
         merge = plan.merged if merge is None else merge
-        return cls(plan, load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge), report)
+        own = calibrated or {}
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own)
+        return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
         """The job with its model's stream adapters folded into weights of stream rows; this changes the model.
@@ -233,7 +249,7 @@ class ExportJob:
 
     def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
         """The job for one app of several, with a separate model: drop it before the next."""
-        return ExportJob.of(self.plan.of(app), self.report, merge)
+        return ExportJob.of(self.plan.of(app), self.report, merge, self.calibrated)
 
 
 @dataclass(frozen=True)
@@ -273,13 +289,21 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``: the default. ``several_apps``: whether it also takes plans that are not merged, and then fills
-    ``TargetResult.apps``.
+    ``schedule``: the default. ``calibrates``: the precisions whose weights may be rounded with rows of data, see
+    ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
     schedule: ClassVar[Schedule]
     several_apps: ClassVar[bool] = False
+    calibrates: ClassVar[frozenset[Quant]] = frozenset()
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.
+
+        ``factor``: it is one of the two of a low-rank term. Asked for the precisions in ``calibrates`` only.
+        """
+        return None
 
     def prepare(self, job: ExportJob) -> ExportJob:
         """The job for both ``export`` and ``gate``, with the model in the form that the target writes."""
@@ -308,6 +332,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
         raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
+    if options.calibrate and options.quant not in target.calibrates:
+        able = ", ".join(sorted(target.calibrates)) or "no precision"
+        raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
     merged = len(options.adapters) <= 1 and not options.slots
     if not merged and not target.several_apps:
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows
 from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportOptions, ExportPlan, TargetResult, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.progress import Report
@@ -15,7 +16,7 @@ from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
 TOKENIZER_ROLE = "tokenizer"
 
 
-STAGES = ("read the tokenizer", "load the model", "write the graphs", "check parity")
+STAGES = ("read the tokenizer", "load the model", "calibrate", "write the graphs", "check parity")
 
 
 def export_bundle(options: ExportOptions, report: Report) -> Bundle:
@@ -32,8 +33,12 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
     with BundleWriter(options.out, overwrite=options.overwrite) as writer:
         begin("read the tokenizer")
         tokenizer = ChatTokenizer.open(plan.folder)
+        examples = chosen_rows(options.calibrate) if options.calibrate else []
         begin("load the model")
         job = target.prepare(ExportJob.of(plan, report))
+        begin("calibrate")
+        if examples:
+            job = calibrated_job(job, target, examples, tokenizer)
         begin("write the graphs")
         result = target.export(job, writer.folder)
         begin("check parity")
@@ -45,11 +50,15 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
         for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(plan, tokenizer, result, parity))
+        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples)))
 
 
 def make_manifest(
-    plan: ExportPlan, tokenizer: ChatTokenizer, result: TargetResult, parity: Mapping[str, float]
+    plan: ExportPlan,
+    tokenizer: ChatTokenizer,
+    result: TargetResult,
+    parity: Mapping[str, float],
+    calibrated_rows: int,
 ) -> Manifest:
     """The bundle's manifest, without ``files`` and ``roles``, which the writer fills."""
     settings, identity, g = plan.settings, plan.identity, plan.geometry
@@ -78,7 +87,8 @@ def make_manifest(
         chat=tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
-        notes=result.notes,
+        calibrated_rows=calibrated_rows,
+        notes=(*calibration_notes(plan, calibrated_rows), *result.notes),
         parity=dict(parity),
     )
 

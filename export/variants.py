@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
-from ssdevice.model.loading import LoadedModel, build, load_hf
+from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
 
@@ -48,7 +48,7 @@ def variant_of(app: AppPlan) -> Variant:
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = variant_plan(job.plan, variant)
-    hf = load_hf(plan.folder)
+    hf = adopt(load_hf(plan.folder), job.calibrated)
     config = None
     if variant.mode is not None:
         config = StreamConfig(
@@ -67,7 +67,7 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
     for part in model.modules():
         if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight
             nn.init.normal_(part.up.weight, std=0.1)
-    return ExportJob(plan, LoadedModel(plan.folder, plan.identity, model.eval(), None), job.report)
+    return replace(job, plan=plan, loaded=LoadedModel(plan.folder, plan.identity, model.eval(), None), notes=())
 
 
 def variant_plan(plan: ExportPlan, variant: Variant) -> ExportPlan:

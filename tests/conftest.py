@@ -31,12 +31,24 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 FIRST = ("export", "fuzz", "soak", "train")
 """Folders whose tests take longest."""
+TOGETHER = "executorch"
+"""The folder, here and there, whose tests share programs that take minutes to make: one process runs them all, so that
+no other waits for it."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that the processes of a run end together."""
+    """Begin with what takes longest, so that the processes of a run end together; a file runs in one process."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in FIRST)
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        parts = item.path.relative_to(here).parts
+        return TOGETHER not in parts, parts[0] not in FIRST
+
+    items.sort(key=order)
+    for item in items:
+        together = TOGETHER in item.path.parts
+        item.add_marker(pytest.mark.xdist_group(TOGETHER if together else str(item.path)))
 
 
 @pytest.fixture(scope="session")

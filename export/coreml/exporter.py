@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from torch import nn
+
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
@@ -21,7 +24,7 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, compress, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, compress, int4_grid, matrices, plan_weights
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -55,6 +58,10 @@ class CoreMLExporter(Exporter):
     bits = BITS
     schedule = Schedule.FUSED
     several_apps = True
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""

@@ -86,18 +86,16 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         length = at + len(chunk)
     case: dict[str, Any] = {"prompt": prompt, "prefill": prefills}
     truth = [root]
-    for i in range(min(MAX_STEPS * (depth + 1), g.context - length)):
+    for i in range(min(depth + 1 + sum(_ends(depth)), g.context - length)):
         truth.append(driver.plain(truth[-1], length + i))
     case["plain"] = truth
     if not g.gamma:
         return case
-    for at in range(0, size, g.chunk):  # plain decoding has written rows after the prompt
-        driver.prefill(prompt[at : at + g.chunk], at)
-    steps, done = [], 0
+    steps, done = [], 0  # they overwrite the rows of plain decoding, which are masked
     for number in range(MAX_STEPS):
         # The first step uses the package's own drafts, the others end at depth 0, 1, 2, ..
         if number:
-            node = g.tree.depths.index(min((number - 1) % (depth + 1), max(0, len(truth) - done - 2)))
+            node = g.tree.depths.index(min(_ends(depth)[number - 1] - 1, max(0, len(truth) - done - 2)))
             drafts = force_drafts(g, node, truth[done + 1 :], draw)
         if done >= len(truth):
             break
@@ -119,6 +117,11 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         drafts = out.drafts
     case["steps"] = steps
     return case
+
+
+def _ends(depth: int) -> list[int]:
+    """The numbers of tokens that the steps after the first one should emit."""
+    return [number % (depth + 1) + 1 for number in range(MAX_STEPS - 1)]
 
 
 def _margin(reference: TorchDriver, root: int, drafts: list[list[int]], length: int) -> float:

@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
+from torch import nn
 
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
+from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
-from ssdevice.export.plan import Exporter, ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
@@ -29,6 +32,10 @@ class CoreMLDelegateExporter(Exporter):
 
     bits = BITS
     schedule = Schedule.FUSED
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``; see ``plan.Exporter``."""

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
+from torch import nn
 
 from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
@@ -18,11 +19,12 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION, AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
+from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.quantization import quantized
+from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, quantized
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -43,6 +45,10 @@ class ExecutorchExporter(Exporter):
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return None if factor or linear.in_features % GROUP else INT4_GRID
 
     def prepare(self, job: ExportJob) -> ExportJob:
         # Unfolded, each linear would have two more float32 products for its stream adapter.

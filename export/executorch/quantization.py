@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ssdevice.export.calibration.grid import Grid, unclipped
 from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
+INT4_GRID = Grid(GROUP, unclipped, -8, 7)
+"""What ``quantized`` rounds to in 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,11 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     if quant is Quant.FP32:
         return Quantized(model)
     from torchao.quantization import quantize_
-    from torchao.quantization.granularity import PerAxis, PerGroup
+    from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 
     model = copy.deepcopy(model)
     eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
-    int4 = torch.int4  # type: ignore[attr-defined]
-    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP))
     rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     backbone, uneven = model.backbone, []
     low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
@@ -53,10 +54,28 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
             if not whole and part.in_features % GROUP:
                 uneven.append(name)
                 whole = True
-            quantize_(part, eight if whole else four)
+            if whole:
+                quantize_(part, eight)
+            else:
+                four_bits(part)
     if isinstance(backbone.embed_tokens, nn.Embedding):
         quantize_(backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding))
     return Quantized(model, _notes(quant, uneven))
+
+
+def four_bits(part: nn.Module) -> None:
+    """Quantize a linear to 8-bit rows and 4-bit weights."""
+    from torchao.quantization import MappingType, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig
+
+    config = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        weight_granularity=PerGroup(GROUP),
+        # Rounding once more must change nothing; with plain SYMMETRIC it does, since its scale is 7.5 of the range.
+        weight_mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR,
+    )
+    quantize_(part, config)
 
 
 def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:

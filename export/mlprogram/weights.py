@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from ssdevice.errors import SSDeviceError
+from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import Quant
 
 BITS: Mapping[Quant, float] = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}
@@ -120,6 +121,14 @@ LINEAR: Mapping[Scheme, Mapping[str, Any]] = {
     Scheme.INT4_CHANNEL: {"dtype": "int4", "granularity": "per_channel"},
     Scheme.INT4_BLOCK: {"dtype": "int4", "granularity": "per_block", "block_size": BLOCK},
 }
+
+
+def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
+    """What ``compress`` rounds a linear of the layers to in int4; None: ``plan_weights`` stores it otherwise."""
+    outputs, inputs = shape
+    if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
+        return None
+    return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
 
 
 def compress(model: Any, plan: WeightPlan, shapes: Mapping[str, tuple[int, ...]]) -> Any:

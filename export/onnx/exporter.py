@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
 from ssdevice.adapters.storage import stored
@@ -17,13 +18,15 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import ParityError, UnsupportedModelError
+from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.graph import Editor, finish, simplify, tag
-from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.linears import SMALL
+from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
@@ -52,6 +55,10 @@ class OnnxExporter(Exporter):
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return INT4_GRID if linear.weight.numel() >= SMALL else None
 
     def prepare(self, job: ExportJob) -> ExportJob:
         return job.folded()

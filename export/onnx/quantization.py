@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
+from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, role_of, shape_of
 from ssdevice.export.onnx.linears import (
     SMALL,
@@ -84,6 +85,10 @@ class Int4Weight:
         codes = np.stack([self.packed & 15, self.packed >> 4], axis=-1).reshape(*self.scale.shape, BLOCK)
         values = (codes.astype(np.float32) - 8) * self.scale[..., None]
         return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
+
+
+INT4_GRID = Grid(BLOCK, lowest, -8, 7)
+"""What ``Int4Weight.of`` rounds to."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ class OnnxTarget(ExportTarget):
         from ssdevice.bundle.manifest import AdapterKind, Precision
 
         precision = bundle.manifest.precision
-        if precision not in (Precision.INT8, Precision.INT4):
+        if precision not in (Precision.INT8, Precision.INT4) or bundle.manifest.calibrated_rows:
             return super().as_stored(bundle, app, model)
         from ssdevice.export.onnx.reference import simulated
 

@@ -66,8 +66,7 @@ class Walk:
         chunk[: len(tokens)] = tokens
         where = f"{PREFILL} of {len(tokens)} tokens at {length}"
         call = self._call(PREFILL, {CHUNK: chunk, VALID: _int(len(tokens))}, length)
-        with self.follower.following(where, call):
-            root, drafts = self.reference.prefill(tokens, length)
+        root, drafts = self.follower.follow(where, call, lambda: self.reference.prefill(tokens, length))
         self._same_ids(where, NEXT_ROOT, int(call.outputs[NEXT_ROOT].item()), root, self.reference.main[-1])
         if self.geometry.gamma:
             self._same_drafts(where, call, drafts)
@@ -78,8 +77,7 @@ class Walk:
         """One plain step; the next token."""
         where = f"{PLAIN} at {length}"
         call = self._call(PLAIN, {ROOT: _int(root)}, length)
-        with self.follower.following(where, call):
-            token = self.reference.plain(root, length)
+        token = self.follower.follow(where, call, lambda: self.reference.plain(root, length))
         self._same_ids(where, TOKENS, int(call.outputs[TOKENS].reshape(-1)[0]), token, self.reference.main[0])
         self._same_rows(where, call, length, 1)
         return token
@@ -88,8 +86,7 @@ class Walk:
         """One step over forced drafts that should end at ``node``."""
         where = f"{STEP} to node {node}"
         call = self._call(STEP, {ROOT: _int(root), DRAFTS: np.array(drafts, np.int32)}, length)
-        with self.follower.following(where, call):
-            theirs = self.reference.step(root, drafts, length)
+        theirs = self.follower.follow(where, call, lambda: self.reference.step(root, drafts, length))
         count = int(call.outputs[COUNT].item())
         if count != len(theirs.tokens):
             raise ParityError(f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}")

@@ -64,10 +64,10 @@ class Gate:
         """The largest differences, and how much was compared."""
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
-    def again(self, tokens: Sequence[int]) -> None:
-        """Start over with the same committed tokens on all sides."""
+    def commit(self, tokens: Sequence[int], length: int) -> None:
+        """Commit these tokens at ``length`` on all sides, whatever each of them has accepted there."""
         for driver in (self.artifact, self.twin, self.reference):
-            run_prefill(driver, tokens, self.geometry.chunk)
+            run_prefill(driver, tokens, self.geometry.chunk, length)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Record committed rows. Raises ParityError for rows that cannot be compared."""
@@ -195,6 +195,6 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
             gate.same_drafts(where, mine.drafts, theirs.drafts)
         gate.steps += 1
         gate.counts.add(len(theirs.tokens))
+        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides go on behind it
+            gate.commit(truth[done : done + depth + 1], length)
         done += depth + 1
-        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides start over after it
-            gate.again(prompt + truth[:done])

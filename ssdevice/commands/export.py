@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_adapter_precision(parser)
     add("--target", required=True, choices=targets.names())
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
+    add(
+        "--calibrate",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4",
+    )
     add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
@@ -82,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         target_options=chosen,
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
+        calibrate=tuple(args.calibrate),
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )

@@ -65,6 +65,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "stop_ids": list(manifest.chat.stop_ids),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": sum(entry.size for entry in manifest.files.values()),
+        "calibrated_rows": manifest.calibrated_rows,
         "memory": memory(manifest),
         "parity": manifest.parity,
         "notes": list(manifest.notes),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import StreamConfig
@@ -72,6 +74,13 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return hf.eval()
 
 
+def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
+    """The model with other values, by name, for some of its weights: they are shared, not copied."""
+    for name, values in calibrated.items():
+        hf.get_parameter(name).data = values
+    return hf
+
+
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
     """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
 
@@ -88,13 +97,21 @@ POSITION_MARGIN = 1024
 """Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
 
 
-def load(folder: Path, adapter: Path | None, context: int, gamma: int | None = None, merge: bool = True) -> LoadedModel:
+def load(
+    folder: Path,
+    adapter: Path | None,
+    context: int,
+    gamma: int | None = None,
+    merge: bool = True,
+    calibrated: Mapping[str, Tensor] | None = None,
+) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
     ``merge``: merge its LoRA into the base's weights; otherwise it stays separate, as ``LoraLinear``.
-    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. Raises InputError.
+    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``.
+    Raises InputError.
     """
-    hf = load_hf(folder)
+    hf = adopt(load_hf(folder), calibrated or {})
     identity = BaseIdentity.of(folder, hf.config)
     opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
     settings = opened.settings if opened is not None else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
 from ssdevice.export.executorch.exporter import ExecutorchExporter
+from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
 from ssdevice.tree import Tree
-from tests.export.models import write_adapter, write_base
+from tests.export.models import write_adapter, write_base, write_lora
 from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [1, 0]])
@@ -49,14 +51,15 @@ def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOp
 
 
 def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
-    """The bundle of a combination, exported with its parity gate."""
+    """The bundle of a combination, exported with its parity gate; it gives its logits."""
     return _bundle(quant, mode, schedule)
 
 
 @cache
 def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
     def export(out: Path) -> None:
-        export_bundle(options(quant, mode, schedule, out), lambda *_: None)
+        asked = replace(options(quant, mode, schedule, out), target_options=(ExecutorchOptions(logits=True),))
+        export_bundle(asked, lambda *_: None)
 
     return Bundle.open(made_once(f"executorch/{quant}-{mode}-{schedule}", export))
 
@@ -68,3 +71,28 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
     return target.prepare(
         ExportJob(plan, load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma), lambda *_: None)
     )
+
+
+@cache
+def two_apps(mode: Mode) -> tuple[tuple[str, Path], ...]:
+    """Two apps, in shared mode with LoRAs of rank 4 and 2."""
+    made = []
+    for name, rank in (("one", 4), ("two", 2)):
+
+        def write(out: Path, rank: int = rank) -> None:
+            write_adapter(out, base(), mode, gamma=2, msa_layers=1)
+            if mode is Mode.SHARED:
+                write_lora(out, base(), rank=rank, seed=rank)
+
+        made.append((name, made_once(f"executorch/{mode}-{name}", write)))
+    return tuple(made)
+
+
+@cache
+def slots(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
+    """A bundle of the apps ``one`` and ``two`` over one base, which does not give its logits."""
+
+    def export(out: Path) -> None:
+        export_bundle(replace(options(quant, mode, schedule, out), adapters=two_apps(mode)), lambda *_: None)
+
+    return Bundle.open(made_once(f"executorch/slots-{mode}-{quant}-{schedule}", export))

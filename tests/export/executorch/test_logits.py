@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,34 +10,31 @@ import pytest
 pytest.importorskip("executorch")
 
 from ssdevice.cli import main
-from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ConfigError
 from ssdevice.export.executorch.logits import open_logits
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.plan import ExportOptions, Quant
-from ssdevice.export.stages import export_bundle
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
 from tests.export.executorch import programs
 
 
 def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = programs.bundle()
+    bundle = programs.slots()
     assert GIVES_LOGITS not in bundle.manifest.notes
-    engine = ExecutorchEngine.of(bundle, None, EngineOptions())
+    engine = ExecutorchEngine.of(bundle, "one", EngineOptions())
     try:
         assert all(LOGITS not in engine.outputs(name) for name in (STEP, PREFILL, PLAIN))
     finally:
         engine.close()
-    assert open_logits(bundle, None, EngineOptions()) is None
-    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
+    assert open_logits(bundle, "one", EngineOptions()) is None
+    assert main(["verify", str(bundle.folder), "--app", "one", "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
     assert "logits: not measured" in capsys.readouterr().out
 
 
-def test_with_logits_verify_measures_how_much_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    bundle = export_bundle(replace(asked, target_options=(ExecutorchOptions(logits=True),)), lambda *_: None)
+def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = programs.bundle()
     assert GIVES_LOGITS in bundle.manifest.notes
     engine = open_logits(bundle, None, EngineOptions())
     assert engine is not None

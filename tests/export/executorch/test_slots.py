@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +24,6 @@ from ssdevice.errors import BundleError, ConfigError
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.slots import SlotFactors, check_apps
 from ssdevice.export.plan import Quant, make_plan
-from ssdevice.export.stages import export_bundle
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE
@@ -34,45 +32,21 @@ from ssdevice.runtime.executorch.program import SET_ADAPTER, AdapterSlots
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 from tests.export.models import write_adapter, write_lora
-from tests.once import made_once
 
 PROMPT = "a b"
 SWITCH_SECONDS = 0.25
 """Far above what a switch takes, far below what loading takes."""
 
 
-@cache
-def adapters(mode: Mode) -> tuple[tuple[str, Path], ...]:
-    """Two apps, in shared mode with LoRAs of rank 4 and 2."""
-    made = []
-    for name, rank in (("one", 4), ("two", 2)):
-
-        def write(out: Path, rank: int = rank) -> None:
-            write_adapter(out, programs.base(), mode, gamma=2, msa_layers=1)
-            if mode is Mode.SHARED:
-                write_lora(out, programs.base(), rank=rank, seed=rank)
-
-        made.append((name, made_once(f"executorch/{mode}-{name}", write)))
-    return tuple(made)
-
-
-@cache
-def bundle(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
-    def export(out: Path) -> None:
-        export_bundle(replace(programs.options(quant, mode, schedule, out), adapters=adapters(mode)), lambda *_: None)
-
-    return Bundle.open(made_once(f"executorch/slots-{mode}-{quant}-{schedule}", export))
-
-
 def engine(app: str, opened: Bundle | None = None) -> ExecutorchEngine:
-    found = open_engine(opened or bundle(), app, EngineOptions())
+    found = open_engine(opened or programs.slots(), app, EngineOptions())
     assert isinstance(found, ExecutorchEngine)
     return found
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with Session.open(bundle()) as opened:
+    with Session.open(programs.slots()) as opened:
         yield opened
 
 
@@ -83,7 +57,7 @@ def answers(session: Session, app: str) -> list[int]:
 
 
 def test_every_app_was_compared_with_a_reference_of_its_own() -> None:
-    manifest = bundle().manifest
+    manifest = programs.slots().manifest
     assert [(app.name, app.kind) for app in manifest.apps] == [
         ("one", AdapterKind.SLOT),
         ("two", AdapterKind.SLOT),
@@ -91,14 +65,14 @@ def test_every_app_was_compared_with_a_reference_of_its_own() -> None:
     ]
     for name in ("one", "two", "base"):
         assert manifest.parity[f"{name}.rows"] < 1e-3
-    assert manifest.parity["one.counts"] == manifest.parity["two.counts"] == bundle().geometry.tree.emitted
+    assert manifest.parity["one.counts"] == manifest.parity["two.counts"] == programs.slots().geometry.tree.emitted
     assert set(manifest.apps[0].functions) > set(manifest.apps[2].functions)
 
 
 def test_an_app_decodes_the_same_after_any_other(session: Session) -> None:
     alone = {}
     for app in ("one", "two", "base"):
-        with Session.open(bundle(), app=app) as other:
+        with Session.open(programs.slots(), app=app) as other:
             list(other.generate(PROMPT, max_tokens=12))
             alone[app] = list(other.last.tokens)
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
@@ -164,7 +138,7 @@ def test_set_adapter_takes_the_files_tensors_in_the_order_of_their_names() -> No
     opened = engine("base")
     conversation = opened.new_conversation()
     base = conversation.prefill([7, 21, 3])
-    file = bundle().file(bundle().app("one").files[0])
+    file = programs.slots().file(programs.slots().app("one").files[0])
     tensors = AdapterSlots(file).tensors
     assert list(tensors) == sorted(tensors)
     opened.program.method(SET_ADAPTER).call([torch.from_numpy(tensors[name]) for name in sorted(tensors)])
@@ -179,7 +153,7 @@ def test_set_adapter_takes_the_files_tensors_in_the_order_of_their_names() -> No
 
 
 def _damaged(tmp_path: Path, change: object) -> AdapterSlots:
-    source = bundle().file(bundle().app("one").files[0])
+    source = programs.slots().file(programs.slots().app("one").files[0])
     tensors = load_file(source)
     change(tensors)  # type: ignore[operator]
     save_file(tensors, tmp_path / ADAPTER_FILE)
@@ -212,7 +186,7 @@ def test_an_adapter_of_another_program_is_refused(tmp_path: Path, change: object
 
 def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     copied = tmp_path / "bundle"
-    shutil.copytree(bundle().folder, copied)
+    shutil.copytree(programs.slots().folder, copied)
     file = next(copied.rglob(ADAPTER_FILE))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -224,7 +198,9 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
     lossless = write_adapter(tmp_path / "lossless", programs.base(), Mode.LOSSLESS, gamma=2, msa_layers=1)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    plan = make_plan(replace(options, adapters=(*adapters(Mode.SHARED), ("quiet", lossless))), ExecutorchExporter())
+    plan = make_plan(
+        replace(options, adapters=(*programs.two_apps(Mode.SHARED), ("quiet", lossless))), ExecutorchExporter()
+    )
     with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):
         check_apps(plan)
 
@@ -240,9 +216,9 @@ def test_factors_filled_up_with_zeros_compute_the_same() -> None:
 
 
 def test_an_app_added_later_is_the_app_exported_with_the_rest(tmp_path: Path) -> None:
-    whole, copied = bundle(), tmp_path / "bundle"
+    whole, copied = programs.slots(), tmp_path / "bundle"
     shutil.copytree(whole.folder, copied)
-    folders = dict(adapters(Mode.SHARED))
+    folders = dict(programs.two_apps(Mode.SHARED))
     assert main(["bundle", "remove-app", str(copied), "two", "--quiet"]) == 0
     assert main(["bundle", "add-app", str(copied), f"two={folders['two']}", "--quiet"]) == 0
     added, known = Bundle.open(copied).app("two"), whole.app("two")
@@ -257,8 +233,8 @@ def test_an_app_added_later_is_the_app_exported_with_the_rest(tmp_path: Path) ->
 
 def test_an_adapter_in_bytes_is_widened_when_it_is_loaded(tmp_path: Path) -> None:
     copied = tmp_path / "bundle"
-    shutil.copytree(bundle().folder, copied)
-    folder = dict(adapters(Mode.SHARED))["two"]
+    shutil.copytree(programs.slots().folder, copied)
+    folder = dict(programs.two_apps(Mode.SHARED))["two"]
     assert main(["bundle", "add-app", str(copied), f"small={folder}", "--adapter-precision", "int8", "--quiet"]) == 0
     made = Bundle.open(copied)
     small, whole = (made.folder / made.app(name).files[0] for name in ("small", "two"))
@@ -272,7 +248,7 @@ def test_an_adapter_in_bytes_is_widened_when_it_is_loaded(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = tmp_path / "bundle"
-    shutil.copytree(bundle().folder, copied)
+    shutil.copytree(programs.slots().folder, copied)
     before = (copied / "manifest.json").read_bytes()
     wide = write_adapter(tmp_path / "wide", programs.base(), Mode.SHARED, gamma=2, msa_layers=1)
     write_lora(wide, programs.base(), rank=5, seed=1)
@@ -295,6 +271,6 @@ def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, caps
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_lossless_apps_share_a_program(schedule: Schedule) -> None:
-    opened = bundle(Mode.LOSSLESS, Quant.FP32, schedule)
+    opened = programs.slots(Mode.LOSSLESS, Quant.FP32, schedule)
     with Session.open(opened) as session:
         assert answers(session, "one") == answers(session, "two") == answers(session, "base")

@@ -1,0 +1,70 @@
+"""Calibration as a stage of an export: whose rows, through which model, and what the bundle says of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ssdevice.data import Example, read_examples
+from ssdevice.export.calibration.calibrate import calibrate
+from ssdevice.export.calibration.rows import tokenized
+from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan
+from ssdevice.model.step import StreamModel
+from ssdevice.text.tokenizer import ChatTokenizer
+
+ROWS = 128
+"""Rows that are taken, at most: more change little and cost time."""
+
+
+def chosen_rows(files: Sequence[Path]) -> list[Example]:
+    """ROWS rows of all files, the same ones whenever they are asked for; raises InputError for a file without any."""
+    examples = read_examples(files, require_completion=False)
+    return random.Random(0).sample(examples, ROWS) if len(examples) > ROWS else examples
+
+
+def calibrated_job(
+    job: ExportJob, target: Exporter, examples: Sequence[Example], tokenizer: ChatTokenizer
+) -> ExportJob:
+    """The job with weights rounded to the target's grid.
+
+    A merged app's model is rounded as it is, streams included. Where apps stand apart, what they share is rounded: the
+    base, on its own main rows.
+    """
+    plan = job.plan
+    if plan.merged:
+        _calibrate(job, target, examples, tokenizer, plan.apps[0].instruction)
+        return job
+    base = ExportJob.of(plan.of(AppPlan("", None, None, False)), job.report, merge=False)
+    _calibrate(base, target, examples, tokenizer, "")
+    return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
+
+
+def _calibrate(
+    job: ExportJob, target: Exporter, examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str
+) -> None:
+    model, plan = job.loaded.model, job.plan
+    total = model.backbone.num_layers
+    calibrate(
+        model,
+        tokenized(examples, tokenizer, instruction, plan.geometry.context),
+        lambda linear, factor: target.grid(plan, linear, factor),
+        lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"),
+    )
+    job.report("calibrate", total, total, "")
+
+
+def _by_name(model: StreamModel) -> dict[str, Tensor]:
+    """Weights of the layers by their names in the Hugging Face model."""
+    path = model.backbone.family.layers_path
+    return {f"{path}.{name}": weight.data for name, weight in model.backbone.layers.named_parameters()}
+
+
+def calibration_notes(plan: ExportPlan, rows: int) -> tuple[str, ...]:
+    """What the manifest says of it."""
+    if not rows:
+        return ()
+    whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"
+    return (f"{plan.options.quant} weights of the layers were calibrated on {rows} of {whose}",)

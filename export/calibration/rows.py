@@ -1,0 +1,93 @@
+"""Rows of an app going through a model layer by layer, main rows and streams alike, as in prefill and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssdevice.data import Example
+from ssdevice.model.attention import KeyValue
+from ssdevice.model.step import Masks, StreamModel
+from ssdevice.model.visibility import additive, own_streams, stream_positions, within
+from ssdevice.text.tokenizer import ChatTokenizer
+
+NODES = 64
+"""Tokens of a completion whose streams run, at most: they are γ times as many."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One row: ``ids`` of prompt and completion, and how many are the prompt's."""
+
+    ids: tuple[int, ...]
+    prompt: int
+
+
+def tokenized(examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, context: int) -> list[Tokens]:
+    """Examples through the chat template, cut at ``context`` tokens."""
+    rows = []
+    for example in examples:
+        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
+        answer = tokenizer.completion_ids(example.completion) if example.completion is not None else ()
+        rows.append(Tokens((*prompt, *answer)[:context], min(len(prompt), context)))
+    return rows
+
+
+class Rows:
+    """The hidden states of every row before the next layer: ``h [1, R, D]``, and from the MSA layers on streams."""
+
+    def __init__(self, model: StreamModel, rows: Sequence[Tokens]) -> None:
+        self.model, self.rows = model, rows
+        self.main: list[Tensor] = []
+        self.streams: list[Tensor | None] = []
+        for row in rows:
+            positions = torch.arange(len(row.ids), dtype=torch.int32)[None]
+            self.main.append(model.backbone.embed(torch.tensor([row.ids]), positions))
+            self.streams.append(None)
+
+    def run(self, layer: int, advance: bool) -> None:
+        """All rows through one layer; ``advance``: their states become what it gives."""
+        model = self.model
+        for i, row in enumerate(self.rows):
+            if model.streams is not None and layer == model.first_msa:
+                nodes = _nodes(row)
+                with model.streams.rows_after(0):
+                    self.streams[i] = model.streams.start(self.main[i][:, nodes], model.gamma)
+            h, new = self._main(layer, row, self.main[i])
+            s = self.streams[i]
+            if s is not None:
+                s = self._streams(layer, row, s, new)
+            if advance:
+                self.main[i], self.streams[i] = h, s
+
+    def _main(self, layer: int, row: Tokens, h: Tensor) -> tuple[Tensor, list[KeyValue]]:
+        backbone = self.model.backbone
+        at = torch.arange(len(row.ids), dtype=torch.int32)
+        window = backbone.window(layer)
+        seen = (at[:, None] >= at[None]) & within(at, at, window)
+        masks: Masks = {window: additive(seen[None, None], backbone.mask_value)}
+        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks, nothing)
+
+    def _streams(self, layer: int, row: Tokens, s: Tensor, new: Sequence[KeyValue]) -> Tensor:
+        model, backbone = self.model, self.model.backbone
+        assert model.streams is not None
+        nodes = _nodes(row)
+        at = stream_positions(nodes.to(torch.int32)[None], model.gamma)
+        window = backbone.window(layer)
+        main = torch.arange(len(row.ids), dtype=torch.int32)
+        seen = (main[None] <= nodes.repeat_interleave(model.gamma)[:, None]) & within(at[0], main, window)
+        seen = torch.cat([seen, own_streams(len(nodes), model.gamma)], dim=1)
+        masks: Masks = {window: additive(seen[None, None], backbone.mask_value)}
+        context: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        context[layer] = list(new)
+        with model.streams.rows_after(0):
+            return backbone.run(layer, layer + 1, s, backbone.rope(at), masks, context)[0]
+
+
+def _nodes(row: Tokens) -> Tensor:
+    """Row numbers from the last prompt token to the last but one token, NODES at most."""
+    return torch.arange(row.prompt - 1, max(row.prompt, len(row.ids) - 1))[:NODES]
