@@ -119,9 +119,7 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
     wrapped = None
     init = AdapterFolder.open(options.init, identity) if options.init is not None else None
     if init is not None and init.has_lora and not options.streams.lora_rank:
-        raise InputError(
-            f"--init {options.init} has a LoRA, which changes main rows; lossless mode forbids that"
-        )
+        raise InputError(f"--init {options.init} has a LoRA, which changes main rows; lossless mode forbids that")
     if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
         from peft import LoraConfig, get_peft_model
 
