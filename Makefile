@@ -24,7 +24,7 @@ demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -16,9 +16,11 @@ for _name, _value in {
 
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 from tests import once  # noqa: E402
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: E402, F401
@@ -36,9 +38,18 @@ TOGETHER = "executorch"
 no other waits for it."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """A file runs in one process, those that belong together in the same one."""
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER if f"/{TOGETHER}/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that the processes of a run end together; a file runs in one process."""
+    """Begin with what takes longest, so that the processes of a run end together."""
     here = Path(__file__).parent
 
     def order(item: pytest.Item) -> tuple[bool, bool]:
@@ -46,9 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return TOGETHER not in parts, parts[0] not in FIRST
 
     items.sort(key=order)
-    for item in items:
-        together = TOGETHER in item.path.parts
-        item.add_marker(pytest.mark.xdist_group(TOGETHER if together else str(item.path)))
 
 
 @pytest.fixture(scope="session")

@@ -121,14 +121,15 @@ class OnnxExporter(Exporter):
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare with the torch reference under the same quantization; see ``plan.Exporter``.
 
-        Apps that stand apart are compared one by one, each with a reference of its own.
+        Apps that stand apart are compared one by one, each with a reference of its own. The job's model has the weights
+        of the exported forms afterwards: nothing holds weights twice.
         """
         plan, quant = job.plan, job.plan.options.quant
         if plan.merged:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
             shown = OnnxShown(files, plan.geometry, plan.query_heads)
             engine = OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)
-            with simulated(job.loaded.model, quant), EngineDriver(engine) as driver:
+            with simulated(job.loaded.model, quant, keep=False), EngineDriver(engine) as driver:
                 return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
         facts: dict[str, float] = {}
         for app in plan.apps:
@@ -138,7 +139,7 @@ class OnnxExporter(Exporter):
             engine = OnnxEngine(files, alone.plan.geometry, CACHE_DTYPE, ONE_THREAD, adapter=tensors)
             values = tensors.values if tensors is not None else {}
             shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, slotted=True)
-            with simulated(alone.loaded.model, quant, slotted=True), EngineDriver(engine) as driver:
+            with simulated(alone.loaded.model, quant, slotted=True, keep=False), EngineDriver(engine) as driver:
                 try:
                     found = check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
                 except ParityError as error:

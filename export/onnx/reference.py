@@ -20,10 +20,11 @@ from ssdevice.model.streams import StreamRowAdapter
 
 
 @contextmanager
-def simulated(model: StreamModel, quant: Quant, slotted: bool = False) -> Iterator[None]:
+def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: bool = True) -> Iterator[None]:
     """Within this context linears and the embedding compute what their exported forms compute, up to float rounding.
 
-    ``slotted``: low-rank terms beside linears are in slots.
+    ``slotted``: low-rank terms beside linears are in slots. Without ``keep`` the model gives up its own weights, which
+    saves their memory: afterwards the model still has those of the exported forms.
     """
     if quant is Quant.FP32:
         yield
@@ -33,7 +34,8 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False) -> Iterat
     embedding, head = model.backbone.embed_tokens, model.backbone.lm_head
 
     def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
-        saved.append((weight, weight.data))
+        if keep:
+            saved.append((weight, weight.data))
         weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
 
     try:

@@ -40,7 +40,7 @@ class OnnxShown:
     ) -> None:
         self.files, self.geometry, self.heads, self.slotted = files, geometry, heads, slotted
         self.adapter = {name: value.numpy() for name, value in (adapter or {}).items()}
-        self._open: dict[str, tuple[ort.InferenceSession, list[tuple[str, str, str]], list[str]]] = {}
+        self._open: tuple[str, ort.InferenceSession, list[tuple[str, str, str]]] | None = None
 
     def spell(self, parameter: str) -> str:
         """See Shown."""
@@ -48,10 +48,11 @@ class OnnxShown:
 
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
         """See Shown."""
-        if function not in self._open:
-            session, marks = open_shown(self.files[function])
-            self._open[function] = session, marks, [value.name for value in session.get_outputs()]
-        session, marks, names = self._open[function]
+        if self._open is None or self._open[0] != function:
+            self._open = None  # a session holds the weights, so there is one at a time
+            self._open = function, *open_shown(self.files[function])
+        _, session, marks = self._open
+        names = [value.name for value in session.get_outputs()]
         feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
         for layer in range(self.geometry.layers):

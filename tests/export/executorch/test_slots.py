@@ -196,11 +196,11 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 
 
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
-    lossless = write_adapter(tmp_path / "lossless", programs.base(), Mode.LOSSLESS, gamma=2, msa_layers=1)
+    base = programs.base()
+    lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    plan = make_plan(
-        replace(options, adapters=(*programs.two_apps(Mode.SHARED), ("quiet", lossless))), ExecutorchExporter()
-    )
+    apps = (*programs.two_apps(Mode.SHARED), ("quiet", lossless))
+    plan = make_plan(replace(options, model=str(base), adapters=apps), ExecutorchExporter())
     with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):
         check_apps(plan)
 
@@ -250,9 +250,10 @@ def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, caps
     copied = tmp_path / "bundle"
     shutil.copytree(programs.slots().folder, copied)
     before = (copied / "manifest.json").read_bytes()
-    wide = write_adapter(tmp_path / "wide", programs.base(), Mode.SHARED, gamma=2, msa_layers=1)
-    write_lora(wide, programs.base(), rank=5, seed=1)
-    lossless = write_adapter(tmp_path / "lossless", programs.base(), Mode.LOSSLESS, gamma=2, msa_layers=1)
+    base = programs.base()
+    wide = write_adapter(tmp_path / "wide", base, Mode.SHARED, gamma=2, msa_layers=1)
+    write_lora(wide, base, rank=5, seed=1)
+    lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
     merged = str(programs.bundle().folder)
     capsys.readouterr()  # what making them said
     for folder, message in (
