@@ -1,4 +1,4 @@
-"""An engine as the parity gate drives it: what ships is what is checked."""
+"""Drives a runtime engine for the parity gate, so that the gate checks what ships."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ssdevice.runtime.engine import Engine
 
 
 class EngineDriver:
-    """One conversation with an engine, as a parity.Driver; a context manager that closes the engine."""
+    """One conversation with an engine as a parity.Driver; as a context manager it closes the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.conversation = engine.new_conversation()
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        """See parity.Driver; no drafts without a step that verifies them."""
+        """See parity.Driver. There are no drafts without a step to verify them."""
         self.conversation.length = length
         token = self.conversation.prefill(tokens)
         return token, self._drafts() if STEP in self.engine.functions else []

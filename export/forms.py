@@ -1,8 +1,8 @@
 """The step and prefill modules behind the flat signatures of the contract.
 
-``ExternalCacheForm``: the KV cache is the caller's. Committed rows come in as ``[P, kv_heads * head_dim]`` per layer
+In ``ExternalCacheForm`` the caller holds the KV cache: committed rows come in as ``[P, kv_heads * head_dim]`` per layer
 and the new rows of all layers leave as one tensor. What an exporter should recognise as a whole (attention over several
-runs of rows, rotary embedding, the view of rows as heads) runs through the operators below; each computes the same as
+runs of rows, rotary embedding, the view of rows as heads) runs through the operators below, which compute the same as
 the model's own code.
 """
 
@@ -38,8 +38,8 @@ def attend(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor, scale: float, softcap: float
 ) -> Tensor:
     """``ssdevice.model.attention.attend`` as one operator: ``[1, heads, Q, hd] -> [1, Q, heads, hd]``."""
-    nowhere = torch.zeros(0)  # this attention does not ask where rows stand
-    return attention.attend(Attending(query, keys, values, mask, nowhere, scale, softcap or None)).contiguous()
+    positions = torch.zeros(0)  # not used by this attention
+    return attention.attend(Attending(query, keys, values, mask, positions, scale, softcap or None)).contiguous()
 
 
 @attend.register_fake
@@ -67,7 +67,7 @@ def _attention(asked: Attending) -> Tensor:
 
 
 def exportable(model: StreamModel) -> StreamModel:
-    """The model with its layers running through the operators above wherever they compute the same."""
+    """The model with its layers running through the operators above where they compute the same."""
     return under(model, Operators(attention=_attention, rotary=rotary))
 
 
@@ -79,7 +79,7 @@ class ExternalCacheForm(nn.Module):
         self.name, self.module, self.kv_heads = name, module, kv_heads
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The function's inputs in the contract's order, then its outputs in the contract's order."""
+        """From the function's inputs to its outputs, both in the contract's order."""
         module = self.module
         integers = len(tensors) - 2 * module.model.backbone.num_layers
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]

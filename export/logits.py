@@ -1,4 +1,4 @@
-"""Conversations that show what tokens were chosen from, for telling near-ties from faults."""
+"""Conversations that keep logits, to tell near-ties from faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdevice.runtime.generation import emitted_nodes
 
 
 class LogitsConversation(Conversation):
-    """``logits [emitted, vocab]``: what the last ``step`` or ``step_plain`` chose its tokens from.
+    """``logits [emitted, vocab]``: those from which the last ``step`` or ``step_plain`` chose its tokens.
 
     ``tensor``: the output of both functions that holds the logits ``[nodes, vocab]``.
     """

@@ -1,4 +1,4 @@
-"""What is asked of an export, what follows from it, and the interface every target implements."""
+"""The options and the plan of an export, and the interface of exporters."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ from ssdevice.tree import Tree
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.export.calibration.grid import Grid
     from ssdevice.export.cost import Prediction
-    from ssdevice.model.adapter import AdapterSettings, BaseIdentity
     from ssdevice.model.loading import LoadedModel
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
-FOLDED = "stream rows have weights of their own in the MSA layers: the stream adapters are folded into a copy"
-"""A note of a bundle whose job was ``folded``."""
+FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
+"""The note in a bundle whose job was ``folded``."""
 DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
-
 Quant = Precision
-"""What ``--quant`` asks for, as the manifest will say it."""
+"""The values of ``--quant`` are the manifest's precisions."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the caller asks for; None: the default of the target or the adapter.
+    """The options of an export; None is the default of the target or the adapter.
 
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
-    default the chain of all streams. ``context``: tokens a conversation may hold. ``chunk``: prompt tokens per prefill.
-    ``slots``: keep a single adapter apart from the base too, so that apps can be added and switched.
-    ``adapter_precision``: how the floats of adapters that stand apart are stored, see ``ssdevice.adapters.storage``.
-    ``calibrate``: data files of the apps, with whose rows weights are rounded instead of to nearest.
-    ``target_options``: what only some targets let choose, of each kind one; see ``chosen``.
+    default the chain of all streams. ``context``: tokens that a conversation may hold. ``chunk``: prompt tokens per
+    prefill. ``slots``: keep even a single adapter separate from the base, so that apps can be added and switched.
+    ``adapter_precision``: how separate adapters store their floats, see ``ssdevice.adapters.storage``. ``calibrate``:
+    data files of the apps, with whose rows weights are rounded instead of to nearest. ``target_options``: options of
+    some targets only, at most one of each kind; see ``chosen``.
     """
 
     model: str
@@ -75,12 +74,12 @@ class ExportOptions:
         export_target(self.target).check(self)
 
     def chosen(self, kind: type[Chosen]) -> Chosen:
-        """The options of this kind, those of its defaults where none were given."""
+        """The options of this kind, with their defaults if none were given."""
         return next((one for one in self.target_options if isinstance(one, kind)), kind())
 
     @property
     def form(self) -> str:
-        """The target as folders and messages name it."""
+        """The target's name in folders and messages."""
         return export_target(self.target).form(self.target_options)
 
 
@@ -88,8 +87,8 @@ class ExportOptions:
 class AppPlan:
     """One app of an export. ``folder``: its adapter, None for the bare base.
 
-    ``settings``: of its streams, None without: then it has prefill and plain decoding alone. ``has_lora``: whether its
-    main rows differ from the base's.
+    ``settings``: those of its streams; None for an app with plain decoding only. ``has_lora``: whether its main rows
+    differ from the base's.
     """
 
     name: str
@@ -99,7 +98,7 @@ class AppPlan:
 
     @property
     def mode(self) -> Mode | None:
-        """What its streams stand on; None without streams."""
+        """The mode of its streams; None without streams."""
         return self.settings.streams.mode if self.settings is not None else None
 
     @property
@@ -109,13 +108,13 @@ class AppPlan:
 
     @property
     def instruction(self) -> str:
-        """What stands before every user message."""
+        """The text before every user message."""
         return self.settings.instruction if self.settings is not None else ""
 
     def rank(self) -> int:
         """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
+        from ssdevice.adapters.settings import PEFT_CONFIG
         from ssdevice.config import read_json
-        from ssdevice.model.adapter import PEFT_CONFIG
 
         if self.folder is None or not self.has_lora:
             return 0
@@ -127,10 +126,9 @@ class AppPlan:
 class ExportPlan:
     """What an export will do: everything that is known before weights are loaded.
 
-    ``apps``: at least one. ``merged``: the only app's LoRA is folded into the weights; otherwise the target keeps apps
-    apart, each in its way. ``geometry``: of the bundle, one tree for all apps with streams.
-    ``query_heads``: of attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: what
-    each takes on disk.
+    ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
+    apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
+    attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
     """
 
     options: ExportOptions
@@ -146,16 +144,16 @@ class ExportPlan:
 
     @property
     def settings(self) -> AdapterSettings | None:
-        """Those of the first app that has streams."""
+        """The settings of the first app that has streams."""
         return next((app.settings for app in self.apps if app.settings is not None), None)
 
     @property
     def adapter(self) -> Path | None:
-        """The folder of the first app's adapter; of a merged plan, that of the only one."""
+        """The folder of the first app's adapter, in a merged plan that of the only one."""
         return self.apps[0].folder
 
     def of(self, app: AppPlan) -> ExportPlan:
-        """The plan for one of the apps alone; without streams it is one of plain decoding."""
+        """The plan for one of the apps; without streams it is a plan of plain decoding."""
         geometry = self.geometry
         if app.settings is None:
             geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
@@ -168,16 +166,16 @@ class ExportPlan:
 
     @property
     def function_names(self) -> tuple[str, ...]:
-        """The contract's functions this export has."""
+        """The contract's functions in this export."""
         return FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)
 
     def functions(self, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
-        """The signatures of the functions this export has."""
+        """The specs of the functions in this export."""
         every = functions(self.geometry, cache, cache_dtype)
         return {name: every[name] for name in self.function_names}
 
     def estimated_bytes(self) -> int:
-        """About how large the weights will be on disk; scales included, graphs not."""
+        """Estimated size of the weights on disk, with scales and without graphs."""
         return int(sum(self.parameters.values()) * self.bits / 8)
 
     def predict(self) -> Prediction | None:
@@ -218,9 +216,9 @@ class ExportPlan:
 class ExportJob:
     """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
 
-    Its LoRA is merged, or where ``plan.merged`` is False stands beside the base's linears (``model.lora``).
-    ``notes``: what preparing the model for a target changed, for the manifest. ``calibrated``: values of the base's
-    weights that every further model of the job takes instead of its folder's.
+    Its LoRA is merged if ``plan.merged``, otherwise it is separate from the base's linears (``model.lora``).
+    ``notes``: changes made while preparing the model for a target, for the manifest. ``calibrated``: values of the
+    base's weights that replace those of its folder in every further model of the job.
     """
 
     plan: ExportPlan
@@ -237,7 +235,7 @@ class ExportJob:
         merge: bool | None = None,
         calibrated: Mapping[str, Tensor] | None = None,
     ) -> ExportJob:
-        """Load the first app of a plan; ``merge``: fold its LoRA into the weights, by default as the plan says."""
+        """Load the first app of a plan; ``merge``: merge its LoRA into the weights (default: ``plan.merged``)."""
         from ssdevice.model.loading import load
 
         gamma = plan.geometry.gamma or None
@@ -247,9 +245,9 @@ class ExportJob:
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
-        """The job with the stream adapters of its model, which is changed, folded into weights of stream rows.
+        """The job with its model's stream adapters folded into weights of stream rows; this changes the model.
 
-        Only where streams run apart from main rows and no app is to be switched: one product in place of three then.
+        Only if streams run separately from main rows and apps are not switched: then one product replaces three.
         """
         streams = self.loaded.model.streams
         if not self.plan.merged or self.plan.schedule is not Schedule.DEFERRED or streams is None:
@@ -257,13 +255,13 @@ class ExportJob:
         return replace(self, notes=(*self.notes, FOLDED)) if streams.fold() else self
 
     def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
-        """The same job for one app of a plan of several, with a model of its own: drop it before the next."""
+        """The job for one app of several, with a separate model: drop it before the next."""
         return ExportJob.of(self.plan.of(app), self.report, merge, self.calibrated)
 
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A file or folder a target wrote into the bundle folder: its role, and its path there (POSIX, relative)."""
+    """A file or folder that a target wrote into the bundle: its role and its path there (POSIX, relative)."""
 
     role: str
     path: str
@@ -271,8 +269,8 @@ class TargetFile:
 
 @dataclass(frozen=True)
 class AppResult:
-    """How a target keeps an app apart: ``files`` (paths in ``folder``) that its engine loads, and the target's names
-    of the contract's functions for it, where they are not the contract's own."""
+    """How a target stores a separate app: the ``files`` in ``folder`` that its engine loads, and the contract's
+    functions -> the target's names for this app, if they differ."""
 
     kind: AdapterKind
     folder: str | None = None
@@ -282,9 +280,9 @@ class AppResult:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What a target wrote. ``notes``: what differs from what was asked, one sentence each (kept in the manifest).
+    """What a target wrote. ``notes``: how it differs from the request, one sentence each, for the manifest.
 
-    ``apps``: of a plan that is not merged, every app by name.
+    ``apps``: every app by name, in a plan that is not merged.
     """
 
     files: tuple[TargetFile, ...]
@@ -296,11 +294,10 @@ class TargetResult:
 
 
 class Exporter(ABC):
-    """What writes a target's files. ``bits``: the precisions it has, and what a weight takes there on disk with its
-    scales; ``schedule``: its default.
+    """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``calibrates``: the precisions whose weights it lets be rounded with rows of data, see ``grid``.
-    With ``several_apps`` it also takes plans that are not merged, and then fills ``TargetResult.apps``.
+    ``schedule``: the default. ``calibrates``: the precisions whose weights may be rounded with rows of data, see
+    ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
@@ -316,27 +313,27 @@ class Exporter(ABC):
         return None
 
     def prepare(self, job: ExportJob) -> ExportJob:
-        """The job that both ``export`` and ``gate`` get, with the model in the form that the target writes."""
+        """The job for both ``export`` and ``gate``, with the model in the form that the target writes."""
         return job
 
     @abstractmethod
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the target's files below ``folder`` (the bundle in the making).
+        """Write the target's files below ``folder``, the unfinished bundle.
 
-        What the gate must know of it is in the result; a model whose memory is given back here is said there too.
+        The result holds everything that the gate needs, also if the model's memory is released here.
         """
 
     @abstractmethod
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the written files with the reference; raises ParityError. Returns the largest differences seen."""
+        """Compare the written files with the reference. Returns the largest differences; raises ParityError."""
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     """Check everything that can be checked without loading weights.
 
-    Raises InputError (or a subclass) naming the value that cannot be used.
+    Raises InputError, which names the value that cannot be used.
     """
-    from ssdevice.model.adapter import BaseIdentity
+    from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
 
     if options.quant not in target.bits:
@@ -353,7 +350,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     config = read_config(folder)
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config) for name, adapter in options.adapters)
-    if not merged or not apps:  # the base costs nothing where adapters stand apart
+    if not merged or not apps:  # with separate adapters the base comes for free
         apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(BASE_APP, None, None, False)]))
     twice = repeated_name(app.name.lower() for app in apps)
     if twice:
@@ -382,19 +379,19 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:
     """An app whose adapter fits the base; raises InputError."""
-    from ssdevice.model.loading import open_adapter
+    from ssdevice.adapters.settings import AdapterFolder
 
     check_rule("an app's name", name, NAME)
     if not adapter.is_dir():
         raise InputError(f"--adapter {name}={adapter}: no such folder")
-    opened = open_adapter(adapter, identity)
+    opened = AdapterFolder.open(adapter, identity)
     if opened.settings is not None:
         opened.settings.streams.check_layers(config.num_hidden_layers)
     return AppPlan(name, adapter, opened.settings, opened.has_lora)
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
-    """The tree asked for, or the chain of the streams that all apps have; without streams the root alone."""
+    """The requested tree, or the chain of the streams that all apps have; without streams only the root."""
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
         if options.tree is not None and options.tree.size > 1:
@@ -403,7 +400,7 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
     if options.tree is None:
         return Tree.chain(min(gammas.values()))
     if options.tree.size == 1:
-        raise ConfigError("--tree has only its root; leave --adapter out to export plain decoding alone")
+        raise ConfigError("--tree has only its root; omit --adapter to export only plain decoding")
     for name, gamma in gammas.items():
         if options.tree.depth > gamma:
             raise ConfigError(f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams")

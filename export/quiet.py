@@ -1,4 +1,4 @@
-"""Third parties that tell what does not concern the export, silenced while they work."""
+"""Silences the logs and warnings of other packages while they work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(*packages: str) -> Iterator[None]:
-    """Within this context the loggers of these packages tell nothing but errors, and nothing warns."""
+    """In this context the loggers of these packages report only errors, and warnings are ignored."""
     inside = tuple(f"{package}." for package in packages)
     names = {*packages, *(name for name in logging.root.manager.loggerDict if name.startswith(inside))}
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}

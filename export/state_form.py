@@ -1,10 +1,10 @@
 """The step and prefill modules with the cache as state of the graph: the internal form of the contract.
 
-How a cache is stored and written is a target's choice, so both are parameters. ``stacked``: one tensor
-``[layers, kv_heads, capacity, head_dim]`` each for keys and values, as the contract has it. Not stacked: the same cut
-into one tensor ``[kv_heads, capacity, head_dim]`` per layer, called ``keys.0``, ``values.0``, ``keys.1``, ..: a graph
-that takes whole tensors then reads its cache in place. Attention sees the whole capacity; the masks of the step hide
-what lies at the length and beyond, so rows there may hold anything that is finite.
+A target chooses how its cache is stored and written, so both are parameters. ``stacked``: one tensor
+``[layers, kv_heads, capacity, head_dim]`` each for keys and values, as in the contract. Otherwise both are split into
+one tensor ``[kv_heads, capacity, head_dim]`` per layer, named ``keys.0``, ``values.0``, ``keys.1``, ..: a graph that
+takes whole tensors then reads its cache in place. Attention runs over the whole capacity; the masks of the step hide
+the rows from ``length`` on, which may hold any finite values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ dimension, in place."""
 
 
 def write_by_index(state: Tensor, rows: Tensor, length: Tensor) -> None:
-    """A Write of n explicit positions; an index beyond the capacity is an error where targets check indices."""
+    """A Write at n explicit positions. An index beyond the capacity is an error on targets that check indices."""
     at = length + torch.arange(rows.shape[-2], dtype=torch.int32)
     every: list[Tensor | None] = [None] * (state.dim() - 2)
     torch.ops.aten.index_put_(state, [*every, at], rows)
@@ -43,10 +43,10 @@ class LayerStates(nn.Module):
 
 
 class InternalCacheForm(nn.Module):
-    """One function of the contract: its inputs and outputs in the contract's order, the cache in buffers.
+    """One function of the contract, with inputs and outputs in the contract's order and the cache in buffers.
 
-    ``dtype``: of the state; rows are computed in float32. ``write``, ``stacked``: see the module. ``logits``: ``step``
-    and ``step_plain`` also give what they chose their tokens from, ``[T, V]``, as a last output.
+    ``dtype``: that of the state; rows are computed in float32. ``write``, ``stacked``: see the module. ``logits``:
+    ``step`` and ``step_plain`` also return their logits ``[T, V]`` as a last output.
     """
 
     keys: Tensor | LayerStates
@@ -73,7 +73,7 @@ class InternalCacheForm(nn.Module):
                 self.add_module(state, LayerStates(geometry, dtype))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The function's inputs, then its outputs; the new rows are written at ``length`` after every read."""
+        """From the function's inputs to its outputs; the new rows are written at ``length`` after all reads."""
         module, past = self.module, self.past()
         if isinstance(module, PrefillModule):
             chunk, valid, length = tensors
@@ -108,7 +108,7 @@ class InternalCacheForm(nn.Module):
                 self.write(state, torch.cat([pair[part] for pair in rows]).to(self.dtype), length)
 
     def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
-        """Without streams there are no drafts, and no target has use for a tensor without elements."""
+        """Without streams there are no drafts, and targets do not take tensors without elements."""
         return (drafts,) if drafts.shape[0] else ()
 
     def _logits(self, step: Step) -> tuple[Tensor, ...]:
@@ -118,10 +118,3 @@ class InternalCacheForm(nn.Module):
 def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:
     """``[layers, kv_heads, capacity, head_dim]``, the contract's shape of ``keys`` and of ``values``."""
     return geometry.layers, geometry.kv_heads, geometry.capacity, geometry.head_dim
-
-
-def state_names(geometry: Geometry, stacked: bool) -> list[str]:
-    """Names of the state tensors: keys, then values."""
-    if stacked:
-        return [KEYS, VALUES]
-    return [f"{state}.{layer}" for state in (KEYS, VALUES) for layer in range(geometry.layers)]

@@ -1,6 +1,6 @@
-"""What a target is on the export side: everything that commands and stages ask of it.
+"""The interface of a target on the export side, for commands and stages.
 
-``ssdevice.export.TARGET.target`` offers ``TARGET``, an ``ExportTarget``. Importing it loads no framework, so that the
+``ssdevice.export.TARGET.target`` defines ``TARGET``, an ``ExportTarget``. Importing it loads no framework, so that the
 command line can list its options; its methods import what they need.
 """
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 AsStored = tuple[AbstractContextManager[None] | None, "Precision"]
-"""A context in which a torch model rounds as a bundle does, None where that is not known; the precision of what then
-still differs."""
+"""A context in which a torch model rounds as a bundle does (None if there is none), and the precision of the remaining
+differences."""
 
 
 class TargetOptions(ABC):
-    """Choices that only some targets offer: the base of frozen dataclasses whose fields all have defaults.
+    """Options of some targets only: the base of frozen dataclasses whose fields all have defaults.
 
-    ``owner``: whose they are, in the genitive; ``flags``: how the command line spells them.
+    ``owner``: the owner in the genitive, such as "Core ML's"; ``flags``: their names on the command line.
     """
 
     owner: ClassVar[str]
@@ -45,18 +45,18 @@ class TargetOptions(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, args: Namespace) -> Self:
-        """What the flags say; raises ConfigError."""
+        """The options in parsed arguments. Raises ConfigError."""
 
     def refused(self, target: str) -> ConfigError:
-        """The error of a target that does not know these options."""
+        """The error of a target that does not have these options."""
         *most, last = self.flags
         named = f"{', '.join(most)} and {last} are" if most else f"{last} is"
         return ConfigError(f"{named} {self.owner}, not {target}'s")
 
 
 class ExportTarget(ABC):
-    """One target. ``extra``: of pip, with what an export needs; ``options``: those of its own that it reads;
-    ``cost``: what its exports take, None where nobody measured it."""
+    """One target. ``extra``: the pip extra that an export needs; ``options``: the TargetOptions that it takes;
+    ``cost``: time and memory of its exports, None where nobody measured them."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
@@ -65,16 +65,16 @@ class ExportTarget(ABC):
 
     @abstractmethod
     def exporter(self, options: ExportOptions) -> Exporter:
-        """What writes and checks the files; a missing package is a ModuleNotFoundError."""
+        """The Exporter for these options. A missing package raises ModuleNotFoundError."""
 
     def check(self, options: ExportOptions) -> None:
-        """Raise ConfigError for options that cannot go together on this target."""
+        """Raise ConfigError for options that this target cannot combine."""
         for chosen in options.target_options:
             if type(chosen) not in self.options:
                 raise chosen.refused(self.name)
 
     def form(self, chosen: Iterable[TargetOptions]) -> str:
-        """The target as folders and messages name it; more than its name where an option makes it another."""
+        """The target's name in folders and messages, with options that change what it is."""
         return self.name
 
     def describe(self, options: ExportOptions) -> dict[str, Any]:
@@ -82,25 +82,29 @@ class ExportTarget(ABC):
         return {}
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
-        """An engine whose conversations keep ``logits [emitted, vocab]`` of their last step; None: it cannot be had."""
+        """An engine whose conversations keep ``logits [emitted, vocab]`` of their last step; None if there is none."""
         return None
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
-        """How the torch model is made to round as the bundle does."""
+        """How to make the torch model round as the bundle does."""
         return None, bundle.manifest.precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:
-        """By kernel of the step: what part of the method it works for, where that can be told."""
+        """Kernel of the step -> the part of the method it belongs to, as far as the target can tell."""
         return {}
 
 
 def export_target(name: str) -> ExportTarget:
-    """The export side of a target; raises ConfigError for a name that is none's."""
-    return cast(ExportTarget, targets.load(targets.find(name).export))
+    """The export side of a target. Raises ConfigError for an unknown name or a target that cannot be loaded."""
+    module = targets.find(name).export
+    try:
+        return cast(ExportTarget, targets.load(module))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"target {name!r}: there is no module {module}") from error
 
 
 def exporter(options: ExportOptions) -> Exporter:
-    """The exporter for these options; raises MissingExtraError naming the extra that installs what it needs."""
+    """The exporter for these options. Raises MissingExtraError, which names the extra to install."""
     target = export_target(options.target)
     try:
         return target.exporter(options)
@@ -109,5 +113,5 @@ def exporter(options: ExportOptions) -> Exporter:
 
 
 def all_options() -> tuple[type[TargetOptions], ...]:
-    """The options of every target, each once."""
+    """The TargetOptions of all targets, each once."""
     return tuple(dict.fromkeys(kind for name in targets.names() for kind in export_target(name).options))

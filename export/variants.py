@@ -1,4 +1,4 @@
-"""The graphs of a bundle whose apps stand apart: a set for each kind of app, traced with placeholders for adapters."""
+"""The graphs of a bundle with separate apps: a set for each kind of app, traced with placeholders for adapters."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
 
 EXAMPLE_RANK = 3
-"""Rank of the factors a variant is traced with; it stands nowhere in its graphs."""
+"""Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A variant and those of the contract's functions that it brings; the others are another variant's graphs."""
+    """A variant and the functions that it adds; other functions are graphs of other variants."""
 
     variant: Variant
     functions: tuple[str, ...]
 
 
 def variants_of(apps: tuple[AppPlan, ...]) -> list[Traced]:
-    """The variants that these apps need, and both of plain decoding, so that any LoRA can be added later.
+    """The variants that these apps need, and both variants of plain decoding, so that any LoRA can be added later.
 
     The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA.
     """
@@ -46,7 +46,7 @@ def variant_of(app: AppPlan) -> Variant:
 
 
 def template(job: ExportJob, variant: Variant) -> ExportJob:
-    """A job whose model has the base's weights and a placeholder wherever an app's would stand."""
+    """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = variant_plan(job.plan, variant)
     hf = adopt(load_hf(plan.folder), job.calibrated)
     config = None
@@ -65,20 +65,20 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
         assert variant.mode is not Mode.LOSSLESS
         open_slots(model.backbone.layers)
     for part in model.modules():
-        if isinstance(part, LowRank):  # zeros, as they begin, would be taken for one weight
+        if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight
             nn.init.normal_(part.up.weight, std=0.1)
     return replace(job, plan=plan, loaded=LoadedModel(plan.folder, plan.identity, model.eval(), None), notes=())
 
 
 def variant_plan(plan: ExportPlan, variant: Variant) -> ExportPlan:
-    """The plan of one variant: its geometry is the bundle's, without streams that of plain decoding."""
+    """The plan of one variant, with the bundle's geometry or, without streams, that of plain decoding."""
     if variant.mode is not None:
         return plan
     return plan.of(AppPlan(variant.name, None, None, variant.lora))
 
 
 def open_slots(layers: nn.ModuleList) -> None:
-    """Put a low-rank term beside every linear of the layers."""
+    """Add a low-rank term to every linear of the layers."""
     for owner in list(layers.modules()):
         if isinstance(owner, LoraLinear):
             continue

@@ -1,7 +1,8 @@
-"""Running bundles: engines, the decoding loop and sessions. Needs no training framework."""
+"""Runs bundles: engines, the decoding loop and sessions. Needs no training framework."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,13 +13,7 @@ __all__ = ["Generation", "Session"]
 
 
 def __getattr__(name: str) -> Any:
-    # Deferred, so that naming the package costs nothing.
-    if name == "Session":
-        from ssdevice.runtime.session import Session
-
-        return Session
-    if name == "Generation":
-        from ssdevice.runtime.generation import Generation
-
-        return Generation
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Deferred, so that importing the package costs nothing.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{name.lower()}"), name)

@@ -1,4 +1,4 @@
-"""A new app for a bundle whose base has slots: its adapter is checked, written in the target's form, and listed."""
+"""Adds an app to a bundle whose base has slots: checks its adapter, writes it in the target's form, and lists it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ssdevice.runtime.target import runtime_target
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
-    """Put the adapter in ``folder`` into a bundle as app ``name``; neither torch nor the base's folder is needed.
+    """Add the adapter in ``folder`` to a bundle as app ``name``; neither torch nor the base's folder is needed.
 
-    ``precision``: how its floats are stored. The bundle is written anew and replaced at once. What it is missing is a
-    sentence in the error. Raises InputError for an adapter that does not fit.
+    ``precision``: how its floats are stored. The bundle is written to a new folder and replaced at once. Returns a
+    sentence for the user. Raises InputError for an adapter that does not fit.
     """
     manifest = bundle.manifest
     check_rule("an app's name", name, NAME)
@@ -51,14 +51,14 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         writer.add_bundle(bundle)
         addition.write(writer.path_for(path), stored(addition.tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
-    again = "; its signature was for what it held before: sign it again" if signed else ""
+    again = "; its old signature is gone: sign it again" if signed else ""
     size = written.manifest.files[path].size
     return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
 
 
 @dataclass(frozen=True)
 class NewApp:
-    """How a target keeps an app's ``tensors``. ``write``: them into a path; ``file`` stands in ``parent/<app>``."""
+    """An app's ``tensors`` in the form of a target. ``write`` writes them to the path ``parent/<app>/file``."""
 
     weights: AdapterWeights
     variant: Variant
@@ -69,23 +69,22 @@ class NewApp:
     write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
 
 
-def slots_file(bundle: Bundle, name: str, folder: Path) -> Path:
-    """The bundle's layout; raises InputError for a bundle that takes no more apps."""
+def slots_for(bundle: Bundle, name: str, folder: Path) -> tuple[Path, AdapterWeights]:
+    """The file with the bundle's slots, and the weights of the adapter in ``folder``.
+
+    Raises InputError for a bundle without slots, or an adapter for another base or with too few streams for the tree.
+    """
     if LAYOUT_ROLE not in bundle.manifest.roles:
         raise InputError(
             f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
             f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         )
-    return bundle.file(LAYOUT_ROLE)
-
-
-def check_base(bundle: Bundle, weights: AdapterWeights) -> None:
-    """Raise InputError for an adapter of another base, or with fewer streams than the tree is deep."""
-    settings, manifest = weights.settings, bundle.manifest
-    if settings is not None:
-        settings.base.check(manifest.model, f"adapter {weights.folder}")
-        if settings.streams.gamma < bundle.geometry.gamma:
+    weights = AdapterWeights.read(folder)
+    if weights.settings is not None:
+        weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
+        if weights.settings.streams.gamma < bundle.geometry.gamma:
             raise InputError(
-                f"{weights.folder} has γ = {settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
+                f"{folder} has γ = {weights.settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
                 f"{bundle.geometry.gamma} deep"
             )
+    return bundle.file(LAYOUT_ROLE), weights

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """One KV cache and the contract's functions on it. None of them changes ``length``: the loop alone does.
+    """One KV cache and the contract's functions on it. They do not change ``length``; only the loop does.
 
-    ``length``: committed rows, so that going back is lowering it. ``drafts [γ, k] int32``: what the last prefill or
-    step drafted and the next step will verify. Any ids of the vocabulary may be written into it, only speed depends on
-    them. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
+    ``length``: number of committed rows; going back means lowering it. ``drafts [γ, k] int32``: the draft of the last
+    prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
+    the speed. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
 
-    The functions raise BundleError for a graph that gives what no sound graph can (nothing is committed then) or that
-    does not run, InputError once the engine is closed.
+    The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then), and
+    InputError once the engine is closed.
     """
 
     def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0
-        # The integers of a function are the same whoever holds the cache.
+        # The integers of a function do not depend on the form of the cache.
         specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
         integers = {tensor.name: tensor.shape for spec in specs for tensor in spec.inputs}
         self._inputs: dict[str, NDArray[np.int32]] = {
@@ -60,7 +60,7 @@ class Conversation:
         return self.cache.native_seconds
 
     def prefill(self, chunk: Sequence[int]) -> int:
-        """Write the rows of 1..C prompt tokens at ``length`` on; the next token. Sets ``drafts``."""
+        """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""
         count = len(chunk)
         self._inputs[CHUNK][:count] = chunk
         self._inputs[CHUNK][count:] = 0
@@ -71,22 +71,22 @@ class Conversation:
         return token
 
     def step(self, last: int) -> list[int]:
-        """Verify ``drafts`` after the token ``last``: the 1..A emitted tokens.
+        """Verify ``drafts`` after the token ``last`` and return the 1..A emitted tokens.
 
-        Writes the rows of ``last`` and of all emitted tokens but the last at ``length`` on, and sets ``drafts`` to the
-        next draft, which belongs to the last of these tokens.
+        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on, and sets ``drafts`` to
+        the next draft, which follows the last of these tokens.
         """
         self._inputs[ROOT][0] = last
         out = self._call(STEP)
         count, most = int(out[COUNT].item(0)), self.geometry.tree.emitted
         if not 1 <= count <= most:
-            raise BundleError(f"{self.engine.source}: {STEP} gives {count} tokens, expected 1 to {most}")
+            raise BundleError(f"{self.engine.source}: {STEP} returned {count} tokens, expected 1 to {most}")
         tokens: list[int] = out[TOKENS].ravel()[:count].tolist()
         self._keep(STEP, out, tokens, count)
         return tokens
 
     def step_plain(self, last: int) -> int:
-        """The token after ``last``, whose row is written at ``length``. Leaves ``drafts``."""
+        """Write the row of ``last`` at ``length`` and return the token after it. Does not change ``drafts``."""
         self._inputs[ROOT][0] = last
         out = self._call(PLAIN)
         token = int(out[TOKENS].item(0))
@@ -107,13 +107,13 @@ class Conversation:
         return self.cache.call(function, self.length)
 
     def _keep(self, function: str, out: Mapping[str, NDArray[Any]], tokens: list[int], rows: int) -> None:
-        """Take what a call gave, if it can be true: a damaged graph may give anything, and ids index tables."""
+        """Check and keep the result of a call: a damaged graph may return anything, and ids are used as indices."""
         drafts = out.get(NEXT_DRAFTS)  # apps without streams draft nothing
         ids = tokens if drafts is None else [*tokens, *drafts.ravel().tolist()]
         if min(ids) < 0 or max(ids) >= self.geometry.vocab:
             wrong = next(i for i in ids if not 0 <= i < self.geometry.vocab)
             raise BundleError(
-                f"{self.engine.source}: {function} gives token {wrong}, the model has {self.geometry.vocab}"
+                f"{self.engine.source}: {function} returned token {wrong}, the model has {self.geometry.vocab}"
             )
         if drafts is not None:
             self.drafts[:] = drafts

@@ -1,6 +1,6 @@
-"""What a target gives the runtime: an engine, whose KV caches its functions are called on, and where engines are found.
+"""The interface of a target's engine: KV caches, and the contract's functions that are called on them.
 
-A target's ``RuntimeTarget`` opens its engine; nothing else about it is known outside its folder.
+A target's ``RuntimeTarget`` opens its engine. Nothing else about the target is known outside its folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Outputs = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs. ``threads``: 0 for the engine's default. ``spinning``: threads wait busily between calls.
+    """How an engine runs. ``threads``: 0 for the engine's default. ``spinning``: threads busy-wait between calls.
 
-    ``profile``: gather where time goes inside the target, for engines that can tell.
+    ``profile``: record where time is spent inside the target, for engines that can.
     """
 
     threads: int = 0
@@ -45,7 +45,7 @@ class EngineOptions:
 class Cache(ABC):
     """One KV cache, and the contract's functions called on it.
 
-    ``inputs``: the integers of all functions, by tensor name. A caller writes them in place, so that a target may bind
+    ``inputs``: the integers of all functions by tensor name. The caller writes them in place, so that a target can bind
     their memory once. ``native_seconds``: time spent inside the target's own runtime so far.
     """
 
@@ -55,26 +55,27 @@ class Cache(ABC):
 
     @abstractmethod
     def call(self, function: str, length: int) -> Outputs:
-        """Run a function on what ``inputs`` hold; its outputs by name, valid until the next call.
+        """Run a function on ``inputs``; returns its outputs by name, valid until the next call.
 
-        ``length``: committed rows, also in ``inputs``. New rows are written behind them, unless ``commit`` does it.
+        ``length``: number of committed rows, also in ``inputs``. New rows are written after them, here or by
+        ``commit``.
         """
 
     def commit(self, outputs: Outputs, length: int, count: int) -> None:
-        """Write the first ``count`` new rows in ``outputs`` at ``length``, where the cache is external to the graph."""
+        """Write the first ``count`` new rows in ``outputs`` at ``length``, if the cache is external to the graph."""
         return
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
-        """Rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
+        """A copy of the rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
 
-        A copy; None where a target does not let them be read.
+        None if the target does not give access to them.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A node of a graph: its operator, and the microseconds that it takes in a call."""
+    """A node of a graph, its operator, and the microseconds it takes per call."""
 
     node: str
     operator: str
@@ -82,9 +83,9 @@ class Kernel:
 
 
 class Engine(ABC):
-    """A bundle opened for one app. ``functions``: which of the contract's functions it has.
+    """A bundle opened for one app. ``functions``: those of the contract's functions that the app has.
 
-    ``source``: the file or folder it was opened from, for messages.
+    ``source``: the file or folder that it was opened from, for messages.
     """
 
     def __init__(self, geometry: Geometry, functions: frozenset[str], source: Path) -> None:
@@ -95,21 +96,22 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> Cache:
-        """An empty cache. ``beside``: one of another app's engine of the same bundle, whose memory it may use.
+        """An empty cache. ``beside``: a cache of the same bundle for another app, whose memory it may use.
 
-        Such caches take turns: whichever goes on begins anew. Targets that cannot share memory ignore ``beside``.
+        Such caches take turns, and each turn starts from an empty cache. Targets that cannot share memory ignore
+        ``beside``.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the target's memory; called once, by ``close``."""
+        """Release the target's memory. Called once, by ``close``."""
 
     def new_conversation(self, beside: Conversation | None = None) -> Conversation:
         """An empty conversation; ``beside``: see ``new_cache``. Raises InputError if there is no memory for it."""
         return Conversation(self, beside)
 
     def warm(self) -> None:
-        """Open now what the first calls would open, where a target opens things late."""
+        """Open now what the first calls would open."""
         return
 
     def close(self) -> None:
@@ -119,12 +121,12 @@ class Engine(ABC):
             self.release()
 
     def profile(self) -> dict[str, list[Kernel]]:
-        """What one call of each function spends in kernels, where the target tells; for ``options.profile``."""
+        """The kernels of one call of each function, with ``options.profile`` and if the target can tell."""
         return {}
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
-    """The engine of a bundle's target with an app's adapter (None: the bundle's only or first app).
+    """The engine of a bundle's target with an app's adapter (None: the bundle's default app).
 
     Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
     """

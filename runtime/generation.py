@@ -1,4 +1,4 @@
-"""What is known about an answer: its tokens, how many each step gave, and where the time went."""
+"""An answer: its tokens, how many each step emitted, and its times."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Reason(StrEnum):
 
 
 def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
-    """The rank path of the drafts among a step's emitted tokens: the deepest node whose tokens begin ``run``.
+    """The rank path of the accepted drafts in ``run``, a step's tokens: the deepest node whose tokens begin ``run``.
 
-    Its length is one less than the run's, unless the run was cut inside accepted drafts.
+    It is one shorter than the run, unless the run was truncated within accepted drafts.
     """
     best: Ranks = ()
     for path in tree.paths:
@@ -38,17 +38,17 @@ def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
 
 
 def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int]:
-    """The tree's nodes whose rows decided a step's tokens, from the root on; ``drafts``: what the step was given."""
+    """The tree nodes whose rows decided a step's tokens, from the root on; ``drafts``: the step's input."""
     path = accepted_path(tree, drafts, tokens[:-1])
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
 
 
 @dataclass
 class Run:
-    """What one target call added to an answer: ``tokens`` that count, and the ``text`` that became certain.
+    """What one target call added to an answer: its ``tokens``, and the ``text`` that can no longer change.
 
-    ``reason``: why the answer ends here; None if it goes on. ``drafts [γ, k]``: the candidates that were verified; None
-    for prefill's token and for plain decoding.
+    ``reason``: why the answer ends here; None if it continues. ``drafts [γ, k]``: the verified candidates; None for
+    prefill and for plain decoding.
     """
 
     tokens: tuple[int, ...]
@@ -59,9 +59,9 @@ class Run:
 
 @dataclass
 class Generation:
-    """An answer as far as it has come. Times are seconds and leave out what the caller does between pieces.
+    """An answer so far. Times are in seconds and exclude the caller's work between pieces.
 
-    ``tokens``: all of them, a stop token included; the first is prefill's. ``accepted``: tokens of each step after
+    ``tokens``: including a stop token; the first comes from prefill. ``accepted``: tokens of each step after
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
     ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it runs.
     """
@@ -76,7 +76,7 @@ class Generation:
     reason: Reason | None = None
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
-        """Add a run and what its call took; the first is prefill's."""
+        """Add a run and the time of its call; the first run is that of prefill."""
         if self.tokens:
             self.accepted.append(len(run.tokens))
             self.decode_seconds += seconds
@@ -94,17 +94,17 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Prefill and decoding."""
+        """Seconds of prefill and decoding together."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_step(self) -> float:
-        """β: tokens emitted by steps over steps; prefill's token is excluded. 0 without steps."""
+        """β: tokens emitted by steps over steps, without prefill's token. 0 without steps."""
         return sum(self.accepted) / len(self.accepted) if self.accepted else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed, prefill excluded. 0 without steps."""
+        """Decoding speed without prefill. 0 without steps."""
         return sum(self.accepted) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property

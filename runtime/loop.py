@@ -1,6 +1,6 @@
-"""The decoding loop: all that a host does besides calling the contract's functions and turning tokens into text.
+"""The decoding loop: everything a host does besides calling the contract's functions and converting tokens to text.
 
-It moves integers. Everything that decides which token comes next is behind ``Conversation``.
+It only moves integers. What decides on the next token is behind ``Conversation``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ssdevice.runtime.generation import Reason, Run
 from ssdevice.text.stream import Emission
 
 Advance = Callable[[Conversation, int], Sequence[int]]
-"""``(conversation, last) -> run``: the tokens after ``last`` that one target call gives."""
+"""``(conversation, last) -> run``: the tokens that one target call emits after ``last``."""
 Accept = Callable[[Sequence[int]], Emission]
-"""``run -> Emission``: how many of its tokens count (one at least), and whether the answer ends with them."""
+"""``run -> Emission``: how many of its tokens count (at least one), and whether the answer ends with them."""
 
 
 def speculative(conversation: Conversation, last: int) -> Sequence[int]:
-    """All that the step accepted, and its correction."""
+    """Speculative decoding: all accepted drafts and the correction."""
     return conversation.step(last)
 
 
 def plain_step(conversation: Conversation, last: int) -> Sequence[int]:
-    """Plain decoding through the step: its first token depends on no draft."""
+    """Plain decoding through the step, whose first token does not depend on drafts."""
     return conversation.step(last)[:1]
 
 
@@ -40,7 +40,7 @@ MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, "plain_st
 
 
 def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
-    """Commit a prompt after what is already committed; the first token of the answer.
+    """Commit a prompt after the tokens already committed; returns the first token of the answer.
 
     Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
     """
@@ -56,9 +56,10 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
 def decode(
     conversation: Conversation, prompt: Sequence[int], advance: Advance, accept: Accept, max_tokens: int
 ) -> Iterator[Run]:
-    """The answer to a prompt, call by call; the first run is prefill's token, the last one says why it is the last.
+    """The answer to a prompt, call by call. The first run is prefill's token; the last one has a reason.
 
-    Whenever this is suspended, every token given out is committed but for the last, with which the next prefill begins.
+    Whenever this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with
+    that one.
     """
     run: Sequence[int] = (prefill(conversation, prompt),)
     start, emitted = conversation.length, 0
@@ -66,7 +67,7 @@ def decode(
         emission = accept(run)
         run = run[: emission.used]
         emitted += len(run)
-        conversation.length = start + emitted - 1  # rows of tokens that do not count are overwritten by the next call
+        conversation.length = start + emitted - 1  # the next call overwrites the rows of tokens that do not count
         room = min(max_tokens - emitted, conversation.geometry.context - conversation.length)
         reason = None
         if emission.stopped or room <= 0:
@@ -83,7 +84,7 @@ def check_prompt(geometry: Geometry, prompt: Sequence[int], committed: int) -> N
     if not prompt:
         raise InputError("the prompt is empty")
     if committed + len(prompt) > geometry.context:
-        before = f" after {committed} of the conversation so far" if committed else ""
+        before = f" after {committed} tokens of the conversation so far" if committed else ""
         raise ContextOverflowError(
             f"the prompt has {len(prompt)} tokens{before}, the bundle was exported for a context of "
             f"{geometry.context}; shorten it, or export again with a larger --context"

@@ -1,4 +1,4 @@
-"""What a process says once on stderr."""
+"""Messages that a process prints only once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _said: set[str] = set()
 
 
 def say_once(text: str) -> None:
-    """Print a line on stderr unless this process did so before."""
+    """Print a line on stderr unless this process has already printed it."""
     if text not in _said:
         _said.add(text)
         print(text, file=sys.stderr)

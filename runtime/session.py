@@ -1,4 +1,4 @@
-"""A bundle opened for use: prompts in, text out, one conversation at a time."""
+"""An open bundle: prompts in, text out, one conversation at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 TOKENIZER = "tokenizer"
 """Role of ``tokenizer.json`` in a bundle."""
-LOST = "this answer was ended by a newer one, reset or use: a session has one at a time"
+LOST = "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
 Messages = list[dict[str, str]]
 
 
@@ -41,7 +41,7 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A message of a conversation. ``before``: what was said before it; ``messages``: the same and this message."""
+    """A message of a conversation. ``before``: the messages before it; ``messages``: those and this one."""
 
     before: Messages
     messages: Messages
@@ -49,7 +49,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for and found good. ``conversation``: of the app in use when it was asked."""
+    """A valid request. ``conversation``: that of the app in use when the request was made."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -67,10 +67,10 @@ class Session:
                 print(piece, end="", flush=True)
             print(session.last.tokens_per_step)
 
-    A request is checked when it is made, and one that is refused changes nothing. Its answer begins when the first
-    piece is asked for: then it takes the KV cache, and the answer that had it can only raise InputError. ``last`` is
-    the Generation of the answer that began last, filled while it comes. Closing the iterator of an answer cancels it.
-    Not for several threads at once.
+    A request is checked when it is made, and a refused one changes nothing. Its answer begins when the first piece is
+    requested: then it takes the KV cache, and the answer that had it can only raise InputError. ``last`` is the
+    Generation of the answer that began last, updated as it grows. Closing the iterator of an answer cancels it. A
+    session is not thread-safe.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
@@ -79,12 +79,12 @@ class Session:
         self.instruction = instruction
         self.bundle: Bundle | None = None
         self._last: Generation | None = None
-        self._running: Generation | None = None  # the answer that the cache belongs to
+        self._running: Generation | None = None  # the answer that owns the cache
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
         self._apps: dict[str, _Opened] = {}
-        self._tokens: list[int] = []  # all of these but the last are in the cache
-        self._messages: Messages = []  # a new list whenever the conversation goes on
+        self._tokens: list[int] = []  # all but the last are in the cache
+        self._messages: Messages = []  # replaced by a new list whenever the conversation continues
 
     @classmethod
     def open(
@@ -95,9 +95,9 @@ class Session:
         options: EngineOptions | None = None,
         threads: int = 0,
     ) -> Session:
-        """The session of a bundle folder. ``app``: one of its apps, by default the first; ``threads``: 0 for all cores.
+        """The session of a bundle. ``app``: one of its apps (default: its default app); ``threads``: 0 for all cores.
 
-        Raises BundleError for a folder that is no sound bundle, InputError for an app it does not have.
+        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app.
         """
         from ssdevice.bundle.folder import Bundle
 
@@ -115,21 +115,21 @@ class Session:
     def last(self) -> Generation:
         """The answer that began last; raises InputError before the first."""
         if self._last is None:
-            raise InputError("nothing was generated yet")
+            raise InputError("nothing has been generated yet")
         return self._last
 
     def use(self, app: str) -> None:
-        """Switch to another app of the bundle. Raises InputError if it has none such.
+        """Switch to another app of the bundle. Raises InputError for an unknown app.
 
-        The conversation starts anew: a cache holds what one adapter made of the text, and another would not have made
-        it so. What a session has used it keeps, so coming back takes microseconds; see ``preload``.
+        The conversation starts over, because each adapter computes other keys and values. A session keeps the apps it
+        has used, so switching back takes microseconds; see ``preload``.
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
         self.reset()
 
     def preload(self, *apps: str) -> None:
-        """Open apps now that ``use`` would open late, by default all; raises InputError for one there is not."""
+        """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
         if self.bundle is None:
             raise InputError("this session was not opened from a bundle")
         for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
@@ -159,9 +159,9 @@ class Session:
         stop: Sequence[str] = (),
         speculate: bool = True,
     ) -> Iterator[str]:
-        """Pieces of the answer to one prompt; when it begins, whatever was said before is forgotten.
+        """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
-        ``stop``: strings that end the answer and are left out of it. The answer is the same with and without
+        ``stop``: strings that end the answer and are not part of it. The answer is the same with and without
         ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
         """
         ids = self.prompt_ids(prompt, system=system)
@@ -175,9 +175,9 @@ class Session:
         stop: Sequence[str] = (),
         speculate: bool = True,
     ) -> Iterator[str]:
-        """Pieces of the answer to the next message of a conversation, until ``reset`` or ``generate``.
+        """Pieces of the answer to the next message of a conversation, which lasts until ``reset`` or ``generate``.
 
-        Only tokens that the cache does not hold yet are computed. Raises as ``generate`` does.
+        Only tokens that are not in the cache are computed. Raises the same errors as ``generate``.
         """
         if not prompt.strip():
             raise InputError("the prompt is empty")
@@ -188,12 +188,12 @@ class Session:
         return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), _Turn(before, messages)))
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
-        """Tokens of a prompt as this app's model was taught to read it."""
+        """The tokens of a prompt in the chat format that this app was trained with."""
         context = self.engine.geometry.context
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
     def mode(self, speculate: bool) -> str:
-        """The decoding mode, one of MODES, for what the bundle has."""
+        """The decoding mode, one of MODES, that fits the bundle's functions."""
         if speculate and STEP in self.engine.functions:
             return SPECULATIVE
         return "plain" if PLAIN in self.engine.functions else "plain_step"
@@ -206,23 +206,23 @@ class Session:
         stop: Sequence[str] = (),
         mode: str = SPECULATIVE,
     ) -> Generator[Run, None, None]:
-        """``generate`` call by call, for those who want tokens and drafts. ``mode``: a decoding mode, one of MODES."""
+        """``generate`` call by call, with tokens and drafts. ``mode``: a decoding mode, one of MODES."""
         return self._begin_later(prompt, max_tokens, stop, mode)
 
     def _begin_later(
         self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], mode: str, turn: _Turn | None = None
     ) -> Generator[Run, None, None]:
-        """Check a request without changing anything; ``turn``: None begins a conversation anew."""
+        """Check a request without changing anything. ``turn``: None starts a new conversation."""
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
         if mode not in MODES:
-            raise InputError(f"no decoding mode {mode!r}; there are {', '.join(MODES)}")
+            raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join(MODES)}")
         shared = _shared(self._tokens, prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
         return self._runs(_Request(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn))
 
     def _runs(self, request: _Request) -> Generator[Run, None, None]:
-        """An answer, which begins here: it takes the cache, and goes on as long as it has it."""
+        """An answer. It takes the cache when it begins, and continues as long as it owns it."""
         conversation, turn, prompt = request.conversation, request.turn, request.prompt
         if self._conversation is not conversation or (turn and self._messages is not turn.before):
             raise InputError(LOST)
@@ -284,9 +284,9 @@ def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:
 
 
 def _shared(tokens: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt the cache holds; at least its last must be computed, to know what follows.
+    """How many tokens of a prompt are in the cache. At least its last one must be computed, to predict the next.
 
-    ``tokens``: of the conversation so far; the last of them is not in the cache.
+    ``tokens``: those of the conversation so far, of which the last is not in the cache.
     """
     most = max(0, min(len(tokens), len(prompt)) - 1)
     return next((i for i in range(most) if tokens[i] != prompt[i]), most)

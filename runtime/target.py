@@ -1,6 +1,6 @@
-"""What a target is on the runtime side: everything that sessions and commands ask of it. Needs no framework.
+"""The interface of a target on the runtime side, for sessions and commands. Needs no framework.
 
-``ssdevice.runtime.TARGET.target`` offers ``TARGET``, a ``RuntimeTarget``, whose methods import what they need.
+``ssdevice.runtime.TARGET.target`` defines ``TARGET``, a ``RuntimeTarget``, whose methods import what they need.
 """
 
 from __future__ import annotations
@@ -22,37 +22,35 @@ if TYPE_CHECKING:
 
 
 class RuntimeTarget(ABC):
-    """One target. ``extra``: of pip, with what its engine needs."""
+    """One target. ``extra``: the pip extra that its engine needs."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
 
     @abstractmethod
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
-        """The engine of an app; a missing package is a ModuleNotFoundError. Raises BundleError."""
+        """The engine of an app. Raises BundleError, and ModuleNotFoundError for a missing package."""
 
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
-        """The adapter in ``folder`` in the form that a bundle of this target takes as a further app.
+        """The adapter in ``folder`` as a further app for a bundle of this target.
 
-        Raises InputError where it takes none, or not this one.
+        Raises InputError if the bundle cannot take this adapter, or no further app at all.
         """
         raise InputError(f"{bundle.folder} is a {self.name} bundle, which takes no more apps; export a bundle for each")
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        """What ``inspect`` adds, as plain values by keys of the target's own."""
+        """What ``inspect`` adds for this target, as plain values."""
         return {}
 
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
-        """The same for a reader; ``size``: bytes to text."""
+        """Print the result of ``describe``; ``size`` formats a number of bytes."""
         return
 
 
 def runtime_target(name: str) -> RuntimeTarget:
-    """The runtime side of a target; raises ConfigError for a name that is none's, InputError for one without it."""
+    """The runtime side of a target. Raises ConfigError for an unknown name, InputError for a target without one."""
     module = targets.find(name).runtime
     try:
         return cast(RuntimeTarget, targets.load(module))
     except ModuleNotFoundError as error:
-        if not (error.name and module.startswith(error.name)):
-            raise
         raise InputError(f"this version of ssdevice cannot run {name} bundles") from error

@@ -1,4 +1,4 @@
-"""The command line: finds the command's module, runs it, and turns errors into one line and an exit code."""
+"""The command line: finds a command's module, runs it, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COMMANDS = {
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
-    "demo": "the whole line on the shipped checkpoint",
+    "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130
 MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
-"""Loggers of other packages that warn, when imported, of parts this product does not use."""
+"""Loggers of other packages that warn, on import, about parts that this product does not use."""
 
 DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `base_model_name_or_path` was renamed")
 """Warnings of other packages about each other."""
@@ -94,9 +94,9 @@ def _run(args: Sequence[str]) -> int:
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: in one line, of a bounded length, and nothing in it that a terminal would obey.
+    """A message for a terminal: one line of bounded length, without control characters.
 
-    File names and texts of a bundle stand in messages, and other libraries' reasons, which can be pages.
+    Messages contain file names and texts from bundles, and errors of other libraries, which can be pages long.
     """
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."

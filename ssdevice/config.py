@@ -1,4 +1,4 @@
-"""Settings of Speculative Streaming as strict frozen dataclasses, and the loader that keeps them strict."""
+"""Settings of Speculative Streaming as frozen dataclasses, and the strict loader for them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Mode(StrEnum):
 
 
 class StreamMLP(StrEnum):
-    """What stands for the MLP on stream rows in lossless mode: the adapter alone or the base MLP with it."""
+    """The MLP of stream rows in lossless mode: only the adapter, or the base MLP with the adapter."""
 
     ADAPTER = "adapter"
     BASE_ADAPTER = "base+adapter"
 
 
 class Schedule(StrEnum):
-    """Streams of every node beside the main rows (``fused``), or of the end node after verification (``deferred``)."""
+    """When streams run: those of every node with the main rows (``fused``), or of the end node later (``deferred``)."""
 
     FUSED = "fused"
     DEFERRED = "deferred"
@@ -46,13 +46,13 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How streams are built and trained; stored as ``streams.json`` beside the weights.
+    """How streams are built and trained; part of ``streams.json`` beside the weights.
 
     ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity).
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
     Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
-    ``draft_vocabulary``: how many tokens streams choose among (0: all); which ones is stored beside the weights.
+    ``draft_vocabulary``: how many tokens streams choose among (0: all); their ids are stored with the weights.
     """
 
     mode: Mode = Mode.SHARED
@@ -70,7 +70,7 @@ class StreamConfig:
         if self.msa_layers < 1:
             raise ConfigError(f"msa_layers is {self.msa_layers}, expected 1 or more")
         for name in ("init_rank", "lora_rank", "adapter_rank"):
-            # Bounded, because memory is taken by it before any weights are read.
+            # Bounded, because memory is allocated by it before any weights are read.
             if not 0 <= getattr(self, name) <= MAX_RANK:
                 raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")
         if self.draft_vocabulary and not MIN_DRAFT_VOCABULARY <= self.draft_vocabulary <= MAX_DRAFT_VOCABULARY:
@@ -79,7 +79,7 @@ class StreamConfig:
                 f"{MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
             )
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
-            raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows learn")
+            raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
 
     def check_layers(self, layers: int) -> None:
         """Raise ConfigError unless 1 ≤ N_s < N: streams start from the hidden state of a lower layer."""
@@ -88,10 +88,10 @@ class StreamConfig:
 
 
 def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """Build dataclass ``cls`` from plain JSON values, refusing unknown keys and wrong types.
+    """Build dataclass ``cls`` from plain JSON values.
 
-    Enums are read from their values, tuples from lists, nested dataclasses from objects. Raises ConfigError naming
-    ``where``, the key, and the nearest known name.
+    Enums are read from their values, tuples from lists, nested dataclasses from objects. Raises ConfigError for unknown
+    keys and wrong types, naming ``where``, the key, and the nearest known name.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")
@@ -116,7 +116,7 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
 
 @functools.cache
 def _type_hints(cls: type[Any]) -> dict[str, Any]:
-    """Resolved once a class: a manifest of thousands of files loads as many small objects."""
+    """Cached, because a manifest of thousands of files loads as many small objects."""
     return typing.get_type_hints(cls)
 
 
@@ -151,7 +151,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if dataclasses.is_dataclass(hint):
             return load_strict(hint, value, where)
         if hint is float and type(value) in (int, float):
-            # NaN and infinities are not JSON, yet Python's reader takes them and reads 1e999 as one.
+            # NaN and infinities are not JSON, but Python's reader accepts them and reads 1e999 as infinity.
             if abs(value) <= sys.float_info.max:
                 return float(value)
             raise ConfigError(f"{where}: {str(value)[:60]} is not a finite number")
@@ -161,7 +161,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: expected {JSON_NAMES.get(name, name)}, found {_json_name(value)}")
 
 
-# What a reader of the JSON file calls the types of Python.
+# Python's types -> their names in JSON.
 JSON_NAMES = {
     "tuple": "a list",
     "list": "a list",
@@ -194,7 +194,7 @@ def to_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a UTF-8 file; raises ConfigError naming the file and the place. See ``strict_json``."""
+    """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
     try:
         return strict_json.parse(path.read_bytes(), str(path))
     except FileNotFoundError as error:

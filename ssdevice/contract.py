@@ -1,22 +1,23 @@
 """The step contract: the functions every target exports and every runtime calls, as data.
 
-Three functions share one set of weights and one KV cache. All sizes but that of a cache passed in are constants of an
-export::
+Three functions share one set of weights and one KV cache. All sizes are constants of an export, except the length of a
+cache that is passed in::
 
     step(root[1], drafts[γ,k], length[1], cache)        -> tokens[A], count[1], next_drafts[γ,k], cache'
     prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
     step_plain(root[1], length[1], cache)               -> tokens[1], cache'
 
-Without streams there is no ``step``, and ``prefill`` gives no drafts.
+Without streams there is no ``step``, and ``prefill`` has no drafts.
 
-The KV cache takes one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
-``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may cut both by layer
+The KV cache has one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
+``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both by layer
 (``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the committed rows of each layer as
 ``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
 ``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
 writes at ``length``. Either way n rows are written, A, C or 1; those beyond the count are garbage and stay masked.
 
-What an app brings to graphs that several apps share is no part of this contract: see ``ssdevice.adapters.slots``.
+The inputs for adapters, in graphs that several apps share, are not part of this contract: see
+``ssdevice.adapters.slots``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def past_value(layer: int) -> str:
 
 
 class CacheForm(StrEnum):
-    """Who holds the KV cache: the caller (external) or the graph, as state (internal); values as bundles spell them."""
+    """Who holds the KV cache: the caller (external), or the graph as state (internal). Manifests use these values."""
 
     EXTERNAL = "rows"
     INTERNAL = "state"
@@ -80,7 +81,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """What a function takes, gives and keeps; inputs and outputs are in the order of the exported signature."""
+    """Inputs, outputs and states of a function; inputs and outputs are in the order of the exported signature."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -92,9 +93,9 @@ class FunctionSpec:
 class Geometry:
     """The constants of an export.
 
-    ``layers``/``kv_heads``/``head_dim``/``vocab``: the model. ``gamma`` streams give ``k`` candidates each for
-    ``tree``. ``context``: tokens a conversation may hold. ``chunk``: C, prompt tokens one prefill call takes.
-    Raises ConfigError for sizes that do not fit each other.
+    ``layers``, ``kv_heads``, ``head_dim``, ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k``
+    candidates each for ``tree``. ``context``: tokens that a conversation may hold. ``chunk``: C, prompt tokens per
+    prefill call. Raises ConfigError for sizes that contradict each other.
     """
 
     layers: int
@@ -121,7 +122,7 @@ class Geometry:
 
     @property
     def capacity(self) -> int:
-        """Cache rows: every fixed-size write at a length within the context stays inside."""
+        """Cache rows: enough for every fixed-size write at a length within the context."""
         rows = self.context + max(self.tree.emitted, self.chunk)
         return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 

@@ -1,13 +1,13 @@
 """Application data: JSON Lines of prompts and completions, read as a stream and checked line by line.
 
-One object a line, in either of two forms::
+One object per line, in either of two forms::
 
     {"prompt": "name[Aromi], food[French]", "completion": "Aromi is French.", "references": ["Aromi is French.", ..]}
     {"messages": [{"role": "system", ..}?, {"role": "user", "content": ".."}, {"role": "assistant", ..}?]}
 
-``references`` (all accepted answers, for measuring) and ``id`` (any text or number, ignored) may be added to both; any
-other key is an error, so that a misspelt ``completion`` does not pass for a missing one. Files are UTF-8, plain or,
-when the name ends in ``.gz``, gzip. Empty lines are skipped.
+Both may have ``references`` (all accepted answers, for measuring) and ``id`` (any text or number, ignored). Any other
+key is an error, so that a misspelt ``completion`` is not mistaken for a missing one. Files are UTF-8, plain or, if the
+name ends in ``.gz``, gzip. Empty lines are skipped.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ ROLES = (("user",), ("user", "assistant"), ("system", "user"), ("system", "user"
 
 @dataclass(frozen=True)
 class Example:
-    """One exchange: what the user gives, what the model should answer, and every answer that counts as right.
-
-    ``completion`` is None where the data have none; ``references`` are then what ``targets`` offers.
-    """
+    """One exchange: the prompt, the answer to learn (None if the data have none), and all accepted answers."""
 
     prompt: str
     completion: str | None = None
@@ -43,15 +40,15 @@ class Example:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The references, or the completion alone where there are none; empty if there is neither."""
+        """The references, or the completion if there are none; empty if there is neither."""
         return self.references or (() if self.completion is None else (self.completion,))
 
 
 def iter_examples(path: str | Path, *, require_completion: bool = True) -> Iterator[Example]:
-    """Examples of one file in order, reading no more than asked for.
+    """The examples of one file in order, read lazily.
 
-    Raises InputError naming the file, and the line where there is one: no such file, not gzip, not UTF-8, not JSON,
-    unknown keys, wrong types, an empty prompt, no completion where ``require_completion``, or no example at all.
+    Raises InputError, which names the file and the line: no such file, not gzip, not UTF-8, not JSON, unknown keys,
+    wrong types, an empty prompt, no completion with ``require_completion``, or no example at all.
     """
     path = Path(path)
     found = False
@@ -67,15 +64,15 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
             found = True
             yield _example(_parse(text, where), where, require_completion)
     if not found:
-        raise InputError(f"{path}: holds no examples; expected one JSON object a line")
+        raise InputError(f"{path}: holds no examples; expected one JSON object per line")
 
 
 def read_examples(
     paths: Iterable[str | Path] | str | Path, limit: int | None = None, *, require_completion: bool = True
 ) -> list[Example]:
-    """The first ``limit`` examples (all of them if None) of one or more files, in order.
+    """The first ``limit`` examples (None: all) of one or more files, in order.
 
-    Raises InputError as ``iter_examples`` does; lines past the limit are not read and not checked.
+    Raises the same errors as ``iter_examples``; lines after the limit are not read and not checked.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit is {limit}, expected 1 or more")

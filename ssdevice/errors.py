@@ -1,16 +1,16 @@
-"""What can go wrong, as a small hierarchy: the class decides the exit code, the message says what to do."""
+"""The errors of ssdevice: the class decides the exit code, the message says what to do."""
 
 from __future__ import annotations
 
 
 class SSDeviceError(Exception):
-    """A failure of the tool itself or of a check it made (exit code 1)."""
+    """A failure of the tool itself, or of one of its checks (exit code 1)."""
 
     exit_code = 1
 
 
 class InputError(SSDeviceError):
-    """Something the caller gave is wrong: a path, an option, a prompt (exit code 2)."""
+    """Invalid input from the caller: a path, an option, a prompt (exit code 2)."""
 
     exit_code = 2
 
@@ -24,7 +24,7 @@ class UnsupportedModelError(InputError):
 
 
 class BundleError(InputError):
-    """A bundle that is missing, damaged, unsafe or of another schema."""
+    """A bundle that is missing, damaged, unsafe or has another schema."""
 
 
 class MissingExtraError(InputError):
@@ -36,7 +36,7 @@ class MissingExtraError(InputError):
 
 
 class ContextOverflowError(InputError):
-    """A prompt that does not fit the context the bundle was exported with."""
+    """A prompt that does not fit the context of the bundle."""
 
 
 class ParityError(SSDeviceError):
@@ -44,8 +44,8 @@ class ParityError(SSDeviceError):
 
 
 def first_line(error: Exception) -> str:
-    """What a message has room for of another library's error."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """The first line of another library's message, or the error's type if there is none."""
+    return next((line for line in str(error).splitlines() if line), type(error).__name__)
 
 
 NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")

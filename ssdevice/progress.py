@@ -1,11 +1,21 @@
-"""How long work says where it is; ``ssdevice.commands.progress`` shows it."""
+"""How long-running work reports its progress; ``ssdevice.commands.progress`` shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 Report = Callable[[str, int, int, str], None]
-"""Called with what is being done, how many parts of it are done, how many there are, and a note (may be empty)."""
+"""Called with the stage, the number of parts done, the number of parts, and a note (may be empty)."""
+
+
+def track(report: Report, stage: str, items: Sequence[T]) -> Iterator[T]:
+    """The items one by one, each reported as a part of ``stage``."""
+    for number, item in enumerate(items):
+        report(stage, number, len(items), "")
+        yield item
+    report(stage, len(items), len(items), "")
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""How many tokens a tree gives a step, computed from the ranks at which streams held what came next."""
+"""Computes the tokens per step of any draft tree from the ranks that the true tokens had in the streams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ssdevice.tree import Ranks, Tree
 MISS = 1 << 20
 """Rank of a token that was no candidate, or that does not exist because the answer ended."""
 AnswerRanks = Sequence[Sequence[int]]
-"""Of one answer, by token i: the ranks ``[γ]`` at which streams 1..γ held tokens i+1..i+γ."""
+"""For each token i of an answer: the ranks ``[γ]`` of tokens i+1..i+γ in streams 1..γ."""
 
 
 def count_paths(answers: Sequence[AnswerRanks], width: int = MISS) -> Counter[Ranks]:
-    """How often each rank path occurred, cut before the first rank of ``width`` or more: see Tree.from_counts."""
+    """How often each rank path occurred, cut before the first rank of at least ``width``: see Tree.from_counts."""
     paths: Counter[Ranks] = Counter()
     for answer in answers:
         for row in answer:
@@ -24,7 +24,7 @@ def count_paths(answers: Sequence[AnswerRanks], width: int = MISS) -> Counter[Ra
 
 
 def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
-    """β of decoding these answers with ``tree``: tokens emitted by steps over steps."""
+    """β for these answers with ``tree``: tokens emitted by steps over steps."""
     known = set(tree.paths)
     emitted = steps = 0
     for answer in answers:

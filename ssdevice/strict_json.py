@@ -1,4 +1,4 @@
-"""JSON that every reader takes alike: no key twice, no number or depth that some readers refuse."""
+"""JSON that all readers interpret alike: no repeated keys, no number or depth that some readers refuse."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTA
 
 
 def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigError, depth: int | None = None) -> Any:
-    """The value in a JSON text, UTF-8 if it is bytes; ``depth``: levels of lists and objects it may have.
+    """The value in a JSON text (bytes are UTF-8). ``depth``: the most levels of lists and objects allowed.
 
-    Raises ``error`` in one line that begins with ``where``.
+    Raises ``error`` with one line that begins with ``where``.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise error(f"{where}: key {key[:60]!r} stands twice in one object")
+                raise error(f"{where}: key {key[:60]!r} appears twice in one object")
             found[key] = value
         return found
 
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        if depth is not None:  # before the parser, which recurses
+        if depth is not None:  # checked before parsing, because the parser recurses
             level = 0
             for found in _STRINGS_AND_BRACKETS.finditer(text):
                 level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)

@@ -1,7 +1,7 @@
-"""Targets by name: the module of each one's export side and of its runtime side.
+"""Targets by name: the modules of their export sides and their runtime sides.
 
-Nothing else in the core knows a target. Another package brings its own as an entry point of the group
-``ssdevice.targets``, ``NAME = "PACKAGE"``: then ``PACKAGE.export`` and ``PACKAGE.runtime`` are those modules.
+Nothing else in the core knows a target. Another package adds one with an entry point of the group ``ssdevice.targets``,
+``NAME = "PACKAGE"``: its modules are ``PACKAGE.export`` and ``PACKAGE.runtime``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, first_line
 
 BUILT_IN = ("onnx", "coreml", "executorch")
 DEFAULT = "onnx"
-"""What needs no extra to run."""
+"""The target that runs without an extra."""
 ENTRY_POINTS = "ssdevice.targets"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Two modules that offer ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a ``RuntimeTarget``."""
+    """Two modules that define ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a ``RuntimeTarget``."""
 
     name: str
     export: str
@@ -33,20 +33,20 @@ _registered = {
 
 
 def register(name: str, export: str, runtime: str) -> None:
-    """Add a target of this process; raises ConfigError for a name that another target has."""
+    """Add a target in this process. Raises ConfigError if another target has this name."""
     added = Target(name, export, runtime)
     if _registered.setdefault(name, added) != added:
         raise ConfigError(f"target {name!r} is registered twice: {_registered[name].export} and {export}")
 
 
 def names() -> tuple[str, ...]:
-    """Every target, those of other packages last."""
+    """The names of all targets, those of other packages last."""
     _read_entry_points()
     return tuple(_registered)
 
 
 def find(name: str) -> Target:
-    """The target of this name; raises ConfigError naming those there are."""
+    """The target with this name. Raises ConfigError, which lists the known names."""
     if name not in _registered:
         _read_entry_points()
     if name not in _registered:
@@ -55,12 +55,22 @@ def find(name: str) -> Target:
 
 
 def load(module: str) -> Any:
-    """The ``TARGET`` that a module offers."""
-    return importlib.import_module(module).TARGET
+    """The ``TARGET`` that a module defines.
+
+    Raises ModuleNotFoundError if there is no such module, ConfigError if it cannot be loaded.
+    """
+    try:
+        return importlib.import_module(module).TARGET
+    except Exception as error:  # modules of other packages may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
+            raise
+        raise ConfigError(
+            f"{module} cannot be loaded ({first_line(error)}); repair or uninstall the package of this target"
+        ) from error
 
 
 def _read_entry_points() -> None:
-    from importlib.metadata import entry_points  # slow to import, and most runs have no use for it
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
 
     for point in entry_points(group=ENTRY_POINTS):
         register(point.name, f"{point.value}.export", f"{point.value}.runtime")

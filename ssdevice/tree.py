@@ -1,8 +1,8 @@
-"""Draft trees: a fixed topology and the constant tables the step graph is built from (2402.11131 section 3.2.2).
+"""Draft trees: a fixed topology, and the constant tables for the step graph (2402.11131 section 3.2.2).
 
 A tree is a tuple of rank paths in breadth-first order. The path ``(r1, .., rd)`` is the node at depth d that is
-reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on; ``()`` is the root, the token the
-main stream issued last. With streams γ = 2 and k = 2 candidates each::
+reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on; ``()`` is the root, the last token of
+the main stream. With γ = 2 streams and k = 2 candidates each::
 
     ()            node 0, the root
     (0,) (1,)     nodes 1, 2: stream 1's candidates
@@ -30,7 +30,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tree:
-    """A static draft tree: ``paths`` are rank paths, breadth first, the root ``()`` first.
+    """A static draft tree: ``paths`` are rank paths, breadth first, beginning with the root ``()``.
 
     Raises ConfigError if a parent is missing, a path repeats, the order is not breadth first or there are more
     than MAX_NODES nodes.
@@ -48,12 +48,12 @@ class Tree:
             if any(rank < 0 for rank in path):
                 raise ConfigError(f"tree path {list(path)}: ranks are 0 or more")
             if path in known:
-                raise ConfigError(f"tree path {list(path)} stands twice")
+                raise ConfigError(f"tree path {list(path)} appears twice")
             if path and path[:-1] not in known:
                 raise ConfigError(f"tree path {list(path)} has no parent {list(path[:-1])} before it")
             known.add(path)
         if tuple(sorted(self.paths, key=lambda p: (len(p), p))) != self.paths:
-            raise ConfigError("tree paths stand in breadth-first order; build trees with Tree.of")
+            raise ConfigError("tree paths are not in breadth-first order; build trees with Tree.of")
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> Tree:
@@ -76,7 +76,7 @@ class Tree:
     @classmethod
     def full(cls, k: int, depth: int) -> Tree:
         """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""
-        # The bound on depth comes first: k**depth of numbers from a file may not fit the memory.
+        # The bound on depth comes first: k**depth of untrusted numbers may not fit into memory.
         if k < 1 or not 0 <= depth < MAX_NODES or sum(k**d for d in range(depth + 1)) > MAX_NODES:
             raise ConfigError(f"full:k={_short(k)},depth={_short(depth)} does not have 1..{MAX_NODES} nodes")
         return cls.of(path for d in range(depth + 1) for path in product(range(k), repeat=d))
@@ -85,14 +85,14 @@ class Tree:
     def from_counts(cls, observed: Mapping[Ranks, int], size: int) -> Tree:
         """The tree of at most ``size`` nodes that accepts most on observed rank paths.
 
-        ``observed`` counts, for each verified position, the ranks at which the true next tokens stood in streams
-        1, 2, ..; a path ends before the first token that was no candidate. A node is accepted as often as its path
-        is a prefix of an observed one, so taking the most frequent prefixes is optimal without assuming that
-        streams are independent. Prefixes that were never observed get no node: each costs compute. Raises
-        ConfigError for a size that is not 1..MAX_NODES or a negative count.
+        ``observed`` counts, over verified positions, the ranks of the true next tokens in streams 1, 2, ..; a path ends
+        before the first token that was not a candidate. A node is accepted as often as its path is a prefix of an
+        observed one, so the most frequent prefixes are optimal, without assuming independent streams. Prefixes that
+        were never observed get no node, because each costs compute. Raises ConfigError for a size outside
+        1..MAX_NODES or a negative count.
         """
         if not 1 <= size <= MAX_NODES:
-            raise ConfigError(f"a draft tree has 1..{MAX_NODES} nodes, {size} were asked for")
+            raise ConfigError(f"a draft tree has 1..{MAX_NODES} nodes, {size} were requested")
         prefixes: Counter[Ranks] = Counter()
         for path, times in observed.items():
             if times < 0:
@@ -104,9 +104,9 @@ class Tree:
 
     @classmethod
     def parse(cls, spec: str) -> Tree:
-        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file holding one of these.
+        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file with one of these.
 
-        Raises ConfigError with the accepted forms.
+        Raises ConfigError, which lists the accepted forms.
         """
         text = spec.strip()
         if text.startswith("["):
@@ -157,7 +157,7 @@ class Tree:
         if self.depth > gamma:
             raise ConfigError(f"the tree is {self.depth} deep but there are only γ = {gamma} streams")
         if self.width > k:
-            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams give k = {k} (0..{k - 1})")
+            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k} (0..{k - 1})")
 
     def to_json(self) -> list[list[int]]:
         """The rank paths below the root, as ``parse`` reads them."""
@@ -175,7 +175,7 @@ class Tree:
 
     @property
     def width(self) -> int:
-        """k, the number of candidates a stream must give."""
+        """k, the number of candidates that each stream must have."""
         return 1 + max((rank for path in self.paths for rank in path), default=0)
 
     @property
@@ -204,13 +204,13 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
-        """[T, T]; row i is true at node i and its ancestors: the tree part of the attention mask (2402.11131 eq. 4)."""
+        """[T, T], true in row i for node i and its ancestors: the tree's part of the mask (2402.11131 eq. 4)."""
         return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
 
     def draft_indices(self, k: int) -> tuple[int, ...]:
-        """[T] where each node's token stands in ``concat(root, drafts[γ, k] row by row)``; ConfigError if k < width."""
+        """[T] index of each node's token in ``concat(root, drafts[γ, k] row by row)``. ConfigError if k < width."""
         if k < self.width:
-            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams give k = {k}")
+            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k}")
         return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
 
 

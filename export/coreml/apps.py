@@ -1,4 +1,4 @@
-"""Apps as functions of one package: what each app's functions are called, and what an app adds to the package."""
+"""Apps as functions of one package: the names of each app's functions, and the bytes that an app adds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
 Names = Mapping[str, str]
-"""A package's names of the contract's functions."""
+"""The contract's functions -> their names in a package."""
 HALF_BYTES = 2
 
 
 def function_names(plan: ExportPlan) -> dict[str, Names]:
-    """By app: the contract's functions it has, and what they are called in the package.
+    """By app: its functions of the contract -> their names in the package.
 
-    A merged app's have the contract's own names. Apps that leave main rows alone share the base's plain step.
+    A merged app uses the contract's names. Apps that do not change main rows share the base's plain step.
     """
     if plan.merged:
         return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
@@ -40,7 +40,7 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
 
 
 def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
-    """A job for each app in turn; use one up before asking for the next."""
+    """A job for each app in turn; finish with one before taking the next."""
     first, *others = job.plan.apps
     yield first, replace(job, plan=job.plan.of(first))
     for app in others:
@@ -48,7 +48,7 @@ def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
 
 
 def adapter_bytes(model: StreamModel) -> int:
-    """What an app brings to its base, in bytes of float16: LoRA and stream adapters, and the streams' own vectors."""
+    """Size of an app in bytes of float16: LoRA, stream adapters and the streams' own vectors."""
     own = {id(p): p for part in model.modules() if isinstance(part, LowRank) for p in part.parameters()}
     if model.streams is not None:
         own |= {id(p): p for p in model.streams.parameters()}
@@ -57,7 +57,7 @@ def adapter_bytes(model: StreamModel) -> int:
 
 @dataclass(frozen=True)
 class Growth:
-    """What an app adds to a package, in bytes: ``weights`` and ``program``, against the ``adapter`` it brings."""
+    """The bytes that an app adds to a package, ``weights`` and ``program``, and those of its ``adapter``."""
 
     weights: int
     program: int
@@ -65,11 +65,11 @@ class Growth:
 
     @property
     def bytes(self) -> int:
-        """Both."""
+        """Weights and program together."""
         return self.weights + self.program
 
     def describe(self, app: str, functions: int) -> str:
-        """One sentence."""
+        """A sentence for the manifest's notes."""
         return (
             f"app {app} adds {self.bytes} bytes to the package: {self.weights} of weights and {self.program} of "
             f"{functions} graphs; its adapter has {self.adapter} bytes in float16"
@@ -79,7 +79,7 @@ class Growth:
 def growth(
     package: Package, table: Mapping[str, Names], program: Mapping[str, int], adapters: Mapping[str, int]
 ) -> dict[str, Growth]:
-    """By app: what only its functions need. ``program``: bytes of each function's graph."""
+    """By app: the bytes that only its functions need. ``program``: bytes of each function's graph."""
     users: dict[BlobRef, set[str]] = {}
     sizes: dict[BlobRef, int] = {}
     for name, function in package.functions.items():

@@ -1,8 +1,8 @@
-"""The program of a package with many functions made small: graphs are not shared between functions, so names count.
+"""Makes the program of a package with many functions smaller: functions do not share graphs, so names take space.
 
-Conversion gives every parameter of every operation a constant of its own and every value the path of the module it
-came from. Here equal constants of a function become one and values get short names; nothing that is computed changes.
-Matrices keep a name that follows from the model's: see ``short_name``.
+Conversion gives every parameter of every operation a separate constant, and names every value after the path of its
+module. Here equal constants of a function become one and values get short names; no computation changes. The names of
+matrices are derived from the model's names: see ``short_name``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROGRAM = "Data/com.apple.CoreML/model.mlmodel"
 
 
 def compact(package: Path) -> Mapping[str, int]:
-    """Make a package's program small, in place; the bytes of each function in it."""
+    """Make a package's program smaller in place; returns the bytes of each function in it."""
     from coremltools.proto import Model_pb2
 
     file = package / PROGRAM
@@ -27,7 +27,7 @@ def compact(package: Path) -> Mapping[str, int]:
     for function in model.mlProgram.functions.values():
         for block in function.block_specializations.values():
             if any(operation.blocks for operation in block.operations):
-                raise SSDeviceError(f"{package}: nested blocks, which this exporter does not write")
+                raise SSDeviceError(f"{package}: it has nested blocks, which this exporter does not write")
             _share_constants(block)
             _rename(block, {entry.name for entry in function.inputs} | set(block.outputs))
     file.write_bytes(model.SerializeToString(deterministic=True))
@@ -35,7 +35,7 @@ def compact(package: Path) -> Mapping[str, int]:
 
 
 def _share_constants(block: Any) -> None:
-    """One operation for all equal constants of a block."""
+    """Replace equal constants of a block by one."""
     first: dict[tuple[bytes, bytes], str] = {}
     same: dict[str, str] = {}
     kept = []
@@ -44,7 +44,7 @@ def _share_constants(block: Any) -> None:
             name = operation.outputs[0].name
             kind = operation.outputs[0].type.SerializeToString(deterministic=True)
             known = first.setdefault((kind, operation.attributes["val"].SerializeToString(deterministic=True)), name)
-            # A matrix that is stored once is one constant already; other names are what the reference looks for.
+            # A matrix is stored once anyway, and the reference looks for it under its own name.
             if known != name and not name.startswith(PREFIX):
                 same[name] = known
                 continue
@@ -56,7 +56,7 @@ def _share_constants(block: Any) -> None:
 
 
 def _rename(block: Any, fixed: set[str]) -> None:
-    """Short names for all values but ``fixed``, which the function's signature has."""
+    """Give short names to all values except ``fixed``, the names in the function's signature."""
     names: dict[str, str] = {}
     taken = set(fixed)
     for operation in block.operations:
@@ -78,7 +78,7 @@ def _rename(block: Any, fixed: set[str]) -> None:
 
 
 def _redirect(block: Any, names: Mapping[str, str]) -> None:
-    """Let operations read other values."""
+    """Make operations read other values."""
     for operation in block.operations:
         for argument in operation.inputs.values():
             for binding in argument.arguments:

@@ -1,11 +1,11 @@
-"""From a torch module to Core ML: one function as a package of its own, and several merged into one."""
+"""Converts a torch module to Core ML: each function to a separate package, and several packages to one."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ssdevice.model.step import StreamModel
 CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
 MAIN = "main"
-"""What coremltools calls the only function of a package."""
+"""The name that coremltools gives the only function of a package."""
 
 
 def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
@@ -41,17 +41,17 @@ def convert(
     write: KVWrite,
     deployment: Deployment = Deployment.IOS18,
 ) -> Any:
-    """One of the contract's functions as an MLModel in float16, its tensors named as the contract does."""
+    """One of the contract's functions as an MLModel in float16, with the contract's tensor names."""
     coreml_ops.register()
     spec = specs(geometry)[name]
-    inputs = tuple(torch.zeros(_shape(tensor.shape), dtype=torch.int32) for tensor in spec.inputs)
+    inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     with quiet(), torch.no_grad():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
         name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))
-        # Without streams prefill gives no drafts: Core ML has no empty tensors.
+        # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
         return ct.convert(
             program,
@@ -63,7 +63,7 @@ def convert(
 
 
 def merge(packages: Mapping[str, Path], out: Path, default: str) -> None:
-    """One package of several one-function packages; equal weights are stored once."""
+    """Merge packages of one function each; equal weights are stored once."""
     from coremltools.models.utils import MultiFunctionDescriptor, save_multifunction
 
     coreml_ops.register()
@@ -76,13 +76,9 @@ def merge(packages: Mapping[str, Path], out: Path, default: str) -> None:
 
 
 def release_memory() -> None:
-    """Give back what conversions left: pieces of freed weights stay with the process unless the allocator is asked."""
+    """Return freed memory to the system: glibc's allocator keeps pieces of freed weights unless it is told."""
     gc.collect()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc; other allocators do this themselves
         if trim is not None:
             trim(0)
-
-
-def _shape(sizes: Sequence[int | str]) -> tuple[int, ...]:
-    return tuple(int(size) for size in sizes)

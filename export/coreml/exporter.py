@@ -22,13 +22,12 @@ from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
-from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import compress, int4_grid, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, compress, int4_grid, matrices, plan_weights
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
@@ -44,8 +43,8 @@ TOOLS = ("torch", "transformers", "coremltools")
 
 @dataclass(frozen=True)
 class CoreMLResult(TargetResult):
-    """``sketches``: by app, what its model's matrices were; export gives their memory back, and the gate takes the
-    package's values and holds them against these."""
+    """``sketches``: by app, sketches of its model's matrices. Export releases the matrices, and the gate takes the
+    package's values and compares them with the sketches."""
 
     sketches: Mapping[str, Sketches] = field(default_factory=dict)
 
@@ -83,17 +82,20 @@ class CoreMLExporter(Exporter):
             notes += [added[app.name].describe(app.name, len(table[app.name])) for app in plan.apps if app.folder]
         _write_settings(plan, folder / SETTINGS)
         if plan.options.quant is not Quant.FP16:
-            notes.append(WEIGHTS_ALONE)
+            notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
-        apps = {app.name: _result(app, table[app.name]) for app in plan.apps} if not plan.merged else {}
+        apps = {}
+        if not plan.merged:
+            kinds = {app.name: AdapterKind.FUNCTION if app.folder else AdapterKind.BASE for app in plan.apps}
+            apps = {name: AppResult(kind, functions=dict(table[name])) for name, kind in kinds.items()}
         return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """See Exporter: the saved package in the interpreter, which rounds as float16 does; then its golden integers.
+        """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
 
-        The models of the job have the package's weights afterwards: nothing holds their weights twice.
+        Afterwards the models of the job have the package's weights, so no weights are in memory twice.
         """
         assert isinstance(result, CoreMLResult)
         table = function_names(job.plan)
@@ -114,7 +116,7 @@ class CoreMLExporter(Exporter):
 
 
 class _Parts:
-    """Every function as a package of its own: ``paths`` by function, what apps bring, and what differs from wishes."""
+    """Every function as a separate package: ``paths`` by function, sizes of the apps' adapters, and notes."""
 
     def __init__(self, job: ExportJob, table: Mapping[str, Names], scratch: Path) -> None:
         self.job, self.table, self.scratch = job, table, scratch
@@ -134,7 +136,7 @@ class _Parts:
                     self.job.report("write the graphs", len(self.paths), self.total + 1, name)
                     self.paths[name] = self._function(function, name, model)
                     release_memory()
-            # Merging needs the memory, and the gate takes the package's values.
+            # Merging needs the memory, and the gate will take the package's values.
             self.sketches[app.name] = drop_matrices(model)
             release_memory()
 
@@ -151,10 +153,6 @@ class _Parts:
         return path
 
 
-def _result(app: AppPlan, names: Names) -> AppResult:
-    return AppResult(AdapterKind.FUNCTION if app.folder else AdapterKind.BASE, functions=dict(names))
-
-
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
     tokenizer = ChatTokenizer.open(plan.folder)
@@ -169,7 +167,7 @@ def _write_settings(plan: ExportPlan, file: Path) -> None:
 
 
 def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
-    """What is known to go wrong with such a package where the Neural Engine may run it, one sentence a kind."""
+    """Known problems of such a package on the Neural Engine, one sentence per kind."""
     if units not in (ComputeUnits.ALL, ComputeUnits.CPU_AND_NE):
         return []
     first: dict[str, str] = {}

@@ -1,11 +1,10 @@
-"""golden.json: integers that a correct host gets step by step, whatever language it is written in.
+"""golden.json: the integers that a correct host gets step by step, in whatever language it is written.
 
-Each case is a conversation of one app: prefill calls, then steps with the drafts to give. drafts are forced so that
-steps end at different depths, as in the parity gate. The numbers come from the saved package itself, run in float16 by
-the interpreter; a device may differ where two tokens are nearly as likely, which ``margin`` is there to tell: it is the
-least distance between the two largest logits of any row that decided a token of the step, in the float32 reference
-with the package's weights. ``texts`` are for the host's tokenizer: a text and the ids of it, special tokens read as
-such.
+Each case is a conversation of one app: prefill calls, then steps with their drafts, which are forced so that steps end
+at different depths, as in the parity gate. The numbers come from the saved package, run in float16 by the interpreter.
+A device may differ if two tokens are nearly as likely. ``margin`` tells when: it is the smallest distance between the
+two largest logits of any row that decided a token of the step, in the float32 reference with the package's weights.
+``texts`` are for the host's tokenizer: texts with their ids, in which special tokens are parsed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Pat
 
 
 def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
-    """What stands before and after the user's text in a prompt of one message, for hosts that render no templates.
+    """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
 
     Raises ConfigError if the template does not write the user's text as it is.
     """
@@ -86,13 +85,15 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
         prefills.append({CHUNK: chunk, VALID: len(chunk), LENGTH: at, NEXT_ROOT: root, NEXT_DRAFTS: drafts})
         length = at + len(chunk)
     case: dict[str, Any] = {"prompt": prompt, "prefill": prefills}
-    truth = _plain(driver, root, length, min(depth + 1 + sum(_ends(depth)), g.context - length))
+    truth = [root]
+    for i in range(min(depth + 1 + sum(_ends(depth)), g.context - length)):
+        truth.append(driver.plain(truth[-1], length + i))
     case["plain"] = truth
     if not g.gamma:
         return case
-    steps, done = [], 0  # over the rows that plain decoding wrote: what is behind the length is not seen
+    steps, done = [], 0  # they overwrite the rows of plain decoding, which are masked
     for number in range(MAX_STEPS):
-        # The first step takes the package's own drafts, the others end at depth 0, 1, 2, ..
+        # The first step uses the package's own drafts, the others end at depth 0, 1, 2, ..
         if number:
             node = g.tree.depths.index(min(_ends(depth)[number - 1] - 1, max(0, len(truth) - done - 2)))
             drafts = force_drafts(g, node, truth[done + 1 :], draw)
@@ -119,19 +120,12 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
 
 
 def _ends(depth: int) -> list[int]:
-    """Tokens that the steps after the first one are to give."""
+    """The numbers of tokens that the steps after the first one should emit."""
     return [number % (depth + 1) + 1 for number in range(MAX_STEPS - 1)]
 
 
-def _plain(driver: EngineDriver, root: int, length: int, steps: int) -> list[int]:
-    tokens = [root]
-    for i in range(steps):
-        tokens.append(driver.plain(tokens[-1], length + i))
-    return tokens
-
-
 def _margin(reference: TorchDriver, root: int, drafts: list[list[int]], length: int) -> float:
-    """The least top-2 distance of the rows that decided the step's tokens; the reference commits as it goes."""
+    """The smallest top-2 distance of the rows that decided the step's tokens. The reference takes the step too."""
     out = reference.step(root, drafts, length)
     best: Array = np.sort(reference.main, axis=-1)[:, -2:]
     rows = range(len(best)) if len(out.tokens) > 1 else range(1)

@@ -1,4 +1,4 @@
-"""The Core ML engine with its logits shown, for telling near-ties from faults: in the interpreter, on any system."""
+"""A Core ML engine that shows its logits, to tell near-ties from faults; it runs in the interpreter on any system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHOICE = "reduce_argmax"
 
 
 class ShownProgram(NumPyProgram):
-    """The interpreter; those of ``functions`` that step also give what they chose their tokens from, as LOGITS."""
+    """The interpreter, with the logits of the step functions among ``functions`` as the output LOGITS."""
 
     def __init__(self, package: Package, functions: Mapping[str, str]) -> None:
         super().__init__(Program(package))
@@ -47,7 +47,7 @@ class ShownProgram(NumPyProgram):
 
 
 class LogitsEngine(CoreMLEngine):
-    """A CoreMLEngine whose conversations keep the logits of what the last step emitted."""
+    """A CoreMLEngine whose conversations keep the logits of the last step's tokens."""
 
     def __init__(self, bundle: Bundle, app: str | None) -> None:
         names = app_functions(bundle, app)
@@ -58,10 +58,10 @@ class LogitsEngine(CoreMLEngine):
 
 
 def logits_of(function: Function) -> str:
-    """The value that decides TOKENS; raises BundleError for a function in which it is not found."""
+    """The name of the logits from which TOKENS are chosen. Raises BundleError if they are not found."""
     makers = {name: operation for operation in function.operations for name, _ in operation.outputs}
     choices = [operation for operation in _ancestors(makers, TOKENS) if operation.kind == CHOICE]
-    # Of several, the one that depends on no other is made on the main logits.
+    # If there are several, the one that does not depend on another reads the main logits.
     first = [one for one in choices if not any(o.kind == CHOICE for o in _ancestors(makers, str(one.inputs["x"][0])))]
     if len(first) != 1:
         raise BundleError(f"{function.name}: {len(first)} operations {CHOICE} decide the tokens, expected one")
@@ -69,7 +69,7 @@ def logits_of(function: Function) -> str:
 
 
 def _ancestors(makers: Mapping[str, Operation], value: str) -> list[Operation]:
-    """Operations that a value is computed from."""
+    """The operations from which a value is computed."""
     found: dict[str, Operation] = {}
     waiting = [value]
     while waiting:

@@ -1,4 +1,4 @@
-"""A Core ML package whose every product is seen while the interpreter runs it: what the parity gate follows."""
+"""A Core ML package in the interpreter, which shows every product to the parity gate."""
 
 from __future__ import annotations
 

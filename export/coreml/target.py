@@ -35,7 +35,7 @@ class CoreMLTarget(ExportTarget):
         options.chosen(CoreMLOptions).check(options)
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
-        if sys.platform == "darwin":  # there Core ML itself runs, and hides them
+        if sys.platform == "darwin":  # there Core ML runs the package and hides its logits
             return None
         from ssdevice.export.coreml.logits import LogitsEngine
 
@@ -48,7 +48,7 @@ class CoreMLTarget(ExportTarget):
         from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL, app_functions
 
-        # With the package's own weights, what is left is the rounding of activations to float16.
+        # With the package's own weights, only the rounding of activations to float16 remains.
         package = Program(Package.open(bundle.file(MODEL)))
         return stored_weights(model, package, tuple(app_functions(bundle, app).values())), Precision.FP16
 

@@ -1,10 +1,10 @@
-"""Attention of an ExecuTorch program, in which a new row stands in the column of its position.
+"""Attention of an ExecuTorch program, which puts a new row into the column of its position.
 
-A softmax adds its terms in the lanes of a vector unit, so its sum depends, in the last bit, on the columns in which the
-terms stand. Beside the cache a drafted row would stand elsewhere than after its commit, and an 8-bit rounding may make
-a level of that bit. So new rows are put where they will be committed: a node of the tree then adds what plain decoding
-adds in its place, in the same order, and the logits of both agree in every bit. Products add their terms one after the
-other, and terms that are zero change nothing there.
+A softmax adds its terms in the lanes of a vector unit, so the last bit of its sum depends on the columns of the terms.
+If new rows were appended to the cache, a drafted row would be in another column than after its commit, and an 8-bit
+rounding may turn that bit into a level. So new rows are put where they will be committed: a node of the tree then adds
+the same terms as plain decoding in the same order, and the logits of both agree in every bit. Products add their terms
+one after the other, and terms that are zero change nothing there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ssdevice.model.step import StreamModel
 
 @dataclass(frozen=True)
 class ColumnAttention:
-    """An ``Attention`` for a batch of one, as products of three dimensions: the delegate's own form.
+    """An ``Attention`` for a batch of one, as products of three dimensions, which is the delegate's form.
 
-    The run without a batch dimension is the cache as ``VisibleForm.past`` has it; its keys are an operand as they
-    are. ``placed``: new rows stand in columns of their own; at each position up to its own a row sees one of them at
-    most.
+    The run without a batch dimension is the cache from ``VisibleForm.past``; its keys are used as they are. ``placed``:
+    new rows are put into the columns of their positions; a row sees at most one of them at each position.
     """
 
     placed: bool
@@ -39,7 +38,7 @@ class ColumnAttention:
         q = (asked.query * asked.scale).reshape(kv_heads, groups * rows, dim)
         turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
         scores = [torch.bmm(q, k) for k in turned]
-        # Values are joined, not weights cut apart: the cache's rows are counted only when a call runs.
+        # Values are joined instead of splitting weights, because the number of cache rows is only known at run time.
         joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
 
         def weigh(scores: Tensor, mask: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ class ColumnAttention:
             shown = past.shape[2]
             at = asked.positions.reshape(-1)
             column = torch.arange(shown, dtype=torch.int32)
-            # 1 where a row will stand; 1 where it stands already; 1 where one new row sees another.
+            # place, back: 1 at the column of a new row; kept: 1 for committed columns; seen: 1 for visible new rows.
             place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
             back = torch.eq(column[:, None], at[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
             kept = torch.lt(column, at[:1]).to(torch.float32)[None, None]
@@ -68,9 +67,9 @@ class ColumnAttention:
 
 
 def attending(model: StreamModel, span: int = 0) -> StreamModel:
-    """The model with its layers attending through a ``ColumnAttention``.
+    """The model with ``ColumnAttention`` in its layers.
 
-    ``span``: how many positions new rows take. Where a layer's window is shorter, and without it, no row has a column.
+    ``span``: number of positions that new rows take. With 0, or if a window is shorter, rows are not placed.
     """
     placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
     return under(model, Operators(attention=ColumnAttention(placed)))

@@ -1,11 +1,11 @@
-"""ExecuTorch with Core ML delegates: one program, its functions in one package that shares weights."""
+"""ExecuTorch with Core ML delegates: one program whose functions share the weights of one package."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
 from torch import nn
 
 from ssdevice.bundle.manifest import SCHEMA_VERSION
@@ -18,9 +18,8 @@ from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, s
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions
-from ssdevice.export.mlprogram.precision import BITS, WEIGHTS_ALONE
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.mlprogram.weights import int4_grid
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
@@ -49,16 +48,17 @@ class CoreMLDelegateExporter(Exporter):
 
         lowered, notes = lower(job.loaded.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
-        said = [describe(name, found) for name, found in lowered.delegations.items()]
-        if plan.options.quant is not Quant.FP16:
-            said.insert(0, WEIGHTS_ALONE)
-        if plan.options.chosen(ExecutorchOptions).logits:
-            said.insert(0, GIVES_LOGITS)
+        notes = (
+            *notes,
+            *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
+            *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
+            *(describe(name, found) for name, found in lowered.delegations.items()),
+        )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, (*notes, *said), versions((*TOOLS, "coremltools")))
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, versions((*TOOLS, "coremltools")))
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """The written program, its delegates in the interpreter, against the torch model with the package's weights."""
+        """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""
         plan, file = job.plan, folder / PROGRAM_FILE
         with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)

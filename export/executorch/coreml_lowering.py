@@ -1,8 +1,8 @@
-"""From the modules of the step to one ExecuTorch program whose functions are Core ML delegates.
+"""Turns the modules of the step into one ExecuTorch program whose functions are Core ML delegates.
 
-ExecuTorch's partitioner takes everything but the writes of the cache, and its Core ML backend joins the functions in
-one package that holds the weights once. The cache stays ExecuTorch's: a state that Core ML owns would be one for each
-method. Conversion itself is that of the ``coreml`` target: its rewrites, its mended passes, its forms of weights.
+ExecuTorch's partitioner takes everything except the writes of the cache, and its Core ML backend joins the functions in
+one package that holds the weights once. ExecuTorch owns the cache, because a state in Core ML would belong to a single
+method. The conversion is that of the ``coreml`` target: its rewrites, its fixed passes, its weight schemes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WRITE = "aten.index_put.default"
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
-    """The exported program of one function with one state tensor per layer, for values that float16 holds."""
+    """The exported program of one function, with one state tensor per layer and values that float16 holds."""
     arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     module = function_module(name, half_precision(model), plan.geometry, plan.schedule)
-    # Every row is read: Core ML's shapes are static.
+    # Every row is read, because Core ML's shapes are static.
     form = InternalCacheForm(
         name, module, plan.geometry, stacked=False, logits=plan.options.chosen(ExecutorchOptions).logits
     ).eval()
@@ -53,7 +53,7 @@ def lower(
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """One program with every function of ``specs``, and what differs from the precision asked for."""
+    """One program with every function of ``specs``, and notes on deviations from the requested precision."""
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
@@ -82,7 +82,7 @@ def lower(
 
 
 def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[str, ...]]:
-    """A function's delegate as an MLModel with its weights as asked, and what differs."""
+    """A function's delegate as an MLModel with compressed weights, and notes on deviations."""
     from executorch.exir.dialects.edge._ops import EdgeOpOverload
 
     for node in program.graph_module.graph.nodes:
@@ -94,7 +94,7 @@ def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[s
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
     made = ct.convert(
         program,
-        # Else float tensors would come as float16 where ExecuTorch has laid out float32.
+        # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
         outputs=[ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs],
         minimum_deployment_target=ct.target[chosen.deployment.value],
         compute_precision=ct.precision.FLOAT16,
@@ -107,7 +107,7 @@ def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[s
 
 @contextmanager
 def _conversion(backend: Any, convert: Callable[..., Any]) -> Iterator[None]:
-    """Within this context ExecuTorch's Core ML backend converts with ``convert``."""
+    """In this context ExecuTorch's Core ML backend converts with ``convert``."""
     before = backend._convert_to_mlmodel
     backend._convert_to_mlmodel = staticmethod(convert)
     try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import executorch  # noqa: F401  where it is missing, that is known before a model is loaded
+import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
 from torch import nn
 
 from ssdevice.adapters.safetensors_file import write_tensors
@@ -36,8 +36,6 @@ from ssdevice.text.tokenizer import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
-JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
-"""Delegates do not show their products, so results are compared alone."""
 SHOWN = 6
 
 
@@ -53,11 +51,11 @@ class ExecutorchExporter(Exporter):
         return None if factor or linear.in_features % GROUP else INT4_GRID
 
     def prepare(self, job: ExportJob) -> ExportJob:
-        # Stream adapters would be two float32 products beside each linear; folded, all three are one quantized product.
+        # Unfolded, each linear would have two more float32 products for its stream adapter.
         return job.folded()
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write ``model.pte``, and where apps stand apart a file for each; see ``plan.Exporter``."""
+        """Write ``model.pte``, and a file for each separate app; see ``plan.Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
@@ -88,9 +86,9 @@ class ExecutorchExporter(Exporter):
         return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """The program as the runtime runs it, against the torch model with the same quantized weights.
+        """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
 
-        Apps that stand apart are compared one by one, each with a reference of its own.
+        Separate apps are compared one by one, each with its own reference.
         """
         plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
@@ -111,19 +109,20 @@ class ExecutorchExporter(Exporter):
 def _compare(
     job: ExportJob, file: Path, whole: ExportPlan, names: tuple[str, ...] = (), adapter: Path | None = None
 ) -> dict[str, float]:
-    """``job``: of one app; ``whole``: the plan of the program, whose cache may serve more streams than the app has."""
+    """Run the gate for one app. ``whole``: the plan of the program, which may have more streams than the app."""
     quant = whole.options.quant
     reference = replace(job, loaded=replace(job.loaded, model=quantized(job.loaded.model, quant).model))
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
     with EngineDriver(engine) as driver:
-        return check(reference, driver, JITTER[quant])
+        # Delegates do not show their products, so only results are compared.
+        return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
 
 
 def _write_app(
     plan: ExportPlan, layout: ProgramLayout, app: AppPlan, weights: AdapterWeights | None, folder: Path
 ) -> AppResult:
-    """An app's tensors by slot as safetensors: what a host gives ``set_adapter``."""
+    """Write an app's tensors by slot as safetensors, which a host passes to ``set_adapter``."""
     functions = functions_of(app.settings is not None)
     if weights is None:
         return AppResult(AdapterKind.BASE, functions=functions)
@@ -136,7 +135,7 @@ def _write_app(
 
 
 def describe(name: str, found: Delegation) -> str:
-    """What a function delegates, as a sentence."""
+    """A sentence on what a function delegates."""
     outside = ", ".join(f"{op} {count}" for op, count in found.outside.most_common(SHOWN))
     return (
         f"{name}: {found.inside.total()} operators in {found.delegates} delegates, "
@@ -145,7 +144,7 @@ def describe(name: str, found: Delegation) -> str:
 
 
 def stop_ids(plan: ExportPlan) -> tuple[int, ...]:
-    """Tokens that end an answer, as the model's tokenizer says."""
+    """The tokens that end an answer."""
     return ChatTokenizer.open(plan.folder).stop_ids
 
 

@@ -1,7 +1,7 @@
-"""Rewrites of exported programs so that one XNNPACK delegate holds as much of a step as possible.
+"""Rewrites of exported programs so that one XNNPACK delegate takes as much of a step as possible.
 
-``tidy`` works on what ``torch.export`` gives, ``write_last`` on the lowered program. Each computes the same up to the
-order of a sum; what stands outside a delegate afterwards is counted by ``delegation``.
+``tidy`` rewrites the result of ``torch.export``, ``write_last`` the lowered program. Both compute the same up to the
+order of a sum. ``delegation`` counts what remains outside delegates.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ VIEWS = {
     aten.squeeze.dims,
     aten._unsafe_view.default,
 }
-"""Operators that keep every element in its row-major place."""
+"""Operators that keep the row-major order of elements."""
 PROVENANCE = ("from_node", "nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn")
-"""Metadata that no pass of the lowering reads and every pass copies, deeper each time."""
+"""Metadata that no pass of the lowering reads, but that every pass copies and nests more deeply."""
 
 
 def tidy(program: ExportedProgram) -> ExportedProgram:
-    """Means and layer norms as delegable operators, equal operators once, chains of views as one; in place."""
+    """Rewrite in place: means and layer norms as delegable operators, equal operators once, chains of views as one."""
     graph = program.graph_module.graph
     for node in list(graph.nodes):
         if node.target is aten.mean.dim:
             _mean_as_product(graph, node)
         elif node.target is aten.layer_norm.default:
-            _spell_layer_norm(graph, node)
+            _split_layer_norm(graph, node)
         elif node.target is aten.embedding.default:
             _plain_embedding(graph, node)
     _collapse_views(graph)
@@ -54,7 +54,7 @@ def tidy(program: ExportedProgram) -> ExportedProgram:
 
 
 def write_last(program: ExportedProgram) -> None:
-    """Move the writes of the cache behind everything that reads it, so that they can happen in place."""
+    """Move the writes of the cache after everything that reads it, so that they can happen in place."""
     graph = program.graph_module.graph
     output = graph.output_node()
     for node in list(graph.nodes):
@@ -66,9 +66,9 @@ def write_last(program: ExportedProgram) -> None:
 
 
 FREE = ("getitem", "view_copy", "unsqueeze_copy")
-"""What is elided outside delegates, or next to nothing inside."""
+"""Operators that are elided outside delegates and cost next to nothing inside."""
 MIN_DELEGATE = 5
-"""Operators below which a delegate is not worth its call, unless a matrix product is among them."""
+"""A delegate with fewer operators is not worth its call, unless one of them is a matrix product."""
 PRODUCTS = ("linear", "bmm", "mm", "addmm")
 
 
@@ -88,13 +88,13 @@ class Delegation:
 
     @property
     def share(self) -> float:
-        """Operators inside delegates as a part of all that compute."""
+        """The share of operators inside delegates, among all that compute."""
         inside = self.inside.total()
         return inside / max(1, inside + self.outside.total())
 
 
 def delegation(program: ExportedProgram) -> Delegation:
-    """What a lowered program delegates; views that cost nothing and allocations are left out."""
+    """What a lowered program delegates, without allocations and views that cost nothing."""
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     delegates = 0
@@ -123,7 +123,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A new call whose value is known to the passes behind."""
+    """A new call with the metadata that later passes need."""
     node = graph.call_function(target, args)
     values = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
     node.meta["val"] = target(*values)
@@ -135,13 +135,13 @@ def _shape(node: fx.Node) -> list[int]:
 
 
 def _fixed(node: object) -> bool:
-    """Whether a node is a tensor whose sizes are known before the program runs."""
+    """Whether a node is a tensor with static sizes."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
 def _mean_as_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Mean over the last dimension as a product with a column of 1/D: the delegate has no mean of such tensors."""
+    """Mean over the last dimension as a product with a column of 1/D, because the delegate has no such mean."""
     x = cast(fx.Node, node.args[0])
     shape = _shape(x)
     keep = len(node.args) > 2 and bool(node.args[2])
@@ -154,7 +154,7 @@ def _mean_as_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _row_mean(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """``[.., D] -> [.., 1]``."""
+    """The mean of each row, ``[.., D] -> [.., 1]``."""
     shape = _shape(x)
     rows, width = math.prod(shape[:-1]), shape[-1]
     flat = _call(graph, aten.reshape.default, x, [1, rows, width])
@@ -165,10 +165,10 @@ def _row_mean(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 
 def _plain_embedding(graph: fx.Graph, node: fx.Node) -> None:
-    """Two arguments and int64 indices.
+    """Reduce an embedding to two arguments, with int64 indices.
 
-    A padding index matters to gradients alone, and hides a quantized table from the pass that looks for one. The
-    operator that reads quantized tables ends the process at indices of 32 bits.
+    A padding index matters only for gradients, and hides a quantized table from the pass that looks for one. The
+    operator for quantized tables aborts the process for 32-bit indices.
     """
     table, indices = cast(tuple[fx.Node, fx.Node], node.args[:2])
     if indices.meta["val"].dtype is not torch.int64:
@@ -177,8 +177,8 @@ def _plain_embedding(graph: fx.Graph, node: fx.Node) -> None:
     node.args = (table, indices)
 
 
-def _spell_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Layer norm as the operators that the delegate has."""
+def _split_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Layer norm as operators that the delegate has."""
     x, width = cast(fx.Node, node.args[0]), list(cast(list[int], node.args[1]))
     if len(width) != 1:
         return
@@ -187,7 +187,8 @@ def _spell_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         centred = _call(graph, aten.sub.Tensor, x, _row_mean(graph, x))
         variance = _row_mean(graph, _call(graph, aten.mul.Tensor, centred, centred))
-        new = _call(graph, aten.mul.Tensor, centred, _call(graph, aten.rsqrt.default, _plus(graph, variance, eps)))
+        scale = _call(graph, aten.rsqrt.default, _call(graph, aten.add.Tensor, variance, eps))
+        new = _call(graph, aten.mul.Tensor, centred, scale)
         if weight is not None:
             new = _call(graph, aten.mul.Tensor, new, weight)
         if bias is not None:
@@ -196,14 +197,10 @@ def _spell_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _plus(graph: fx.Graph, node: fx.Node, number: float) -> fx.Node:
-    return _call(graph, aten.add.Tensor, node, number)
-
-
 def _collapse_views(graph: fx.Graph) -> None:
-    """A view of a view is one view of the source, and none at all where the shape is the source's.
+    """Replace a view of a view by one view of the source, or by the source if the shapes are equal.
 
-    A view is free between operators outside delegates; the operators it replaces would copy.
+    A view between operators outside delegates is free; the operators that it replaces would copy.
     """
     for node in list(graph.nodes):
         if not _is_view(node):
@@ -224,7 +221,7 @@ def _is_view(node: fx.Node) -> bool:
         return False
     if node.target in VIEWS:
         return True
-    # The only row of a dimension: whatever valid index says so.
+    # In a dimension of size 1 every valid index selects the only row.
     if node.target in (aten.select.int, aten.index_select.default):
         x, dim = cast(fx.Node, node.args[0]), cast(int, node.args[1])
         return _shape(x)[dim] == 1 and node.meta["val"].numel() == x.meta["val"].numel()
@@ -232,10 +229,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Of calls of one pure operator with the same arguments, the first stays.
+    """Of calls of a pure operator with the same arguments, keep only the first.
 
-    Quantization stays as it is: a weight that two delegates use would tie them into one, with the verification between
-    its halves.
+    Quantization is left alone: a weight that two delegates share would join them into one delegate around the
+    verification.
     """
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""The ExecuTorch engine with its logits shown, for telling near-ties from faults; programs give them if asked to."""
+"""An ExecuTorch engine that shows its logits, to tell near-ties from faults, for programs exported with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchCache, Executor
 
 
 class LogitsEngine(ExecutorchEngine):
-    """An ExecutorchEngine whose conversations keep the logits of what the last step emitted."""
+    """An ExecutorchEngine whose conversations keep the logits of the last step's tokens."""
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
         cache = super().new_cache(inputs, beside)
@@ -23,7 +23,7 @@ class LogitsEngine(ExecutorchEngine):
 
 
 def open_logits(bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine | None:
-    """The engine of an app with its logits shown; None for a program that was exported without them."""
+    """The engine of an app with logits; None for a program that was exported without them."""
     engine = LogitsEngine.of(bundle, app, options)
     if LOGITS in engine.outputs(PLAIN):
         return engine

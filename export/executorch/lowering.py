@@ -1,4 +1,4 @@
-"""From the modules of the step to one ExecuTorch program: trace, lower to XNNPACK, lay out the memory."""
+"""Turns the modules of the step into one ExecuTorch program: trace, lower to XNNPACK, plan the memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NOISY = ("executorch", "torch.export", "torchao", "root")
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program's bytes, and for each function what it delegates."""
+    """A program's bytes, and what each of its functions delegates."""
 
     data: bytes
     delegations: Mapping[str, Delegation]
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
-    """The exported program of one function with one state tensor per layer; raises UnsupportedModelError."""
+    """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
     if name == SET_ADAPTER:
         slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
         return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
@@ -59,9 +59,9 @@ def lower(
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
 ) -> Lowered:
-    """One program with every function of ``specs`` over one cache, and ``constants`` as methods without inputs.
+    """One program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
 
-    Where the model has slots they are state too, and ``set_adapter`` fills them.
+    The slots of a model are state too, and ``set_adapter`` fills them.
     """
     with quiet(*NOISY), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
@@ -78,7 +78,7 @@ def traced(
     trace: Callable[[str, FunctionSpec], ExportedProgram],
     report: Callable[[int, str], None],
 ) -> dict[str, ExportedProgram]:
-    """Every function of ``specs``, each reported as it begins."""
+    """Trace every function of ``specs``, with a report for each."""
     programs = {}
     for number, (name, spec) in enumerate(specs.items()):
         report(number, f"trace {name}")
@@ -87,7 +87,7 @@ def traced(
 
 
 def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants: Mapping[str, Any]) -> Any:
-    """The programs in ExecuTorch's dialect, lowered as the partitioner says; raises MissingExtraError."""
+    """The programs in ExecuTorch's dialect, lowered by the partitioner. Raises MissingExtraError."""
     try:
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
     except ModuleNotFoundError as error:
@@ -96,13 +96,13 @@ def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants
         dict(programs),
         partitioner=[partitioner],
         constant_methods=dict(constants),
-        # Checks of the dialect refuse torchao's operators, which the partitioner then takes.
+        # The dialect's checks refuse torchao's operators, which the partitioner takes later.
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
 
 
 def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None], slots: Sequence[str] = ()) -> Lowered:
-    """The program: functions ``names`` share the cache, under its names, and write it in place behind all else."""
+    """The program. The functions ``names`` share the cache by name, and write it in place at their end."""
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
@@ -123,7 +123,7 @@ def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None]
 
 
 def partitioner() -> Any:
-    """What decides which operators XNNPACK takes: all it can, but for delegates that would only copy."""
+    """The partitioner for XNNPACK, without delegates that cost more than they save."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
     class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
@@ -136,7 +136,7 @@ def partitioner() -> Any:
 
 
 def constants_of(geometry: Geometry, stop_ids: Sequence[int], schema: int) -> dict[str, Any]:
-    """What a host must know, as methods of the program: see ``ssdevice.runtime.executorch.engine``."""
+    """What a host must know, as constant methods of the program: see ``ssdevice.runtime.executorch.engine``."""
     return {
         "schema_version": schema,
         "gamma": geometry.gamma,

@@ -1,4 +1,4 @@
-"""What can be chosen for an ExecuTorch export alone."""
+"""Options that only ExecuTorch exports have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from ssdevice.export.target import TargetOptions
 
-GIVES_LOGITS = "step and step_plain also give their logits, for `ssdevice verify`"
-"""A note of a bundle that was exported with ``logits``."""
+GIVES_LOGITS = "step and step_plain also return their logits, for `ssdevice verify`"
+"""The note in a bundle that was exported with ``logits``."""
 
 
 class Delegate(StrEnum):
-    """What runs a program's operators: XNNPACK on CPUs everywhere, or Core ML on Apple's systems."""
+    """The backend of a program's operators: XNNPACK on all CPUs, or Core ML on Apple's systems."""
 
     XNNPACK = "xnnpack"
     COREML = "coreml"
@@ -22,7 +22,7 @@ class Delegate(StrEnum):
 
 @dataclass(frozen=True)
 class ExecutorchOptions(TargetOptions):
-    """``delegate``: see there. ``logits``: functions also give their logits, by which ``verify`` measures margins."""
+    """``delegate``: see Delegate. ``logits``: functions also return their logits, for the margins in ``verify``."""
 
     owner: ClassVar[str] = "ExecuTorch's"
     flags: ClassVar[tuple[str, ...]] = ("--delegate", "--logits")
@@ -36,7 +36,7 @@ class ExecutorchOptions(TargetOptions):
             "--delegate",
             choices=[delegate.value for delegate in Delegate],
             default=cls.delegate.value,
-            help="what runs an ExecuTorch program; coreml runs on Apple's systems only (default xnnpack)",
+            help="the backend of an ExecuTorch program (default xnnpack); coreml runs only on Apple's systems",
         )
         parser.add_argument(
             "--logits", action="store_true", help="the program shows `verify` its logits, for development"

@@ -1,7 +1,7 @@
-"""Weights of the ExecuTorch target: linears with 8-bit rows as input (8da8w, 8da4w), embeddings by weight alone.
+"""Weights of the ExecuTorch target: linears with 8-bit activations (8da8w, 8da4w), weight-only embeddings.
 
-Rows are quantized on their own (one scale per token), so no row can see another through its scale. Linears are never
-quantized by weight alone: such a graph lowers without complaint and computes something else.
+Rows are quantized separately (one scale per token), so no row can see another through its scale. Linears are never
+quantized weight-only: such a graph lowers without an error and computes something else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ INT4_GRID = Grid(GROUP, unclipped, -8, 7)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model with quantized weights, and what was not quantized as asked, one sentence each."""
+    """A model with quantized weights, and notes on deviations from the requested precision."""
 
     model: StreamModel
     notes: tuple[str, ...] = ()
 
 
 def quantized(model: StreamModel, quant: Quant) -> Quantized:
-    """A copy of the model whose linears and embedding compute, in torch too, what the lowered graph is to compute.
+    """A copy of the model whose linears and embedding compute in torch what the lowered graph computes.
 
     Low-rank adapters stay float32: they are small, and what they add is smaller than the rounding of their input.
     """
@@ -49,7 +49,7 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
     for name, part in list(model.named_modules()):
         if isinstance(part, nn.Linear) and id(part) not in low_rank:
-            part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)  # a tied head parts here
+            part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)  # unties a tied head
             whole = quant is Quant.INT8 or part is backbone.lm_head
             if not whole and part.in_features % GROUP:
                 uneven.append(name)
@@ -83,5 +83,5 @@ def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:
     if quant is Quant.INT4:
         notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
     if uneven:
-        notes.append(f"{len(uneven)} linears are int8: their inputs are no multiple of {GROUP} (first: {uneven[0]})")
+        notes.append(f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})")
     return tuple(notes)

@@ -1,8 +1,8 @@
-"""LoRA slots of one program: the factors of apps as state that a host fills, instead of weights.
+"""LoRA slots of a program: the factors of apps as state that a host fills, instead of weights.
 
-All apps of a bundle share one program, so they share its shape: mode, N_s, what streams start with, and one rank, the
-largest of all; smaller ones are filled up with zeros, which change nothing. A slot's factors stand as the right
-operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, under the names of their states.
+All apps of a bundle share one program, so they share its shape: mode, N_s, the start of streams, and one rank, the
+largest of all; smaller ranks are padded with zeros, which change nothing. A slot's factors are the right operands of
+products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, named after their states.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ssdevice.export.variants import template, variant_of
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.roles import low_rank_terms
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank, Streams
+from ssdevice.model.streams import LowRank
 
 OWNER = "module.model"
-"""Where a program's functions hold the model; names of slots begin with it."""
+"""The path of the model in a program's functions, with which the names of slots begin."""
 
 
 class SlotFactors(nn.Module):
@@ -52,14 +52,14 @@ class SlotFactors(nn.Module):
 
 @dataclass(frozen=True)
 class SlotModel:
-    """A model with slots. ``layout``: what its bundle says about them, so that apps can be added later."""
+    """A model with slots. ``layout``: their description in the bundle, with which apps can be added later."""
 
     model: StreamModel
     layout: ProgramLayout
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the slots below a model, as a program's functions name them."""
+    """The names, as in a program's functions, and tensors of a model's slots."""
     for name, part in model.named_modules():
         if isinstance(part, SlotFactors):
             yield f"{OWNER}.{name}.down", part.down
@@ -70,7 +70,7 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_apps(plan: ExportPlan) -> AppPlan:
-    """The app whose kind the program takes; raises ConfigError for apps that cannot share one."""
+    """The app that determines the program's variant. Raises ConfigError for apps that cannot share a program."""
     apps = [app for app in plan.apps if app.folder is not None]
     streaming = [app for app in apps if app.settings is not None]
     if not streaming:
@@ -78,7 +78,7 @@ def check_apps(plan: ExportPlan) -> AppPlan:
     first = streaming[0]
     for app in apps:
         if app.settings is None and variant_of(first).lora:
-            continue  # a LoRA without streams is plain decoding in the same slots
+            continue  # a LoRA without streams decodes plainly in the same slots
         if variant_of(app) != variant_of(first):
             raise ConfigError(
                 f"apps {first.name!r} ({variant_of(first).described}) and {app.name!r} ({variant_of(app).described}) "
@@ -88,7 +88,7 @@ def check_apps(plan: ExportPlan) -> AppPlan:
 
 
 def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
-    """The base with a slot wherever one of these adapters has factors."""
+    """The base, with a slot wherever one of these adapters has factors."""
     plan = job.plan
     variant = variant_of(check_apps(plan))
     model = template(job, variant).loaded.model
@@ -104,19 +104,21 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
             made[term] = _slot(cast(LowRank, term), ranks[kind])
     _install(model, made)
     if model.streams is not None:
-        _open_identifiers(model.streams, model.gamma)
+        identifiers = model.streams.identifiers.detach()[: model.gamma]
+        del model.streams.identifiers
+        model.streams.register_buffer("identifiers", torch.zeros_like(identifiers))
     places = {terms[term]: slot for term, slot in made.items()}
     names = {id(part): name for name, part in model.named_modules()}
     slots = tuple(
         StateSlot(kind, source, f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
         for (kind, source), part in places.items()
     )
-    identifiers = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
-    return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, identifiers))
+    state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
+    return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, state))
 
 
 def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
-    """Put every slot where its factors are; linears of the base whose LoRA has no slot stay as they are without."""
+    """Replace factors by their slots; linears of the base whose LoRA has no slot lose it."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if child in made:
@@ -125,27 +127,20 @@ def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
                 setattr(owner, name, child.base)
 
 
-def _open_identifiers(streams: Streams, gamma: int) -> None:
-    """The stream identifiers as state."""
-    identifiers = streams.identifiers.detach()[:gamma]
-    del streams.identifiers
-    streams.register_buffer("identifiers", torch.zeros_like(identifiers))
-
-
 def _slot(factors: LowRank, rank: int) -> SlotFactors:
     down, up = factors.down, factors.up
     return SlotFactors(down.in_features, up.out_features, max(rank, 1), factors.activation)
 
 
 def touch(model: nn.Module) -> None:
-    """Write to every slot, so that a trace takes it for state that changes; ``untouch`` takes the writes out again."""
+    """Write to every slot, so that a trace makes it mutable state; ``untouch`` removes the writes again."""
     at = torch.zeros(1, dtype=torch.int64)
     for _, state in slots_of(model):
         torch.ops.aten.index_put_(state, [at], torch.zeros(()))
 
 
 def untouch(program: ExportedProgram, names: Sequence[str]) -> None:
-    """Take the writes of ``touch`` out of a lowered program; its slots stay state."""
+    """Remove the writes of ``touch`` from a lowered program; its slots stay state."""
     signature, graph = program.graph_signature, program.graph_module.graph
     output = graph.output_node()
     inputs = {buffer: name for name, buffer in signature.inputs_to_buffers.items()}
@@ -162,7 +157,7 @@ def untouch(program: ExportedProgram, names: Sequence[str]) -> None:
 
 
 class SetAdapter(nn.Module):
-    """``set_adapter``: every slot by its input, in the order of their names."""
+    """``set_adapter``: sets every slot to its input, in the order of their names."""
 
     def __init__(self, model: StreamModel) -> None:
         super().__init__()
@@ -170,7 +165,7 @@ class SetAdapter(nn.Module):
         self.module.model = model
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The slots' new values; nothing comes back but how many there are."""
+        """Takes the slots' new values and returns only their number."""
         slots = sorted(slots_of(cast(nn.Module, self.module.model)))
         for (_, state), value in zip(slots, tensors, strict=True):
             state.copy_(value)

@@ -1,7 +1,7 @@
-"""Lowering in less time: work that ExecuTorch 1.4 does for other models than these is left out.
+"""Faster lowering: skips work that ExecuTorch 1.4 does for other kinds of models.
 
-A pass of the lowering interprets every operator of a graph, at about a millisecond each, whether it changes anything or
-not. The product is the same program; only the time to make it differs.
+A pass of the lowering interprets every operator of a graph, at about a millisecond each, whether or not it changes
+anything. The resulting program is the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch.fx.traceback
 from torch.fx import Node
 
-# Passes of the XNNPACK backend for what a step never holds: convolutions, batch norms, PReLU, resized images, fused
-# attention and operators with several results.
+# Passes of the XNNPACK backend for operators that a step never has: convolutions, batch norms, PReLU, resized images,
+# fused attention and operators with several results.
 NEEDLESS = (
     "ConvertToUpsampleBilinear2d",
     "ConvertToSDPAPass",
@@ -31,7 +31,7 @@ NEEDLESS = (
 
 
 class Origin(torch.fx.traceback.NodeSource):
-    """Where a node comes from, without the history of that node: it is copied at every pass, deeper each time."""
+    """The origin of a node without its history, which every pass would copy and nest more deeply."""
 
     def __init__(self, node: Node | None, pass_name: str = "", action: Any = None) -> None:
         super().__init__(None, pass_name, action)
@@ -41,7 +41,7 @@ class Origin(torch.fx.traceback.NodeSource):
 
 @contextmanager
 def faster() -> Iterator[None]:
-    """Within this context graphs are lowered without the work described above."""
+    """In this context graphs are lowered without the work described above."""
     from executorch.backends.xnnpack import xnnpack_preprocess
     from executorch.backends.xnnpack.partition.config import xnnpack_config
 
@@ -53,8 +53,8 @@ def faster() -> Iterator[None]:
         return made
 
     with (
-        # Sizes known only when a call runs are refused for fear of empty tensors, which XNNPACK has none of. Here the
-        # only such size is that of the visible cache, at least one row.
+        # XNNPACK refuses run-time sizes, because it does not support empty tensors. Here the only such size is that of
+        # the visible cache, which has at least one row.
         patch.object(xnnpack_config, "has_free_unbacked_symbols", lambda _: False),
         patch.object(xnnpack_preprocess, "XNNPACKPassManager", needed),
         patch.object(torch.fx.traceback, "NodeSource", Origin),

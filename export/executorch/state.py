@@ -1,9 +1,9 @@
-"""The cache as an ExecuTorch program stores it, and the part of it that a call reads.
+"""The cache of an ExecuTorch program, and the part of it that a call reads.
 
-Keys and values stand as ``[kv_heads, capacity, head_dim]``: the portable kernel that shows rows copies a row at a time
-there, and element by element where rows are the last dimension. A call reads the first rows, as many as are committed
-and as new rows of a step will take, rounded up to ``BUCKET``: attention then costs what the conversation holds, not
-what it may hold.
+Keys and values are ``[kv_heads, capacity, head_dim]``. In this layout the portable kernel that slices rows copies row
+by row; with rows in the last dimension it would copy element by element. A call reads the committed rows and the
+positions of a step's new rows, rounded up to ``BUCKET``. So attention costs what the conversation holds, not what it
+may hold.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 
 BUCKET = 64
-"""Rows that are read are a multiple of this.
+"""The number of rows read is a multiple of this.
 
-XNNPACK's softmax takes so many columns at once and adds a remainder in another order; a delegate that meets a new size
-lays its memory out anew.
+XNNPACK's softmax takes so many columns at once and adds a remainder in another order, and a delegate plans its memory
+again for each new size.
 """
 
 
@@ -62,15 +62,15 @@ class VisibleForm(InternalCacheForm):
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
 
-        Without a batch dimension, by which ``ColumnAttention`` tells them from new rows. As for those, dimension 2
-        of the keys is the number of rows.
+        They have no batch dimension, by which ``ColumnAttention`` tells them from new rows. As in new rows, dimension
+        2 of the keys is the number of rows.
         """
         rows = self._visible
         return [(self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)]
 
 
 def span_of(module: StepModule | PrefillModule) -> int:
-    """Positions that new rows of a call take, from the length on, and that need a column among the rows shown."""
+    """Number of positions from ``length`` on that a call's new rows take, each of which needs a visible column."""
     if isinstance(module, PrefillModule):
         return 0
     fused = module.model.streams is not None and module.schedule is Schedule.FUSED

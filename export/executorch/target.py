@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExecutorchTarget(ExportTarget):
-    """Programs whose operators XNNPACK runs, or Core ML."""
+    """Programs whose operators run on XNNPACK or Core ML."""
 
     name = "executorch"
     extra = "executorch"
@@ -42,7 +42,7 @@ class ExecutorchTarget(ExportTarget):
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
             if coreml.kv_write is not KVWrite.SLICE:
                 raise ConfigError(
-                    "--kv-write is the coreml target's: ExecuTorch writes the cache of its programs itself"
+                    "--kv-write belongs to the coreml target: ExecuTorch writes the cache of its programs itself"
                 )
         elif coreml != CoreMLOptions():
             raise coreml.refused(self.name)

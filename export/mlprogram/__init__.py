@@ -1,1 +1,1 @@
-"""What Core ML runs, whichever target carries it: rewrites, float16, weights and choices of ML Programs."""
+"""ML Programs for Core ML, in packages or as ExecuTorch delegates: rewrites, float16, weights and options."""

@@ -1,4 +1,4 @@
-"""An exported torch graph made ready for coremltools: constants folded, operators it lacks spelled by ones it has."""
+"""Prepares an exported torch graph for coremltools: folds constants and replaces operators that it does not have."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.export.graph_signature import InputKind, TensorArgument
 aten = torch.ops.aten
 
 HALF_MIN = -65504.0
-"""The least number of float16."""
+"""The smallest number of float16."""
 MAX_FOLDED = 1 << 20
-"""Elements of a folded constant; larger ones stay computed from smaller ones."""
+"""Most elements of a folded constant; larger ones are computed at run time."""
 
 
 def simplify(program: ExportedProgram, states: Collection[str]) -> None:
@@ -26,13 +26,13 @@ def simplify(program: ExportedProgram, states: Collection[str]) -> None:
     constants = _Constants(program, states)
     constants.fold()
     for node in list(graph.nodes):
-        _respell(node, constants)
+        _replace(node, constants)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
 def name_inputs(program: ExportedProgram, names: Sequence[str]) -> None:
-    """Give a program's own inputs these names, in order: coremltools takes them over."""
+    """Name a program's inputs in order; coremltools keeps these names."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     for spec, name in zip(specs, names, strict=True):
@@ -42,7 +42,7 @@ def name_inputs(program: ExportedProgram, names: Sequence[str]) -> None:
 
 
 class _Constants:
-    """What is known before running, and new constants put into the graph."""
+    """The known constants of a graph, and new ones added to it."""
 
     def __init__(self, program: ExportedProgram, states: Collection[str]) -> None:
         self.module = program.graph_module
@@ -57,12 +57,12 @@ class _Constants:
             value = program.state_dict.get(spec.target)
             if value is None:
                 value = program.constants[spec.target]
-            # Matrices stay parameters under their own names, so that functions can share them.
+            # Matrices stay parameters with their own names, so that functions can share them.
             if isinstance(value, Tensor) and not (spec.kind is InputKind.PARAMETER and value.dim() > 1):
                 self.known[placeholders[spec.arg.name]] = value.detach()
 
     def fold(self) -> None:
-        """Replace what depends on constants alone by its value."""
+        """Replace every node that depends only on constants by its value."""
         for node in self.graph.nodes:
             if node.op != "call_function" or not all(source in self.known for source in node.all_input_nodes):
                 continue
@@ -77,7 +77,7 @@ class _Constants:
         self.graph.eliminate_dead_code()
 
     def add(self, value: Tensor, before: fx.Node) -> fx.Node:
-        """A new constant in front of a node."""
+        """Add a constant before a node."""
         name = f"constant_{self.added}"
         self.added += 1
         self.module.register_buffer(name, value.clone().contiguous())
@@ -87,16 +87,16 @@ class _Constants:
         return node
 
 
-def _respell(node: fx.Node, constants: _Constants) -> None:
-    """Write one node with operators that coremltools has."""
+def _replace(node: fx.Node, constants: _Constants) -> None:
+    """Replace a node by operators that coremltools has."""
     if node.op != "call_function":
         return
     if node.target is aten.__and__.Tensor:
         node.target = aten.logical_and.default
     elif node.target is aten.where.Scalar:
-        _respell_choice(node)
+        _replace_choice(node)
     elif node.target is aten.where.ScalarSelf:
-        # Nothing is lost: in float16 every other value is larger still.
+        # Nothing is lost, because every other value of float16 is larger.
         node.args = (node.args[0], max(_number(node.args[1]), HALF_MIN), node.args[2])
     elif node.target is aten.where.ScalarOther:
         condition, kept, other = node.args
@@ -105,8 +105,8 @@ def _respell(node: fx.Node, constants: _Constants) -> None:
         node.target, node.args = aten.where.self, (condition, kept, full)
 
 
-def _respell_choice(node: fx.Node) -> None:
-    """``where(condition, a, b)`` of numbers as ``condition * (a - b) + b``: no constant as large as the condition."""
+def _replace_choice(node: fx.Node) -> None:
+    """``where(condition, a, b)`` of numbers as ``condition * (a - b) + b``, without constants of that shape."""
     condition, a, b = node.args
     graph, value = node.graph, node.meta["val"]
     with graph.inserting_before(node):

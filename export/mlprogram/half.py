@@ -1,8 +1,8 @@
-"""What of a model must be computed differently where every intermediate value is a float16.
+"""The parts of a model that must be computed differently if every intermediate value is a float16.
 
-Root-mean-square norms are computed on rows scaled by their largest value: the square of an activation above 256 does
-not fit into float16, and such activations are common in trained models. Masks are numbers that float16 holds. Attention
-sums over past and new values at once, so that a drafted row is the row of plain decoding to the last bit of a sum.
+Root-mean-square norms are computed on rows that are scaled by their largest value: the square of an activation above
+256 does not fit into float16, and such activations are common in trained models. Masks are numbers that float16 holds.
+Attention sums over past and new values at once, so that a drafted row equals the row of plain decoding to the last bit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ssdevice.model.step import StreamModel
 MASK_VALUE = -1e4
 """Additive mask of an invisible row: float16 holds it, and a fully masked row stays finite."""
 SMALLEST_SCALE = 2.0**-6
-"""Rows below it are scaled by it: eps divided by its square still fits float16."""
+"""Rows with smaller values are scaled by it, because eps divided by its square still fits float16."""
 
 
 class HalfNorm(nn.Module):
-    """``x / sqrt(mean(x²) + eps) * scale`` without leaving float16: the row is divided by its largest value first.
+    """``x / sqrt(mean(x²) + eps) * scale`` within float16: the row is first divided by its largest value.
 
-    ``centered``: the row's mean is subtracted before.
+    ``centered``: the row's mean is subtracted first.
     """
 
     floor: Tensor
@@ -35,7 +35,7 @@ class HalfNorm(nn.Module):
         self.centered = centered
         self.scale = nn.Parameter(scale.detach().clone(), requires_grad=False)
         self.root_eps = eps**0.5
-        # Not a number in the call: clamping to one side would write an infinity for the other.
+        # A buffer, because clamping to a number on one side would write an infinity for the other side.
         self.register_buffer("floor", torch.tensor(SMALLEST_SCALE), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,21 +44,21 @@ class HalfNorm(nn.Module):
         row = x / largest
         if self.centered:
             row = row - row.mean(-1, keepdim=True)
-        # eps is divided by the square of the scale in two steps: the square itself may not fit.
+        # eps is divided by the square of the scale in two steps, because the square may not fit.
         eps = self.root_eps / largest
         return row * torch.rsqrt((row * row).mean(-1, keepdim=True) + eps * eps) * self.scale
 
 
 def half_precision(model: StreamModel) -> StreamModel:
-    """The model computing the same with intermediate values that float16 holds."""
+    """The same model, computed with intermediate values that float16 holds."""
     return under(model, Operators(attention=attend_once, norm=half_norm, mask_value=MASK_VALUE))
 
 
 def half_norm(module: nn.Module) -> HalfNorm | None:
-    """The HalfNorm that computes what a norm module does, or None if it computes no squares itself.
+    """The HalfNorm that computes the same as a norm module, or None for other modules.
 
-    Found by computing: families differ in the name of eps, in whether the weight is added to one, and in whether the
-    mean is subtracted. ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
+    Candidates are tried on numbers, because families differ in the name of eps, in whether the weight is added to one,
+    and in whether the mean is subtracted. ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
     """
     weight = getattr(module, "weight", None)
     if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, Tensor):

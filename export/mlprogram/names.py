@@ -1,18 +1,18 @@
-"""What conversion calls the values of parameters, and what they are called in a compact program."""
+"""Names of parameters after conversion and in a compact program."""
 
 from __future__ import annotations
 
 from hashlib import sha256
 
 PREFIX = "p_module_model_"
-"""What torch.export and coremltools put before a parameter's name."""
+"""The prefix that torch.export and coremltools add to a parameter's name."""
 HALF = "_to_fp16"
-"""What its half-precision pass puts behind it; compression adds more."""
+"""The suffix that coremltools' half-precision pass adds; compression adds more after it."""
 CONST = "const"
 
 
 def weight_key(operation: str, output: str) -> str | None:
-    """The parameter, as conversion spells it, whose value an operation gives; None if it gives no parameter's."""
+    """The converted name of the parameter whose value an operation returns; None for other operations."""
     key, _, rest = output.lower().removeprefix(PREFIX).partition(HALF)
     given = operation.startswith("constexpr_") or (operation == CONST and not rest)
     return key if given else None

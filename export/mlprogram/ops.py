@@ -1,4 +1,4 @@
-"""The write into the cache state as one operator of both worlds: a torch operator and what it becomes in Core ML."""
+"""The write into the cache state as one torch operator, its conversion to Core ML, and fixes of coremltools' passes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 LARGEST_HALF, INFINITE = 65504.0, 1e38
-"""The largest float16; from where on a value only stands for infinity, as coremltools has it."""
+"""The largest float16; the smallest value that coremltools takes for infinity."""
 PIECE = 1 << 22
-"""Elements looked at together."""
+"""Elements that are checked at once."""
 STATE_PASS = "common::canonicalize_inplace_pattern"
 INTEGER_PASS = "common::add_int16_cast"
 LARGEST_INT16 = 32767
@@ -19,10 +19,10 @@ LARGEST_INT16 = 32767
 
 @torch.library.custom_op("ssdevice::write_rows", mutates_args=())
 def write_rows(state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """``state [layers, kv_heads, capacity, hd]`` with ``rows [layers, kv_heads, n, hd]`` at positions ``at [1]`` on.
+    """``state [layers, kv_heads, capacity, hd]`` with ``rows [layers, kv_heads, n, hd]`` written from ``at [1]`` on.
 
-    Its own operator because an offset that is only known at run time is either traced into the graph as a constant or
-    becomes a symbolic integer; as a tensor it stays what it is.
+    It is a custom operator because tracing turns an offset that is only known at run time into a constant or a symbolic
+    integer; as a tensor argument it stays a tensor.
     """
     out = state.clone()
     start = int(at)
@@ -41,22 +41,22 @@ def write_slice(state: Tensor, rows: Tensor, length: Tensor) -> None:
 
 
 def write_masked(state: Tensor, rows: Tensor, length: Tensor) -> None:
-    """A ``state_form.Write`` without an offset: every position chooses between its old row and a new one.
+    """A ``state_form.Write`` without an offset: every position selects either its old row or a new one.
 
-    It costs a pass over the whole state, and no compiler has to know where the rows go.
+    It costs a pass over the whole state, but compilers need not handle a run-time offset.
     """
     new = rows.shape[2]
     position = torch.arange(state.shape[2], dtype=torch.int32)
     targets = length + torch.arange(new, dtype=torch.int32)
     hit = position[:, None] == targets[None]
-    # One term of each sum is not zero: the product moves values, exactly in any precision.
+    # Each sum has one term that is not zero, so the product moves values exactly in any precision.
     moved = torch.matmul(torch.where(hit, 1.0, 0.0).to(rows.dtype), rows)
     written = (position >= length) & (position < length + new)
     state.copy_(torch.where(written[None, None, :, None], moved, state))
 
 
 def register() -> None:
-    """Teach coremltools the operators that it lacks, and mend two of its passes; once a process is enough."""
+    """Register the operators that coremltools lacks, and fix three of its passes. Once per process is enough."""
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil.passes.defs.optimize_state import canonicalize_inplace_pattern
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision, add_int16_cast
@@ -66,10 +66,10 @@ def register() -> None:
     register_torch_op(_func=_write_rows, torch_alias=["ssdevice::write_rows"], override=True)
 
     class BackToFront(canonicalize_inplace_pattern):  # type: ignore[misc]
-        """Moves each write of a state behind the operation that computes it.
+        """Moves each write of a state to just after the operation that computes it.
 
-        coremltools 9 goes from front to back and looks for the operation after the last one, which it has just
-        removed where a program ends with the writes of two states.
+        coremltools 9 goes from front to back and looks for the operation after the last one. In a program that ends
+        with the writes of two states it has just removed that operation.
         """
 
         def _apply_block(self, block: Any) -> None:
@@ -85,9 +85,9 @@ def register() -> None:
             apply(self, block)
 
     class ExactIntegers(add_int16_cast):  # type: ignore[misc]
-        """Leaves tokens and positions as they are: coremltools 9 takes any integer that is gathered for a 16-bit one.
+        """Leaves tokens and positions unchanged: coremltools 9 casts all integers that are gathered to 16 bits.
 
-        Where a vocabulary is larger than that, another token would come out, without a word.
+        With a vocabulary larger than that it would silently return another token.
         """
 
         def should_cast_parameter(self, op: Any, param_name: str) -> bool:
@@ -105,7 +105,7 @@ def register() -> None:
 def _half_overflows(operation: Any) -> bool:
     """Whether a constant that an operation reads has finite values that float16 does not hold.
 
-    What coremltools 9 asks of each operation, without its list of indices, which takes six times the weight's bytes.
+    The same check as in coremltools 9, but without its list of indices, which takes six times the weight's memory.
     """
     for argument in operation.inputs.values():
         for var in argument if isinstance(argument, (list, tuple)) else (argument,):
@@ -134,7 +134,7 @@ def _write_rows(context: Any, node: Any) -> None:
 
     state, rows, at = _get_inputs(context, node, expected=3)
     layers, heads, _, dim = state.shape
-    if rows.dtype != state.dtype:  # the frontend reads states as float32; its half-precision pass comes later
+    if rows.dtype != state.dtype:  # the frontend reads states as float32; its half-precision pass runs later
         rows = mb.cast(x=rows, dtype=types.builtin_to_string(state.dtype))
     none = np.zeros(1, np.int32)
     begin = mb.concat(values=[none, none, at, none], axis=0)

@@ -1,4 +1,4 @@
-"""What can be chosen where Core ML runs what is exported: as a target, or as ExecuTorch's delegate."""
+"""Options of exports for Core ML, as a target or as ExecuTorch's delegate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KVWrite(StrEnum):
-    """How new rows enter the state: written at an offset, or chosen row by row where offsets crash a compiler."""
+    """How new rows are written to the state: at an offset, or by a mask where offsets crash a compiler."""
 
     SLICE = "slice"
     MASK = "mask"
@@ -31,7 +31,7 @@ class ComputeUnits(StrEnum):
 
 
 class Deployment(StrEnum):
-    """The oldest system a package runs on; macOS 15 and 26 are of the same age as these."""
+    """The oldest system that a package runs on; macOS 15 and 26 correspond to these."""
 
     IOS18 = "iOS18"
     IOS26 = "iOS26"
@@ -41,25 +41,23 @@ class Deployment(StrEnum):
         """The target that ``--deployment-target`` names; raises ConfigError for a system without states."""
         wanted = text.strip().lower()
         for target in cls:
-            if wanted in (target.lower(), SAME_AGE[target].lower()):
+            if wanted in (target.lower(), MACOS[target].lower()):
                 return target
-        known = ", ".join(f"{target} ({SAME_AGE[target]})" for target in cls)
+        known = ", ".join(f"{target} ({MACOS[target]})" for target in cls)
         raise ConfigError(
-            f"--deployment-target {text}: too old or unknown; a package holds its KV cache as states, which begin "
-            f"with {cls.IOS18}: choose one of {known}"
+            f"--deployment-target {text}: too old or unknown; a package keeps its KV cache in states, which need "
+            f"{cls.IOS18}: choose one of {known}"
         )
 
 
-SAME_AGE = {Deployment.IOS18: "macOS15", Deployment.IOS26: "macOS26"}
+MACOS = {Deployment.IOS18: "macOS15", Deployment.IOS26: "macOS26"}
 
 
 @dataclass(frozen=True)
 class CoreMLOptions(TargetOptions):
-    """``kv_write``, ``compute_units``, ``deployment``: see there.
+    """``per_channel``: int4 with one scale per channel instead of one per block. For the others see their types.
 
-    ``per_channel``: int4 with one scale a channel, not one a block.
-
-    The Neural Engine takes 4-bit weights per channel alone, and may refuse writes at offsets.
+    The Neural Engine takes 4-bit weights only per channel, and may refuse writes at offsets.
     """
 
     owner: ClassVar[str] = "Core ML's"
@@ -72,15 +70,15 @@ class CoreMLOptions(TargetOptions):
 
     @classmethod
     def add_arguments(cls, parser: ArgumentParser) -> None:
-        group = parser.add_argument_group("Core ML alone, as a target or as a delegate")
+        group = parser.add_argument_group("only for Core ML, as a target or as a delegate")
         group.add_argument(
             "--kv-write",
             choices=[write.value for write in KVWrite],
             default=cls.kv_write.value,
-            help="how rows enter the cache: slice at an offset, or mask, which asks less of compilers (default slice)",
+            help="how rows are written to the cache: at an offset (slice, default), or by a mask where that fails",
         )
         group.add_argument(
-            "--per-channel", action="store_true", help="int4 with a scale per channel, which the Neural Engine asks for"
+            "--per-channel", action="store_true", help="int4 with a scale per channel, which the Neural Engine needs"
         )
         group.add_argument(
             "--compute-units",
@@ -105,8 +103,8 @@ class CoreMLOptions(TargetOptions):
         )
 
     def check(self, options: ExportOptions) -> None:
-        """Raise ConfigError where they do not fit the rest of an export's options."""
-        from ssdevice.bundle.manifest import Precision  # --help is answered without it
+        """Raise ConfigError if they do not fit the other options of an export."""
+        from ssdevice.bundle.manifest import Precision  # not needed for --help
 
         if self.per_channel and options.quant is not Precision.INT4:
-            raise ConfigError(f"--per-channel is a form of int4; {options.quant} has no blocks to leave out")
+            raise ConfigError(f"--per-channel is a variant of int4; {options.quant} has no blocks")

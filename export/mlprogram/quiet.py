@@ -1,4 +1,4 @@
-"""coremltools without what it says of itself."""
+"""coremltools without its own messages and progress bars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ssdevice.export.quiet import quiet as silenced
 
-# Importing coremltools reports its absent native parts and every version newer than it was tested with.
+# On import, coremltools reports missing native parts and packages that are newer than it was tested with.
 for _name in ("coremltools", "torchao"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 import coremltools as ct  # noqa: E402
@@ -20,7 +20,7 @@ __all__ = ["ct", "quiet"]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within this context coremltools and torch say nothing but errors: progress is the caller's to report."""
+    """In this context coremltools and torch report only errors; the caller reports progress."""
     bars = [(module, name, getattr(module, name)) for module, name in _progress_bars()]
     for module, name, bar in bars:
         setattr(module, name, partial(bar, disable=True))
@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_bars() -> Iterator[tuple[Any, str]]:
-    """Where coremltools holds the class of its progress bars."""
+    """The modules and names under which coremltools holds the class of its progress bars."""
     from coremltools.converters.mil.frontend.torch import ops
     from coremltools.converters.mil.mil.passes import pass_pipeline
     from coremltools.optimize.coreml import _quantization_passes

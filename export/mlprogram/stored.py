@@ -1,4 +1,4 @@
-"""The torch reference with the weights that a Core ML package holds: what compression cost is then no difference."""
+"""Gives the torch reference the weights of a Core ML package, so that compression makes no difference."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ssdevice.model.step import StreamModel
 
 Saved = list[tuple[nn.Parameter, Tensor]]
 CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.7}
-"""How far a stored matrix may be from the model's, relative to it, as ``sketch`` sees both.
+"""Allowed relative difference of a stored matrix from the model's, measured on their sketches.
 
-Well beyond what rounding costs even where outliers stretch the scales; another matrix is off by 1.4.
+It is well above the cost of rounding, even if outliers stretch the scales; a different matrix differs by 1.4.
 """
 Sketches = Mapping[str, Tensor]
-"""By the name of a matrix: what ``sketch`` saw of it before its values were given back."""
+"""Name of a matrix -> its ``sketch`` before its values were released."""
 
 
 @contextmanager
 def stored_weights(model: StreamModel, program: Program, functions: Collection[str]) -> Iterator[None]:
-    """Within this context every matrix of the model has the package's values; raises ParityError for one it lacks."""
+    """In this context every matrix of the model has the package's values. Raises ParityError for a missing one."""
     saved: Saved = []
     try:
         adopt_weights(model, program, functions, saved)
@@ -48,12 +48,11 @@ def adopt_weights(
     quant: Quant | None = None,
     sketches: Sketches | None = None,
 ) -> None:
-    """Give every matrix of the model the values it has in these functions of a package, in the package's memory.
+    """Give every matrix of the model its values in these functions of a package, sharing the package's memory.
 
-    ``saved`` receives what the model had. ``quant``: how weights were to be stored. ``sketches``: of a model that was
-    given to ``drop_matrices``. Raises ParityError for a matrix
-    that the package lacks, or with ``quant`` for one that is not the model's up to what this costs: a reference that
-    takes over the package's weights would not notice.
+    ``saved`` receives the previous values. ``quant``: the requested precision. ``sketches``: those of a model after
+    ``drop_matrices``. Raises ParityError for a matrix that the package lacks or, with ``quant``, one that differs from
+    the model's by more than that precision costs, which a reference with the package's weights would not notice.
     """
     where = program.package.path
     stored = decompressed(program, functions)
@@ -65,7 +64,7 @@ def adopt_weights(
         if array.shape != tuple(weight.shape):
             raise ParityError(f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the array cannot be written; neither does the reference
+            warnings.simplefilter("ignore")  # the array is read-only, and the reference does not write
             tensor = torch.from_numpy(array)
         if quant is not None:
             _check_close(where, names[0], sketches[names[0]] if sketches else sketch(weight.data), tensor, CLOSE[quant])
@@ -75,7 +74,7 @@ def adopt_weights(
 
 
 def drop_matrices(model: StreamModel) -> Sketches:
-    """Give back the memory of every matrix, which keeps its shape alone until ``adopt_weights`` gives it values."""
+    """Release the memory of every matrix, which keeps only its shape until ``adopt_weights`` gives it values."""
     sketches = {}
     for names, weight in _matrices(model).items():
         sketches[names[0]] = sketch(weight.data)
@@ -84,7 +83,7 @@ def drop_matrices(model: StreamModel) -> Sketches:
 
 
 def sketch(matrix: Tensor) -> Tensor:
-    """A matrix ``[rows, columns]`` times one fixed random vector: ``[rows]`` that tell it from any other."""
+    """A matrix ``[rows, columns]`` times a fixed random vector: ``[rows]`` numbers that identify it."""
     generator = torch.Generator().manual_seed(0)
     return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
 
@@ -93,20 +92,20 @@ def _check_close(where: Path, name: str, own: Tensor, stored: Tensor, bound: flo
     off = float((sketch(stored) - own).norm() / own.norm().clamp_min(1e-12))
     if not off <= bound:
         raise ParityError(
-            f"{where}: weight {name} is {off:.2g} of itself from the model's, at most {bound} can be rounding"
+            f"{where}: weight {name} differs from the model's by {off:.2g} of its size, at most {bound} can be rounding"
         )
 
 
 def key_of(name: str) -> str:
-    """A parameter's name as conversion spells it."""
+    """A parameter's name after conversion."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()
 
 
 def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
-    """Every matrix that is multiplied with or looked up in, once, under all its names."""
+    """Every matrix of a linear or embedding once, by all its names."""
     names: dict[int, list[str]] = {}
     weights: dict[int, nn.Parameter] = {}
-    for path, part in model.named_modules(remove_duplicate=False):  # stream adapters hang in two places
+    for path, part in model.named_modules(remove_duplicate=False):  # stream adapters have two paths
         if isinstance(part, (nn.Linear, nn.Embedding)):
             names.setdefault(id(part.weight), []).append(f"{path}.weight")
             weight: nn.Parameter = part.weight  # type: ignore[assignment]
@@ -115,7 +114,7 @@ def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
 
 
 def decompressed(program: Program, functions: Collection[str]) -> dict[str, Array]:
-    """Matrices of these functions by the name conversion gave them, without what conversion added."""
+    """The matrices of these functions by their converted names, without prefix and suffixes."""
     found: dict[str, Array] = {}
     for name in functions:
         constants = program.plan(name).constants

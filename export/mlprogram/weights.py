@@ -1,11 +1,13 @@
-"""Which weights of a converted Core ML function are compressed and how; what cannot be is said, never skipped.
+"""Decides how the weights of a converted Core ML function are compressed, and compresses them.
 
-Weights alone are compressed: activations stay float16, so rows stay independent. One function is compressed at a time,
-before functions are merged; equal weights then become equal bytes, which merging stores once.
+Only weights are compressed: activations stay float16, so rows stay independent. A weight that cannot be compressed as
+requested is noted, never skipped silently. Functions are compressed one by one before they are merged; equal weights
+become equal bytes, which merging stores once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,14 +17,18 @@ from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import Quant
 
+BITS: Mapping[Quant, float] = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}
+"""Bits of a weight on disk, with its scales."""
+ONLY_WEIGHTS = "only weights are compressed: activations are float16"
+"""A note of compressed bundles."""
 BLOCK = 32
 """Inputs that share a scale in int4 per block."""
 PALETTE_GROUPS = (16, 8, 4, 2, 1)
-"""Output channels that share a palette: the first that divides them."""
+"""Numbers of output channels that may share a palette: the first that divides all channels is used."""
 APP_PARTS = ("_adapter_", "streams_adapters_", "streams_transform_", "streams_identifiers")
-"""In the names of weights that an app brings: they are small, and what they cost is what an app costs."""
+"""Parts of the names of an app's own weights, which are small and stay float16."""
 SMALLEST = 512
-"""Elements from which compressing a weight is worth its scales."""
+"""Least number of elements for which compression saves more than its scales cost."""
 
 
 class Scheme(StrEnum):
@@ -46,27 +52,24 @@ class Weight:
     @property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def source(self) -> str:
-        """The model's own name of it, as far as conversion kept it."""
+        """Its name in the model, as far as conversion kept it."""
         return self.name.removesuffix("_to_fp16").removeprefix("p_").removeprefix("module_model_")
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """The scheme of every matrix by constant name, and what differs from what was asked."""
+    """The scheme of every matrix by the name of its constant, and notes on deviations from the request."""
 
     schemes: Mapping[str, Scheme]
     notes: tuple[str, ...]
 
 
 def matrices(spec: Any) -> list[Weight]:
-    """The constant float matrices that linears multiply with or lookups read, of a converted function's protobuf."""
+    """The constant matrices that linears or lookups read, in the protobuf of a converted function."""
     (function,) = spec.mlProgram.functions.values()
     (block,) = function.block_specializations.values()
     readers: dict[str, list[tuple[str, str]]] = {}
@@ -88,37 +91,36 @@ def matrices(spec: Any) -> list[Weight]:
 
 
 def plan_weights(weights: Sequence[Weight], quant: Quant, per_channel: bool, vocab: int) -> WeightPlan:
-    """Decide every weight of a function. ``vocab``: rows of the embedding."""
+    """Choose the scheme of every weight of a function. ``vocab``: rows of the embedding."""
     schemes: dict[str, Scheme] = {}
-    notes: list[str] = []
+    notes = []
     for weight in weights:
-        scheme, note = _scheme(weight, quant, per_channel, vocab)
-        schemes[weight.name] = scheme
-        if note:
-            notes.append(note)
+        schemes[weight.name] = scheme = _scheme(weight, quant, per_channel, vocab)
+        if scheme is Scheme.INT4_BLOCK and weight.shape[1] % BLOCK:
+            schemes[weight.name] = Scheme.INT8
+            inputs = f"{weight.shape[1]} inputs, not a multiple of {BLOCK}"
+            notes.append(f"{weight.source} has {inputs}: {Scheme.INT8}, not int4")
     return WeightPlan(schemes, tuple(notes))
 
 
-def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> tuple[Scheme, str]:
-    linear, lookup = ("linear", "weight") in weight.readers, ("gather", "x") in weight.readers
-    if quant is Quant.FP16 or (lookup and weight.shape[0] != vocab):  # tables of positions are exact or wrong
-        return Scheme.FLOAT16, ""
-    if any(part in weight.name for part in APP_PARTS):
-        return Scheme.FLOAT16, ""
-    if weight.elements < SMALLEST:
-        return Scheme.FLOAT16, ""
+def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Scheme:
+    lookup = ("gather", "x") in weight.readers
+    positions = lookup and weight.shape[0] != vocab  # a table of positions must be exact
+    own = any(part in weight.name for part in APP_PARTS)
+    if quant is Quant.FP16 or positions or own or weight.elements < SMALLEST:
+        return Scheme.FLOAT16
     if lookup or quant is Quant.INT8:
-        # A head that shares its weight with the embedding stays what the embedding is: one copy.
-        return Scheme.INT8, ""
-    assert linear
+        return Scheme.INT8  # also a head that shares its weight with the embedding, so that there is one copy
     if quant is Quant.PALETTE4:
-        return Scheme.PALETTE4, ""
-    if per_channel:
-        return Scheme.INT4_CHANNEL, ""
-    if weight.shape[1] % BLOCK:
-        note = f"{weight.source} has {weight.shape[1]} inputs, no multiple of {BLOCK}: {Scheme.INT8}, not int4"
-        return Scheme.INT8, note
-    return Scheme.INT4_BLOCK, ""
+        return Scheme.PALETTE4
+    return Scheme.INT4_CHANNEL if per_channel else Scheme.INT4_BLOCK
+
+
+LINEAR: Mapping[Scheme, Mapping[str, Any]] = {
+    Scheme.INT8: {"dtype": "int8", "granularity": "per_channel"},
+    Scheme.INT4_CHANNEL: {"dtype": "int4", "granularity": "per_channel"},
+    Scheme.INT4_BLOCK: {"dtype": "int4", "granularity": "per_block", "block_size": BLOCK},
+}
 
 
 def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
@@ -130,23 +132,13 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
 
 
 def compress(model: Any, plan: WeightPlan, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The model with its weights stored as planned. Raises SSDeviceError if a weight came out otherwise."""
+    """The model with its weights stored as planned. Raises SSDeviceError if a weight is stored otherwise."""
     import coremltools.optimize.coreml as cto
 
     linear, palettes = {}, {}
     for name, scheme in plan.schemes.items():
-        if scheme is Scheme.INT8:
-            linear[name] = cto.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype="int8", granularity="per_channel", weight_threshold=0
-            )
-        elif scheme is Scheme.INT4_CHANNEL:
-            linear[name] = cto.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype="int4", granularity="per_channel", weight_threshold=0
-            )
-        elif scheme is Scheme.INT4_BLOCK:
-            linear[name] = cto.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=BLOCK, weight_threshold=0
-            )
+        if scheme in LINEAR:
+            linear[name] = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **LINEAR[scheme])
         elif scheme is Scheme.PALETTE4:
             group = next(size for size in PALETTE_GROUPS if shapes[name][0] % size == 0)
             palettes[name] = cto.OpPalettizerConfig(
@@ -161,25 +153,17 @@ def compress(model: Any, plan: WeightPlan, shapes: Mapping[str, tuple[int, ...]]
     return model
 
 
-STORED = {
-    Scheme.INT8: "constexpr_blockwise_shift_scale",
-    Scheme.INT4_BLOCK: "constexpr_blockwise_shift_scale",
-    Scheme.INT4_CHANNEL: "constexpr_blockwise_shift_scale",
-    Scheme.PALETTE4: "constexpr_lut_to_dense",
-}
-
-
 def _check(spec: Any, plan: WeightPlan) -> None:
-    """coremltools passes over a weight it cannot compress with a line in a log; here that is an error."""
+    """Raise SSDeviceError for a weight that coremltools did not compress, for which it only writes a log message."""
     (function,) = spec.mlProgram.functions.values()
     (block,) = function.block_specializations.values()
     kinds = {operation.outputs[0].name: operation.type for operation in block.operations if operation.outputs}
     for name, scheme in plan.schemes.items():
-        expected = STORED.get(scheme)
-        if expected is None:
+        if scheme is Scheme.FLOAT16:
             continue
+        expected = "constexpr_blockwise_shift_scale" if scheme in LINEAR else "constexpr_lut_to_dense"
         found = [kind for output, kind in kinds.items() if output == name or output.startswith(f"{name}_")]
         if expected not in found:
             raise SSDeviceError(
-                f"weight {name} was to be stored as {scheme}; coremltools left it as {found or 'nothing'}"
+                f"weight {name} should be stored as {scheme}, but coremltools left it as {found or 'nothing'}"
             )

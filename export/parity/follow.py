@@ -62,7 +62,7 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
 
 
 class Walk:
-    """Calls of an artifact, each with the reference's rows as its past, and the reference after it."""
+    """Calls an artifact with the reference's rows as its past, and lets the reference follow each call."""
 
     def __init__(self, job: ExportJob, shown: Shown, bounds: Bounds) -> None:
         self.shown, self.bounds, self.geometry = shown, bounds, job.plan.geometry
@@ -92,7 +92,7 @@ class Walk:
         return token
 
     def step(self, root: int, drafts: Drafts, length: int, node: int) -> StepOut:
-        """One step over forced drafts that are to end at ``node``."""
+        """One step over forced drafts that should end at ``node``."""
         where = f"{STEP} to node {node}"
         call = self._call(STEP, {ROOT: _int(root), DRAFTS: np.array(drafts, np.int32)}, length)
         theirs = self.follower.follow(where, call, lambda: self.reference.step(root, drafts, length))
@@ -117,7 +117,7 @@ class Walk:
                 self._same_ids(where, f"{NEXT_DRAFTS}[{j},{rank}]", a, b, self.reference.streams[j])
 
     def _same_ids(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> None:
-        """Both chose from the same logits, up to what scaling them rounds."""
+        """Raise ParityError unless the ids are equal or nearly tied: both sides chose from the same logits."""
         if mine == theirs:
             return
         near = self.bounds.product * float(np.abs(logits).max())

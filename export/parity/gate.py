@@ -1,14 +1,15 @@
-"""The parity gate: what was exported against the torch reference, before anything is published.
+"""The parity gate: compares what was exported with the torch reference before anything is published.
 
-Two checks, and both must pass (docs/parity.md):
+Two checks must pass (docs/parity.md):
 
 ``follow``
-    Every product with the artifact's own rows, where a target can show them: nothing adds up, so bounds are tight.
+    Every product with the artifact's own rows, if the target can show them. Errors do not accumulate, so bounds are
+    tight.
 ``compare``
-    The artifact as it ships, through every way a step can end. A random or real model accepts few drafts of its own,
-    so drafts are forced: the reference's plain continuation stands on one tree path at a time and wrong ids stand
-    everywhere else. Differences do add up here, so they are held against those that the reference itself shows when
-    its numbers are changed by a rounding (``Spread``).
+    The artifact as it ships, through every way a step can end. A random or real model accepts few of its own drafts,
+    so drafts are forced: the reference's plain continuation is put on one tree path at a time, with wrong ids
+    everywhere else. Errors do accumulate here, so they are compared with the differences that the reference itself
+    shows when its numbers change by a rounding (``Spread``).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 FLOAT_JITTER = 1e-6
-"""Ten times what sums of float32 in another order differ by."""
+"""Ten times the difference between float32 sums in different orders."""
 QUANTIZED_JITTER = 1e-5
-"""More, so that the twin meets every kind of rounding edge that an artifact may meet."""
+"""Larger, so that the twin meets every kind of rounding edge that an artifact may meet."""
 HALF_JITTER = 1e-3
 """Two roundings to float16."""
 MAX_STEPS = 24
@@ -48,7 +49,7 @@ PLAIN_STEPS = 3
 
 @dataclass
 class Gate:
-    """A comparison in progress. ``twin``: the reference with jitter, which says how far two right results may part."""
+    """A comparison in progress. ``twin``: the reference with jitter, which shows how far right results may differ."""
 
     reference: TorchDriver
     twin: TorchDriver
@@ -64,12 +65,12 @@ class Gate:
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
-        """These tokens at ``length`` committed tokens on all sides, whatever each of them had accepted there."""
+        """Commit these tokens at ``length`` on all sides, whatever each of them has accepted there."""
         for driver in (self.artifact, self.twin, self.reference):
             run_prefill(driver, tokens, self.geometry.chunk, length)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
-        """Take in committed rows; raises ParityError for what cannot be compared at all."""
+        """Record committed rows. Raises ParityError for rows that cannot be compared."""
         mine = self.artifact.rows(start, end)
         if mine is None:
             return
@@ -79,7 +80,7 @@ class Gate:
         self.spread.rows(where, mine.astype(np.float32), self.twin.rows(start, end), theirs)
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
-        """Whether two ids agree. Where not, ``Spread.judge`` says later whether they were near enough."""
+        """Whether two ids agree. If not, ``Spread.judge`` decides later whether that was a near-tie."""
         if mine == theirs:
             return True
         if not 0 <= mine < len(logits):
@@ -107,10 +108,10 @@ class Gate:
 def check(
     job: ExportJob, artifact: Driver, jitter: float, shown: Shown | None = None, bounds: Bounds | None = None
 ) -> dict[str, float]:
-    """Follow the products, if they can be seen, then compare results; raises ParityError saying what is wrong, where.
+    """Follow the products, if the artifact shows them, then compare results. Returns facts for the manifest.
 
-    ``jitter``: relative, of the reference's twin: ``FLOAT_JITTER`` and its like. Returns what was seen, for the
-    manifest.
+    ``jitter``: relative jitter of the reference's twin, such as ``FLOAT_JITTER``. Raises ParityError, which says what
+    is wrong and where.
     """
     if shown is None or bounds is None:
         return compare(job, artifact, jitter)
@@ -136,7 +137,7 @@ def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_ST
 
 
 def _end_nodes(tree: Tree) -> list[int]:
-    """Nodes to end at: one of every depth first, deepest last of these, then the others."""
+    """The end nodes of the steps: one of every depth, in order of depth, then the others."""
     first = [tree.depths.index(depth) for depth in range(tree.depth + 1)]
     return first + [node for node in range(tree.size) if node not in first]
 
@@ -185,7 +186,7 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
         where = f"{STEP} {i + 1} (end node {node})"
         gate.spread.logits(gate.twin.main, reference.main)
         if not gate.same_tokens(f"{where}, the reference", theirs.tokens, truth[done + 1 : done + 2 + depth], node):
-            continue  # the reference itself left plain decoding at a near-tie; the next step writes over these rows
+            continue  # the reference itself left plain decoding at a near-tie; the next step overwrites these rows
         agrees = gate.same_tokens(where, mine.tokens, theirs.tokens, node)
         if agrees and twin.tokens == theirs.tokens:
             gate.same_rows(where, length, length + len(theirs.tokens))

@@ -1,17 +1,18 @@
-"""Every product of an artifact, checked with the rows that the artifact itself gave it.
+"""Checks every product of an artifact with the rows that the artifact itself gave it.
 
-Rounding differences grow with depth: a value on a rounding edge falls to the other side, the next layer sees another
+Rounding differences grow with depth: a value at a rounding edge falls to the other side, the next layer sees another
 input, and after thirty layers a correct export differs from its reference as much as quantization differs from float.
-No bound on final results tells such an export from a wrong one. So the reference does not run beside the artifact, it
-*follows* it. Wherever the model multiplies rows with a matrix,
+No bound on final results tells such an export from a wrong one. So the reference does not run independently of the
+artifact, it *follows* it. Wherever the model multiplies rows with a matrix,
 
-1. the rows that the artifact's product reads must be those that the reference has there: between two products lie only
+1. the rows that the artifact's product reads must be those of the reference: between two products there are only
    norms, rotary embeddings, attention and sums, in floats, so the bound is that of float rounding;
-2. the artifact's result must be what the reference's product, with its quantization, makes of **the artifact's** rows;
-3. the reference goes on with the artifact's result.
+2. the artifact's result must be what the reference's product, with its quantization, computes from **the artifact's**
+   rows;
+3. the reference continues with the artifact's result.
 
-Nothing adds up, so the bounds are those of one operation at any depth. The logits are products too: what follows from
-them (tokens, counts, drafts) must be equal, and rows to commit must agree as the rows of 1. do.
+So errors do not accumulate, and the bounds are those of one operation at any depth. The logits are products too: the
+tokens, counts and drafts chosen from them must be equal, and rows to commit must agree like the rows of 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Product:
-    """``weight``: the parameter's name as the artifact spells it; ``inputs [rows, K]``, ``outputs [rows, N]``."""
+    """``weight``: the parameter's name in the artifact; ``inputs [rows, K]``, ``outputs [rows, N]``."""
 
     weight: str
     inputs: Array
@@ -54,9 +55,9 @@ class Call:
 
 
 class Shown(Protocol):
-    """An artifact that shows its products. ``dtype``: of its cache; ``spell``: its name of a parameter.
+    """An artifact that shows its products. ``dtype``: that of its cache.
 
-    ``slotted``: low-rank terms are graph inputs, and part of the product of the linear they stand beside.
+    ``slotted``: low-rank terms are graph inputs, and part of the product of their linear.
     """
 
     dtype: type[np.generic]
@@ -66,17 +67,18 @@ class Shown(Protocol):
         """``past``: committed rows ``[2 * layers, length, kv_heads * head_dim]``."""
         ...
 
-    def spell(self, parameter: str) -> str: ...
+    def spell(self, parameter: str) -> str:
+        """The artifact's name of a parameter."""
+        ...
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """``rows``: how far a row that is read or committed may be from the reference's, relative to it (rms).
+    """Allowed relative differences (rms). ``rows``: of a row that is read or committed. ``product``: of a product.
 
-    ``product``: how far all of a product may be, likewise. ``column``: how far any of its columns may be in half of the
-    rows: a column whose scale is wrong is wrong in every row, a rounding edge shows in one.
-    ``bits``: of the significand of every value between products, if rows may also be as far from the reference's as
-    such a rounding makes them, within ``ROUNDING``.
+    ``column``: of any column in half of its rows; a wrong scale shows in every row, a rounding edge in one. ``bits``:
+    of the significand of every value between products, if rows may also differ as much as such a rounding makes them,
+    within ``ROUNDING``.
     """
 
     rows: float
@@ -86,24 +88,24 @@ class Bounds:
 
 
 FLOAT32 = Bounds(rows=2e-4, product=1e-4, column=1e-4)
-"""Float rounding of one operation, a hundred times what was measured."""
+"""Float rounding of one operation, a hundred times the measured differences."""
 QUANTIZED = Bounds(rows=2e-4, product=0.01, column=5e-3)
-"""Between products as in float32. In a product one input on a rounding edge may take the next level: with an outlier of
-twenty times the usual size that is 1 of 127 levels of it among some hundred inputs, less than 1 %."""
+"""Between products as in float32. Within a product one input at a rounding edge may take the next level. With an
+outlier of twenty times the usual size that is 1 of its 127 levels among some hundred inputs, less than 1 %."""
 FLOAT16 = Bounds(rows=0.01, product=2e-3, column=2e-3, bits=11)
-"""Every operation rounds to 11 bits. Where a model adds a huge value to a channel and takes it away many layers later,
-as SmolLM2 does, little is left of that row but the rounding of all sums between."""
+"""Every operation rounds to 11 bits. If a model adds a huge value to a channel and subtracts it many layers later, as
+SmolLM2 does, little remains of that row but the rounding of all sums in between."""
 ROUNDING = 3.0
 """An artifact rounds a few times more than the reference's operations, in its norms for example."""
 LARGEST = 1e30
-"""Beyond it, values stand for minus infinity and are not rounded."""
+"""Larger values represent minus infinity and are not rounded."""
 ENOUGH_ROWS = 8
-"""From how many rows on a column is looked at by itself."""
+"""Columns are checked one by one if a product has at least so many rows."""
 
 
 @dataclass
 class Follower:
-    """The reference's linears while it follows one call; ``worst_rows``, ``worst_product``, ``count``: over all."""
+    """Compares the reference's linears with an artifact's calls. ``worst_*`` and ``count``: over all calls."""
 
     model: StreamModel
     shown: Shown
@@ -135,7 +137,7 @@ class Follower:
 
     @contextmanager
     def _following(self, call: Call, rounding: bool) -> Iterator[None]:
-        """The model's linears give the call's results; with ``rounding`` they only note what they read."""
+        """The model's linears return the call's results; with ``rounding`` they only record what they read."""
         self._waiting, self._rounding = {}, rounding
         for product in call.products:
             if product.weight in self.by_weight:
@@ -209,7 +211,7 @@ class Follower:
             )
 
     def _rows_of(self, module: nn.Module, mine: Array, theirs: Array) -> Array:
-        """Which of the reference's rows an artifact computes: all, or the few that something later reads."""
+        """Which of the reference's rows an artifact computes: all, or the few that are read later."""
         if mine.shape[-1] != theirs.shape[-1] or not np.isfinite(mine).all():
             raise ParityError(f"{self.where}: {self._place(module)} reads rows of shape {mine.shape} or not finite")
         if len(mine) == len(theirs):
@@ -221,7 +223,7 @@ class Follower:
     def _place(self, module: nn.Module) -> str:
         """``layer 17, self_attn.q_proj``."""
         spelled = [name.split(".") for name in self.names[module]]
-        parts = next((parts for parts in spelled if "layers" in parts), spelled[0])  # adapters go by two names
+        parts = next((parts for parts in spelled if "layers" in parts), spelled[0])  # adapters have two names
         if "layers" in parts:
             at = parts.index("layers")
             return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :]).removesuffix('.base')}"
@@ -246,7 +248,7 @@ class RoundedTo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.Module, list[str]]:
-    """The modules that are one product each in an artifact, and the names of their weights' owners."""
+    """Each module that is one product in an artifact -> the names of its weight's owners."""
     owners: dict[int, list[str]] = {}
     linears: dict[int, nn.Module] = {}
     for name, part in model.named_modules(remove_duplicate=False):
@@ -254,14 +256,14 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
             linears[id(part)] = part
             owners.setdefault(id(part.weight), []).insert(0, name)
         elif isinstance(part, nn.Embedding):
-            owners.setdefault(id(part.weight), []).append(name)  # a tied head goes by the table's name too
+            owners.setdefault(id(part.weight), []).append(name)  # a tied head also has the table's name
     names = {key: owners[id(part.weight)] for key, part in linears.items()}
     if slotted:
         for part in model.modules():
             if isinstance(part, LowRank):
                 for factor in part.children():
                     linears.pop(id(factor), None)
-            # Streams that run beside main rows have their terms added to some rows only: not one product.
+            # Fused streams add their terms to some rows only, which is not one product.
             beside = isinstance(part, StreamRowAdapter) and not part.replace and schedule is Schedule.DEFERRED
             if (isinstance(part, LoraLinear) or beside) and id(part.base) in linears:
                 linears[id(part.base)] = part
@@ -269,23 +271,23 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
 
 
 def difference(mine: Array, theirs: Array) -> float:
-    """The largest relative difference (rms) of two rows that belong together; ``[rows, K]`` each."""
+    """The largest relative difference (rms) of corresponding rows, ``[rows, K]`` each."""
     size = np.sqrt(np.square(theirs).mean(axis=-1)) + 1e-12
     far = np.sqrt(np.square(mine - theirs).mean(axis=-1)) / size
     return float(np.nan_to_num(far, nan=np.inf).max(initial=0.0))
 
 
 def product_difference(mine: Array, theirs: Array) -> float:
-    """The relative difference (rms) of two products ``[rows, N]``, rows of any size counting alike."""
+    """The relative difference (rms) of two products ``[rows, N]``, in which each row has the same weight."""
     scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
     far = np.sqrt(np.square((mine - theirs) / scale).mean())
     return float(np.nan_to_num(far, nan=np.inf))
 
 
 def worst_column(mine: Array, theirs: Array) -> tuple[int, float]:
-    """The column ``[rows]`` that differs most in the middle of its rows, and by how much of its usual size.
+    """The column with the largest median difference, and that difference relative to the column's median size.
 
-    0 where rows are few. Columns that are nearly nothing count as a third of a usual one.
+    0 if there are few rows. The size of a column counts as at least a third of the usual size.
     """
     if len(mine) < ENOUGH_ROWS:
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""Both sides of the parity gate: the torch reference and what an exported artifact must offer."""
+"""The torch reference of the parity gate, and the interface that exported artifacts share with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportJob
-from ssdevice.model.reference import Cache, int32
+from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule
 
 Array = np.ndarray[Any, Any]
@@ -22,16 +22,41 @@ Drafts = list[list[int]]
 FIRST_PROMPT_ID = 3
 
 
+@dataclass
+class Cache:
+    """Committed rows, ``[layers, 2, 1, kv_heads, capacity, head_dim]``, and how many are valid."""
+
+    rows: Tensor
+    length: int = 0
+
+    def past(self) -> list[KeyValue]:
+        """Per layer (keys, values) of the valid rows, rounded up so that there is always one."""
+        end = max(self.length, 1)
+        return [(layer[0][:, :, :end], layer[1][:, :, :end]) for layer in self.rows]
+
+    def commit(self, rows: Sequence[KeyValue], count: int) -> None:
+        """Append the first ``count`` of the new rows of every layer."""
+        for layer, (keys, values) in zip(self.rows, rows, strict=True):
+            layer[0, :, :, self.length : self.length + count] = keys[:, :, :count]
+            layer[1, :, :, self.length : self.length + count] = values[:, :, :count]
+        self.length += count
+
+
+def int32(value: int) -> Tensor:
+    """A contract integer: shape [1]."""
+    return torch.tensor([value], dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class StepOut:
-    """``tokens``: those that count. ``drafts``: γ rows of k ids."""
+    """The result of a step: ``tokens`` are those that count, ``drafts`` γ rows of k ids."""
 
     tokens: list[int]
     drafts: Drafts
 
 
 class Driver(Protocol):
-    """One conversation with an exported artifact; it commits what a call gives at ``length``."""
+    """One conversation with an exported artifact. Each call commits its rows at ``length``."""
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         """Commit 1 to C tokens: (the next token, drafts)."""
@@ -46,15 +71,15 @@ class Driver(Protocol):
         ...
 
     def rows(self, start: int, end: int) -> Array | None:
-        """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None where they cannot be read."""
+        """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None if they cannot be read."""
         ...
 
 
 class TorchDriver:
     """The reference as a Driver. ``main``/``streams``: logits of the last call, ``[rows, V]`` each.
 
-    ``jitter``: relative size of random changes to every product and norm, drawn from ``seed``: a reference that rounds
-    elsewhere. Where quantization amplifies such changes it shows by how much.
+    ``jitter``: relative size of random changes to every product and embedding, drawn from ``seed``. Such a reference
+    rounds at other places, and shows how much quantization amplifies that.
     """
 
     def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
@@ -163,7 +188,7 @@ def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.r
 
 
 def random_prompt(g: Geometry, length: int) -> list[int]:
-    """Ids that make rows unlike each other."""
+    """Random ids, so that rows differ from each other."""
     draw = np.random.default_rng(0)
     return [int(i) for i in draw.integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
 

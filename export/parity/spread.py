@@ -1,8 +1,9 @@
-"""How far two right results of one model may part, measured on the model itself.
+"""How far two right results of a model may differ, measured on the model itself.
 
-The reference runs twice: as it is, and with random changes of every product, a little larger than the artifact's
-rounding. Where depth, outlier channels or rounding to levels amplify such changes, the two part, layer by layer, as far
-as any correct artifact may part from either. What an artifact shows beyond a factor of that is its own fault.
+The reference runs twice: unchanged, and with random changes of every product that are slightly larger than the
+artifact's rounding. Depth, outlier channels and rounding to levels amplify such changes. So the two runs differ, layer
+by layer, as much as a correct artifact may differ from either. An artifact that differs by more than a factor of that
+is wrong.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from ssdevice.errors import ParityError
 
 Array = np.ndarray[Any, Any]
 FACTOR = 2.0
-"""An artifact's differences over the spread. Both are samples of one distribution, over dozens of rows."""
+"""Allowed ratio of an artifact's differences to the spread. Both sample the same distribution, over dozens of rows."""
 TIE_FACTOR = 6.0
-"""The margin of a near-tie over the change of a logit (rms): three times what two logits change against each other."""
+"""Allowed ratio of a near-tie's margin to the change of a logit (rms): three times the change of a difference."""
 FLOOR = 10.0
 """Differences of this many jitters are never a fault."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Two ids that differ, and how far apart the reference's logits of them are."""
+    """Two ids that differ, and the distance of the reference's logits for them."""
 
     where: str
     name: str
@@ -36,8 +37,8 @@ class Tie:
 
 @dataclass
 class Spread:
-    """Sums of squares by keys and values of each layer ``[2 * layers]``: the artifact's differences, the twin's, and
-    of the rows themselves. ``changes``: of the twin's logits (rms), in the row of each call that changes most."""
+    """Sums of squares by keys and values of each layer ``[2 * layers]``: differences of the artifact and of the twin,
+    and the rows themselves. ``changes``: of the twin's logits (rms), for each call in the row that changes most."""
 
     artifact: Array | None = None
     twin: Array | None = None
@@ -47,24 +48,24 @@ class Spread:
     scale: float = 0.0
 
     def rows(self, where: str, mine: Array, twin: Array, theirs: Array) -> None:
-        """Take in committed rows ``[2 * layers, n, width]`` of all sides."""
+        """Record committed rows ``[2 * layers, n, width]`` of all sides."""
         sums = [np.square(part.astype(np.float64)).sum(axis=(1, 2)) for part in (mine - theirs, twin - theirs, theirs)]
         if self.artifact is None or self.twin is None or self.size is None:
             self.artifact, self.twin, self.size = (np.zeros_like(part) for part in sums)
         self.artifact, self.twin, self.size = self.artifact + sums[0], self.twin + sums[1], self.size + sums[2]
 
     def logits(self, twin: Array, theirs: Array) -> None:
-        """Take in logits ``[rows, V]`` of the same rows."""
+        """Record logits ``[rows, V]`` of the same rows."""
         if len(theirs):
             self.changes.append(float(np.sqrt(np.square(twin - theirs).mean(axis=-1)).max()))
             self.scale = max(self.scale, float(np.abs(theirs).max()))
 
     def tie(self, where: str, name: str, mine: int, theirs: int, margin: float) -> None:
-        """Take in two ids that differ."""
+        """Record two ids that differ."""
         self.ties.append(Tie(where, name, mine, theirs, margin))
 
     def facts(self) -> dict[str, float]:
-        """Of the layer where the artifact is farthest from the reference, and of ids that differ."""
+        """The largest differences of rows, of ids and of logits, for the manifest."""
         mine, twin = self.relative()
         return {
             "rows": float(mine.max(initial=0.0)),
@@ -82,7 +83,7 @@ class Spread:
         return np.sqrt(self.artifact / size), np.sqrt(self.twin / size)
 
     def judge(self, jitter: float) -> None:
-        """Raises ParityError naming the first layer, or else the first id, that is beyond the spread."""
+        """Raise ParityError, which names the first layer, or else the first id, that is beyond the spread."""
         mine, twin = self.relative()
         allowed = FACTOR * twin + FLOOR * jitter
         beyond = np.flatnonzero(mine > allowed)
@@ -100,6 +101,6 @@ class Spread:
                 raise ParityError(
                     f"{tie.where}: {tie.name} is {tie.mine}, the reference says {tie.theirs} and prefers it by "
                     f"{tie.margin:.3g}; a near-tie of this model is at most {near:.3g}. All committed rows agree, so "
-                    "the fault lies in the streams, the head or the choice among candidates; the bundle was not "
+                    "the fault is in the streams, the head or the choice among candidates; the bundle was not "
                     "published"
                 )

@@ -1,6 +1,6 @@
-"""Core ML bundles: on a Mac through Core ML itself, elsewhere operation by operation in NumPy.
+"""Core ML bundles: run by Core ML on a Mac, elsewhere operation by operation in NumPy.
 
-Both keep the cache in the package's own state, so a call moves only integers.
+Both keep the cache in the package's state, so a call moves only integers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MODEL = "model"
 SETTINGS = "settings"
 SPECIFICATION = 9
-"""Version of a package's model file from which it can have states: iOS 18 and macOS 15."""
-SLOW = "ssdevice: Core ML runs on Apple's systems alone; here its operations run in NumPy one by one, slowly"
+"""First version of the model file that supports states: iOS 18 and macOS 15."""
+SLOW = "ssdevice: Core ML runs only on Apple's systems; here its operations run in NumPy one by one, slowly"
 
 
 class Program(ABC):
@@ -42,19 +42,19 @@ class Program(ABC):
 
     @abstractmethod
     def make_state(self, function: str) -> Any:
-        """A new cache, zero; all functions declare the same, but a target may want to know one."""
+        """A new zeroed cache. All functions declare the same one, but Core ML creates it from one of them."""
 
     @abstractmethod
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
-        """Outputs of one call, by name; the state is changed."""
+        """Outputs of one call by name. Updates the state."""
 
     def read(self, state: Any, name: str) -> NDArray[Any] | None:
-        """A tensor of a state; None where it cannot be read."""
+        """A tensor of a state; None if it cannot be read."""
         return None
 
 
 class AppleProgram(Program):
-    """One MLModel per function, opened when it is first called; ``compute_units`` as coremltools spells them."""
+    """One MLModel per function, opened on its first call; ``compute_units``: a name that coremltools knows."""
 
     def __init__(self, package: Path, compute_units: str) -> None:
         try:
@@ -81,7 +81,7 @@ class AppleProgram(Program):
 
 
 class NumPyProgram(Program):
-    """The interpreter of saved programs."""
+    """A program run by the interpreter in ``ssdevice.mil``."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter
@@ -98,7 +98,7 @@ class NumPyProgram(Program):
 
 
 class CoreMLEngine(Engine):
-    """A package opened for one app. ``names``: what the package calls the app's functions of the contract."""
+    """A package opened for one app. ``names``: the contract's functions -> their names in the package."""
 
     def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), program.package)
@@ -115,7 +115,7 @@ class CoreMLEngine(Engine):
 
 
 class CoreMLCache(Cache):
-    """One state of the package; ``state``: made when it is first needed."""
+    """One state of the package, created on first use."""
 
     def __init__(self, engine: CoreMLEngine, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -152,7 +152,7 @@ class CoreMLCache(Cache):
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
-    """The engine of a Core ML bundle; raises BundleError for one of another cache form."""
+    """The engine of a Core ML bundle. Raises BundleError for another cache form or another package."""
     if bundle.manifest.cache is not CacheForm.INTERNAL:
         raise BundleError(
             f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.INTERNAL}"
@@ -172,14 +172,14 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
 
 
 def app_functions(bundle: Bundle, app: str | None) -> Mapping[str, str]:
-    """The contract's functions that an app has (None: the default one), and what the package calls them."""
+    """The contract's functions of an app (None: the default one) -> their names in the package."""
     return bundle.app(app).functions or {name: name for name in bundle.functions}
 
 
 def check_package(package: Package, functions: Mapping[str, FunctionSpec], names: Mapping[str, str]) -> None:
-    """Raise BundleError unless a package has an app's functions with the contract's tensors, and states at all.
+    """Raise BundleError unless a package supports states and has an app's functions with the contract's tensors.
 
-    ``functions``: what the manifest says of them; ``names``: what the package calls them.
+    ``functions``: their specs in the manifest; ``names``: their names in the package.
     """
     if package.specification_version < SPECIFICATION:
         raise BundleError(
@@ -190,7 +190,7 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
         expected, found = functions[name], package.spec(function)
         for kind in ("inputs", "outputs", "states"):
             wanted, given = set(getattr(expected, kind)), set(getattr(found, kind))
-            if kind == "outputs" and name == PREFILL:  # apps without streams draft nothing
+            if kind == "outputs" and name == PREFILL:  # apps without streams have no drafts
                 wanted -= {tensor for tensor in wanted - given if tensor.name == NEXT_DRAFTS}
             if wanted != given:
                 odd = min(wanted ^ given, key=lambda tensor: (tensor.name, tensor in wanted))

@@ -20,7 +20,7 @@ PACKAGE = "package"
 
 
 class CoreMLTarget(RuntimeTarget):
-    """One package; apps are functions of it."""
+    """One package whose functions are the apps."""
 
     name = "coreml"
     extra = "coreml"
@@ -33,7 +33,7 @@ class CoreMLTarget(RuntimeTarget):
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.bundle.manifest import AdapterKind
 
-        # The apps' adapters are not kept apart from the package: their folders are the caller's to name again.
+        # The bundle does not contain the apps' adapters, so the user must name their folders again.
         manifest = bundle.manifest
         apps = " ".join(f"--adapter {app.name}=DIR" for app in manifest.apps if app.kind is not AdapterKind.BASE)
         raise InputError(

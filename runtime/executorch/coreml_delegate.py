@@ -1,7 +1,7 @@
-"""Programs whose functions are lowered to Core ML, where there is no Core ML: their delegates in the MIL interpreter.
+"""Runs programs that are lowered to Core ML on machines without Core ML, with the MIL interpreter.
 
-So the very file that a phone gets can be run here: instruction by instruction as its flatbuffer says, delegates by
-``ssdevice.mil``. That is slow, and proves integers and rows, not what a device makes of them.
+So the same file that a phone gets can be run here: instruction by instruction from its flatbuffer, delegates by
+``ssdevice.mil``. This is slow. It verifies integers and rows, but not a device's arithmetic.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ssdevice.mil.program import Program as Interpreter
 from ssdevice.runtime.executorch.delegates import Delegate, Method, open_delegates
 from ssdevice.runtime.notice import say_once
 
-SLOW = "ssdevice: Core ML delegates run on Apple's systems alone; here their operations run in NumPy one by one, slowly"
+SLOW = "ssdevice: Core ML delegates run only on Apple's systems; here their operations run in NumPy one by one, slowly"
 Array = NDArray[Any]
 
 
 class InterpretedProgram:
-    """A program with Core ML delegates, with what LoadedProgram uses of ``executorch.runtime.Program``.
+    """A program with Core ML delegates; it has the part of ``executorch.runtime.Program`` that LoadedProgram uses.
 
-    ``program``: ExecuTorch's own of the same file, which tells shapes and runs methods without delegates. Raises
-    BundleError for a file that calls anything but such delegates and writes of the cache.
+    ``program``: ExecuTorch's own object for the same file, which knows shapes and runs methods without delegates.
+    Raises BundleError for a file that calls anything but such delegates and writes of the cache.
     """
 
     def __init__(self, file: Path, program: Any) -> None:
@@ -42,7 +42,7 @@ class InterpretedProgram:
         }
 
     def load_method(self, name: str) -> Any:
-        """A method, under ``_method`` as ExecuTorch has it."""
+        """A method, with the attribute ``_method`` of ExecuTorch's class."""
         if name not in self._methods:
             return self._program.load_method(name)
         return InterpretedMethod(self._methods[name], self.interpreter, self.states, self._program.metadata(name))
@@ -68,13 +68,13 @@ class InterpretedMethod:
         return self._metadata
 
     def get_attribute(self, name: str) -> Any:
-        """A live tensor that outlives calls; raises RuntimeError as ExecuTorch does."""
+        """A live tensor of the program's state. Raises RuntimeError, as ExecuTorch does."""
         if name not in self._states:
             raise RuntimeError(f"no tensor {name}")
         return self._from_numpy(self._states[name])
 
     def call(self, tensors: Sequence[Any], clone_outputs: bool = True) -> list[Any]:
-        """Every instruction in order. Outputs are new, however asked. Raises RuntimeError as ExecuTorch does."""
+        """Run every instruction in order. Outputs are always new. Raises RuntimeError, as ExecuTorch does."""
         method = self._called
         held: dict[int, Array] = {
             place: self._states[value.name] for place, value in method.values.items() if value.name

@@ -1,7 +1,7 @@
-"""What a program with Core ML delegates says: its methods, and the package that they share.
+"""Reads a program with Core ML delegates: its methods, and the package that they share.
 
-ExecuTorch's Core ML backend puts one package of a function per method into a segment of the file, as a folder written
-flat. The only operator outside delegates is the write of new rows into the cache; anything else is refused.
+ExecuTorch's Core ML backend stores one package, with a function per method, in a segment of the file, as a flattened
+folder. The only operator outside delegates is the write of new rows into the cache; anything else is refused.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, se
 
 WRITE = "aten::index_put_"
 REFERENCE = b"CMJR"
-"""Begins the data of a delegate that shares its package with others, and says where that is."""
+"""Prefix of the data of a delegate that refers to a shared package."""
 PACKAGE = "model.mlpackage"
 METADATA = "metadata.json"
 MAX_DIRECTORY_BYTES = 1 << 20
 SCALARS: Mapping[int, type[np.generic]] = {3: np.int32, 4: np.int64, 6: np.float32}
-"""Numpy's types by ExecuTorch's ScalarType, as far as a step's tensors need them."""
+"""ExecuTorch's ScalarType -> NumPy's types, for the types that a step's tensors have."""
 TENSOR, OPTIONAL_TENSORS = 5, 11
 """Members of the union KernelTypes."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a method. ``name``: of one that outlives a call."""
+    """A tensor of a method. ``name``: set only if it outlives a call."""
 
     shape: tuple[int, ...]
     dtype: type[np.generic]
@@ -46,7 +46,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Delegate:
-    """A call of a function of the package; ``inputs``, ``outputs``: its names, and the values that stand for them."""
+    """A call of a function of the package; ``inputs`` and ``outputs``: its tensors' names with the method's values."""
 
     function: str
     inputs: tuple[tuple[str, int], ...]
@@ -64,7 +64,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Method:
-    """A method as its flatbuffer has it; integers are places among ``values``."""
+    """A method as in its flatbuffer; integers are indices into ``values``."""
 
     values: Mapping[int, Value]
     inputs: tuple[int, ...]
@@ -73,7 +73,7 @@ class Method:
 
 
 def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
-    """Methods with Core ML delegates by name, and their package, whose files are kept as long as it is.
+    """The methods with Core ML delegates by name, and their package, whose files live as long as it does.
 
     Raises BundleError for a program that calls anything but such delegates and writes of the cache.
     """
@@ -85,7 +85,7 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
         interpreter = Interpreter(package)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, BundleError):  # the folder is nobody's but ours
+        if isinstance(error, BundleError):  # users do not know the temporary folder
             raise BundleError(str(error).replace(str(folder), str(file))) from error
         raise
     weakref.finalize(interpreter, shutil.rmtree, folder, ignore_errors=True)
@@ -93,7 +93,7 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
 
 
 def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
-    """Raise BundleError unless delegates take and give what the program has laid out memory for."""
+    """Raise BundleError unless the delegates' tensors have the shapes and types that the program expects."""
     for name, method in methods.items():
         for call in method.instructions:
             if not isinstance(call, Delegate):
@@ -111,7 +111,7 @@ def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
 
 
 class _Reader:
-    """The methods of a program, and the package that they share, written into a folder."""
+    """Reads the methods of a program and unpacks the package that they share into a folder."""
 
     def __init__(self, data: Data, root: Table, folder: Path) -> None:
         self.data, self.root, self.folder = data, root, folder
@@ -121,7 +121,7 @@ class _Reader:
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
     def methods(self) -> dict[str, Method]:
-        """By name, those with delegates."""
+        """The methods with delegates by name."""
         return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
 
     def _method(self, plan: Table) -> Method:
@@ -148,7 +148,7 @@ class _Reader:
         start, size = self.segments[place.integer(1)]
         payload = self.data[start : start + size]
         if entry.text(0) != COREML or place.byte(0) != SEGMENT or payload[:4] != REFERENCE:
-            raise ValueError(f"a delegate {entry.text(0)!r} without a package that methods share")
+            raise ValueError(f"a delegate {entry.text(0)!r} without a shared package")
         reference = json.loads(payload[4:].rstrip(b"\0"))
         function, key = str(reference["functionName"]), str(reference["key"])
         self._unpack(key)
@@ -163,7 +163,7 @@ class _Reader:
         )
 
     def _unpack(self, key: str) -> None:
-        """Write the folder that a segment holds: its files, then backwards a directory of them in JSON."""
+        """Write the folder in a segment, which holds its files, then a JSON directory in reverse byte order."""
         if key == self.key:
             return
         if self.key:
@@ -179,7 +179,7 @@ class _Reader:
 
 
 class _Folder:
-    """A folder written flat: ``nodes``, the last of them the folder itself, and the bytes of its files."""
+    """A flattened folder: ``nodes``, of which the last is the folder itself, and the bytes of its files."""
 
     def __init__(self, nodes: Sequence[Any], blob: bytes) -> None:
         self.nodes, self.blob = nodes, blob
@@ -187,14 +187,14 @@ class _Folder:
         self.waiting = set(range(len(nodes)))
 
     def write(self, number: int, target: Path) -> None:
-        """Write a node where ``target`` says. Each is written once, and all files together are no larger than blob."""
+        """Write a node to ``target``. Each node is written once, and all files together are no larger than the blob."""
         self.waiting.remove(number)
         node = self.nodes[number]
         if node["kind"] == 0:
             start, size = int(node["dataRegion"]["offset"]), int(node["dataRegion"]["size"])
             self.room -= size
             if not 0 <= start <= start + size <= len(self.blob) or self.room < 0:
-                raise ValueError(f"{target.name} lies at {start} of {len(self.blob)} bytes")
+                raise ValueError(f"{target.name} is at {start} of {len(self.blob)} bytes")
             target.write_bytes(self.blob[start : start + size])
             return
         target.mkdir(exist_ok=True)
@@ -216,8 +216,8 @@ def _write(entries: Sequence[Table], arguments: Sequence[int]) -> Write:
     """``index_put_(state, [None, at], rows, accumulate=False)``."""
     state, indices, rows, accumulate = arguments[:4]
     if entries[indices].byte(0) != OPTIONAL_TENSORS or entries[accumulate].table(1).byte(0):
-        raise ValueError("a write that is not one of rows")
+        raise ValueError("a write that is not of rows")
     over, at = entries[indices].table(1).integers(0)
     if over != -1:
-        raise ValueError("a write that is not one of rows")
+        raise ValueError("a write that is not of rows")
     return Write(state, at, rows)

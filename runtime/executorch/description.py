@@ -1,7 +1,5 @@
-"""What ``ssdevice inspect`` adds for an ExecuTorch bundle: what each method hands to delegates, and what it does not.
-
-These are counts of calls, read from the file.
-"""
+"""What ``ssdevice inspect`` adds for an ExecuTorch bundle: each method's calls to delegates and to portable kernels,
+counted in the file."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def describe_program(file: Path) -> dict[str, Any]:
 
 
 def print_program(console: Console, methods: dict[str, Any]) -> None:
-    """``describe_program`` as a table, and by method the kernels it calls most."""
+    """Print the result of ``describe_program`` as a table, then the most frequent kernels of each method."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""ExecuTorch bundles: one program whose functions share a KV cache that the program owns."""
+"""ExecuTorch bundles: one program that owns a KV cache, which its functions share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROGRAM = "program"
 """Role of the program file."""
 CACHE_DTYPE = "float32"
 LOGITS = "logits"
-"""Last output of ``step`` and ``step_plain`` beyond the contract, of programs exported with it: ``[T, V]``."""
+"""An additional last output ``[T, V]`` of ``step`` and ``step_plain``, in programs exported with it."""
 
 
 class ExecutorchEngine(Engine):
     """A program opened for one app. ``names``: the contract's functions that the app has.
 
-    ``program``: one that other engines use too; None: this engine's own. ``adapter``: what the app puts into the
-    program's slots. Raises BundleError as LoadedProgram does.
+    ``program``: one that other engines share; None: this engine loads its own. ``adapter``: the app's tensors for the
+    program's slots. Raises BundleError, see LoadedProgram.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ExecutorchEngine(Engine):
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions, copy: Path | None = None) -> Self:
-        """The engine of an app; raises BundleError for another cache form or a program that does not load.
+        """The engine of an app. Raises BundleError for another cache form or a program that does not load.
 
-        ``copy``: the bundle's program in another file, which is opened for this engine alone.
+        ``copy``: a copy of the bundle's program, which only this engine opens.
         """
         manifest, file, found = bundle.manifest, copy or bundle.file(PROGRAM), bundle.app(app)
         if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
@@ -74,7 +74,7 @@ class ExecutorchEngine(Engine):
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 
     def outputs(self, function: str) -> list[str]:
-        """Names of what a function gives: the contract's tensors that have elements, and logits where it gives them."""
+        """Names of a function's outputs: the contract's tensors that have elements, and logits if it returns them."""
         if function not in self._outputs:
             names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
             more = self.program.method(function).method_meta().num_outputs() - len(names)
@@ -93,7 +93,7 @@ class ExecutorchEngine(Engine):
 
 
 class ExecutorchCache(Cache):
-    """The program's cache while it is this one's turn; see ``program.Seated``. ``logits``: whether calls give them."""
+    """The program's cache while it has the turn, see ``program.Seated``. ``logits``: whether calls return them."""
 
     logits = False
 
@@ -122,12 +122,12 @@ class ExecutorchCache(Cache):
             names = engine.outputs(function)
             if len(out) != len(names):
                 raise BundleError(
-                    f"{engine.file}: {function} gives {len(out)} tensors, expected {len(names)}; "
+                    f"{engine.file}: {function} returned {len(out)} tensors, expected {len(names)}; "
                     "export the bundle again"
                 )
             arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or self.logits}
             self.native_seconds += perf_counter() - clock
-            # The program's next call, whoever makes it, writes over its outputs.
+            # The next call of the program, by any engine, overwrites its outputs.
             return {name: array.copy() for name, array in arrays.items()}
 
     def rows(self, start: int, end: int) -> Array:
@@ -146,7 +146,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Exec
 
 
 def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec]:
-    """The signatures of some of the contract's functions as a program has them."""
+    """The specs of some of the contract's functions in the form that programs have."""
     every = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     return {name: every[name] for name in names}
 

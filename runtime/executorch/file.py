@@ -1,7 +1,7 @@
-"""What an ExecuTorch program holds, read from its file alone: calls of each method, to delegates and to kernels.
+"""The contents of an ExecuTorch program, read from its file without ExecuTorch: each method's calls to delegates and
+kernels.
 
-What XNNPACK made of the operators it took lies in a segment of its own, again a flatbuffer. Only what is counted here
-is followed, and nothing of ExecuTorch is needed.
+XNNPACK stores the operators that it took in a separate segment, again a flatbuffer. Only what is counted here is read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ssdevice.runtime.executorch.flatbuffer import LIMIT, Data, Table, read_prog
 KERNEL, DELEGATE = 1, 2
 """Members of the union InstructionArguments that are calls; the others move values within the program."""
 SEGMENT = 1
-"""DataLocation: a delegate's data are a segment rather than part of the flatbuffer."""
+"""DataLocation of delegates whose data is a segment, not part of the flatbuffer."""
 XNNPACK = b"XH00"
 COREML = "CoreMLBackend"
 
 
 @dataclass(frozen=True)
 class DelegateCalls:
-    """A delegate of a method. ``nodes``: operators in it; None for another backend than XNNPACK."""
+    """A delegate of a method. ``nodes``: number of its operators; None for other backends than XNNPACK."""
 
     backend: str
     nodes: int | None
@@ -31,9 +31,9 @@ class DelegateCalls:
 
 @dataclass(frozen=True)
 class MethodCalls:
-    """What one method calls. ``kernels``: portable calls by operator; ``runs``: calls of kernels in a row.
+    """The calls of one method. ``kernels``: portable calls by operator.
 
-    ``runs`` begins with those before the first delegate and ends with those after the last.
+    ``runs``: the number of kernel calls before the first delegate, between delegates, and after the last one.
     """
 
     delegates: tuple[DelegateCalls, ...]
@@ -47,12 +47,12 @@ class MethodCalls:
 
 
 def read_calls(file: Path) -> dict[str, MethodCalls]:
-    """The methods of a program that take inputs, by name; raises BundleError for a file that is no whole program."""
+    """The methods of a program that take inputs, by name. Raises BundleError for a damaged file."""
     return read_program(file, _methods)
 
 
 def has_coreml(file: Path) -> bool:
-    """Whether a program has Core ML delegates; raises BundleError for a file that is no whole program."""
+    """Whether a program has Core ML delegates. Raises BundleError for a damaged file."""
     return read_program(file, lambda _, root: any(is_coreml(plan) for plan in root.tables(1)))
 
 
@@ -74,7 +74,7 @@ def _calls(data: Data, program: Table, plan: Table) -> MethodCalls:
     for chain in plan.tables(5):
         for instruction in chain.tables(2):
             seen += 1
-            if seen > LIMIT:  # vectors may be shared, so the file's size does not bound this
+            if seen > LIMIT:  # vectors may be shared, so the size of the file is no bound
                 raise ValueError(f"a method of more than {LIMIT} instructions")
             kind = instruction.byte(0)
             if kind == DELEGATE:

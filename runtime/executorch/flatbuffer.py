@@ -1,4 +1,7 @@
-"""How a ``.pte`` file is read: a flatbuffer (ExecuTorch's schema/program.fbs), then segments; offsets are checked."""
+"""Reads ``.pte`` files: a flatbuffer (ExecuTorch's schema/program.fbs), then segments. All offsets are checked.
+
+ExecuTorch ships accessors for this schema, but importing them loads torch, and they do not check bounds.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from ssdevice.errors import BundleError
 IDENTIFIER = b"ET12"
 EXTENDED = b"eh00"
 LIMIT = 1 << 20
-"""Entries of a vector beyond which a file is taken for damaged."""
+"""A file with a longer vector is considered damaged."""
 Data = bytes | mmap.mmap
 Found = TypeVar("Found")
 
 
 def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
-    """What ``read`` finds in a program's bytes and root table; raises BundleError for what is no whole program."""
+    """The result of ``read`` on a program's bytes and root table. Raises BundleError for a damaged file."""
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[4:8] != IDENTIFIER:
-                raise ValueError(f"it does not begin as {IDENTIFIER.decode()} programs do")
+                raise ValueError(f"it does not begin like {IDENTIFIER.decode()} programs")
             root = Table.root(data, 0)
             for entry in root.tables(4):
                 segment(data, entry)
@@ -36,9 +39,9 @@ def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
 
 
 def segment(data: Data, entry: Table) -> tuple[int, int]:
-    """Where a segment begins in the file, and its size."""
+    """A segment's offset in the file and its size."""
     if data[8:12] != EXTENDED:
-        raise ValueError("segments without a header that says where")
+        raise ValueError("segments without the extended header")
     (first,) = struct.unpack_from("<Q", data, 24)
     start, size = first + entry.long(0), entry.long(1)
     if start + size > len(data):
@@ -48,7 +51,7 @@ def segment(data: Data, entry: Table) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Table:
-    """A flatbuffer table; fields by their number in the schema, which counts both parts of a union."""
+    """A flatbuffer table. Fields are read by their number in the schema, where a union counts as two."""
 
     data: Data
     at: int
@@ -58,7 +61,7 @@ class Table:
         return cls(data, at + _unsigned(data, at))
 
     def _field(self, number: int) -> int | None:
-        """Where a field lies; None if it is left at its default."""
+        """Offset of a field; None if it has its default."""
         (back,) = struct.unpack_from("<i", self.data, self._checked(self.at))
         table = self._checked(self.at - back)
         (size,) = struct.unpack_from("<H", self.data, table)
@@ -74,7 +77,7 @@ class Table:
         return at
 
     def has(self, number: int) -> bool:
-        """Whether a field is not left at its default."""
+        """Whether a field is present, not left at its default."""
         return self._field(number) is not None
 
     def byte(self, number: int) -> int:
@@ -90,7 +93,7 @@ class Table:
         return 0 if at is None else int(struct.unpack_from("<Q", self.data, at)[0])
 
     def vector(self, number: int) -> tuple[int, int]:
-        """Where the entries of a vector begin, and how many there are."""
+        """Offset of the first entry of a vector, and the number of entries."""
         at = self._field(number)
         if at is None:
             return 0, 0

@@ -1,9 +1,9 @@
-"""A loaded ExecuTorch program: its functions, the cache and the slots it owns, and whose turn it is.
+"""A loaded ExecuTorch program: its functions, the cache and slots that it owns, and the conversation that has them.
 
-The cache and the slots are one each per loaded program. Conversations take turns in them: whoever is called next puts
-the rows of the one before aside and its own back, and its app's adapter into the slots, which copies nothing as long as
-one conversation goes on. ExecuTorch's Python binding takes torch tensors, so torch is loaded here, behind the binding;
-a phone's runtime needs neither.
+A loaded program has a single cache and a single set of slots, so conversations take turns. The one that is called next
+saves the rows of the previous one, restores its own, and puts its app's adapter into the slots; while one conversation
+continues, nothing is copied. ExecuTorch's Python binding takes torch tensors, so torch is loaded here, behind the
+binding; a phone's runtime needs neither.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
 
 OPERATORS = "executorch.kernels.quantized"
-"""Registers the operators of quantized embeddings; a program that has them does not load without."""
+"""Importing it registers the operators of quantized embeddings, without which programs that use them do not load."""
 SET_ADAPTER = "set_adapter"
-"""The method that fills the slots, where a program has any: one input for each, in the order of their names."""
+"""The method that fills the slots of a program that has any: one input per slot, in the order of their names."""
 SCHEMA = "schema_version"
-"""The constant method that says how everything else is to be read."""
+"""The constant method that returns the version of the program's schema."""
 Array = NDArray[np.float32]
 
 
 class _ThreadPool:
-    """The number of threads is one per process, and may change only while no function of any program is loaded."""
+    """ExecuTorch's thread pool: one per process, resizable only while no function of any program is loaded."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collected program may release it wherever memory is asked for
+        self.lock = threading.RLock()  # reentrant: a garbage-collected program may release it at any allocation
         self.loaded = 0
 
     def acquire(self, threads: int) -> None:
-        """Before a function is loaded: make the pool this large (0: leave it); raises InputError if it is too late."""
+        """Call before loading a function. Resizes the pool (0: leave it); raises InputError if that is impossible."""
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
         with self.lock:
             if threads and self.loaded and threads != portable._threadpool_get_thread_count():
                 raise InputError(
-                    f"{threads} threads: ExecuTorch has one pool per process, and it runs with "
-                    f"{portable._threadpool_get_thread_count()} already; close the other sessions first"
+                    f"{threads} threads: ExecuTorch has one pool per process, which already runs with "
+                    f"{portable._threadpool_get_thread_count()}; close the other sessions first"
                 )
             if threads and not self.loaded:
                 portable._unsafe_reset_threadpool(threads)
             self.loaded += 1
 
     def release(self, count: int) -> None:
-        """After functions were unloaded."""
+        """Call after unloading ``count`` functions."""
         with self.lock:
             self.loaded -= count
 
@@ -68,7 +68,7 @@ POOL = _ThreadPool()
 
 
 class AdapterSlots:
-    """An app's tensors by slot, from the safetensors file of the app in the bundle; raises InputError."""
+    """An app's tensors by slot, from its safetensors file in the bundle. Raises InputError."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -78,14 +78,14 @@ class AdapterSlots:
             raise InputError(f"{file}: {error}") from error
         for name, value in self.tensors.items():
             if value.dtype != np.float32:
-                raise InputError(f"{file}: {name!r} is {value.dtype} without a scale, slots take floats")
+                raise InputError(f"{file}: {name!r} is {value.dtype} without a scale; slots take floats")
 
 
 class Seated(Protocol):
-    """Whose turn it may be. ``saved``: its rows while another has the cache; ``written``: how many it wrote.
+    """A cache that takes turns in a program. ``saved``: its rows while another has the turn.
 
-    ``adapter``: what its app puts into the slots; None for the bare base. ``memory``: those of one session have the
-    same, and do not keep their rows for each other.
+    ``written``: number of rows written. ``adapter``: its app's tensors for the slots; None for the bare base.
+    ``memory``: the same object for all caches of a session, whose rows are not saved for each other.
     """
 
     saved: list[Array] | None
@@ -95,10 +95,10 @@ class Seated(Protocol):
 
 
 class LoadedProgram:
-    """A program; each function is loaded when it is first called.
+    """A program whose functions are loaded on their first call.
 
-    ``lock``: held from a call until its outputs are read. ``users``: engines that have not been closed. Raises
-    BundleError for a file that is no program, lacks a function, or needs what this runtime does not have.
+    ``lock``: held from a call until its outputs are read. ``users``: number of open engines. Raises BundleError for a
+    file that is not a program, lacks a function, or needs something that this runtime does not have.
     """
 
     _shared: ClassVar[weakref.WeakValueDictionary[Hashable, LoadedProgram]] = weakref.WeakValueDictionary()
@@ -112,11 +112,11 @@ class LoadedProgram:
         self.lock = threading.RLock()
         self.users = 0
         self._methods: dict[str, Any] = {}
-        self._unload = weakref.finalize(self, _unload, self._methods)  # also for programs that nobody closed
+        self._unload = weakref.finalize(self, _unload, self._methods)  # also for programs that were never closed
         self._program: Any = load_program(file)
         self._torch = importlib.import_module("torch")
         self._owner: weakref.ref[Any] | None = None
-        self._installed: AdapterSlots | None = None  # slots begin as zeros, which is the bare base
+        self._installed: AdapterSlots | None = None  # slots start as zeros, which is the bare base
         self._slots: dict[str, Any] = {}
         missing = sorted(set(specs) - self._program.method_names)
         if missing:
@@ -126,7 +126,7 @@ class LoadedProgram:
 
     @classmethod
     def of(cls, bundle: Bundle, file: Path, specs: Mapping[str, FunctionSpec], options: EngineOptions) -> LoadedProgram:
-        """The one that every engine of this program uses; loaded now if none did."""
+        """The LoadedProgram that all engines of this program share, loaded by the first of them."""
         key = (file.resolve(), next(e.sha256 for p, e in bundle.manifest.files.items() if bundle.folder / p == file))
         with cls._table:
             found = cls._shared.get((*key, options))
@@ -136,11 +136,11 @@ class LoadedProgram:
 
     @property
     def closed(self) -> bool:
-        """Whether its memory was released."""
+        """Whether its memory has been released."""
         return self._program is None
 
     def method(self, function: str) -> Any:
-        """A function's method, loaded now if it was not; raises BundleError."""
+        """A function's method, loaded on first use. Raises BundleError, InputError once it is closed."""
         if function not in self._methods:
             if self._program is None:
                 raise InputError(f"{self.file}: the session was closed")
@@ -157,7 +157,7 @@ class LoadedProgram:
         return self._methods[function]
 
     def _load(self, function: str) -> Any:
-        """The loaded method; raises BundleError unless it takes what the contract says."""
+        """The loaded method. Raises BundleError unless its inputs have the contract's shapes."""
         if not self._methods:
             self._check_schema()
         try:
@@ -176,13 +176,13 @@ class LoadedProgram:
         return method
 
     def _check_schema(self) -> None:
-        """Raise BundleError unless the program says that it is of the schema this runtime reads."""
+        """Raise BundleError unless the program has the schema version that this runtime reads."""
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
         (found,) = self._program.load_method(SCHEMA).execute([])
         if found != SCHEMA_VERSION:
             raise BundleError(
-                f"{self.file}: a program of schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
+                f"{self.file}: a program with schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
             )
 
     def states(self, function: str) -> list[Any]:
@@ -198,11 +198,11 @@ class LoadedProgram:
         return found
 
     def tensor(self, array: NDArray[Any]) -> Any:
-        """A torch tensor in an array's memory."""
+        """A torch tensor that shares an array's memory."""
         return self._torch.from_numpy(array)
 
     def seat(self, cache: Seated, function: str) -> None:
-        """Make the program's cache and slots those of ``cache``."""
+        """Give ``cache`` the turn: put its rows and its adapter into the program."""
         if self._installed is not cache.adapter:
             self._install(cache.adapter)
         owner = self._owner() if self._owner is not None else None
@@ -218,7 +218,7 @@ class LoadedProgram:
         self._owner = weakref.ref(cache)
 
     def _install(self, adapter: AdapterSlots | None) -> None:
-        """Put an app's tensors into the slots, zeros for None; raises BundleError for what does not fit."""
+        """Put an app's tensors into the slots, zeros for None. Raises BundleError for tensors that do not fit."""
         if adapter is None:
             for state in self._slots.values():
                 state.zero_()
@@ -235,7 +235,7 @@ class LoadedProgram:
         self._installed = adapter
 
     def _slot(self, adapter: AdapterSlots, name: str, value: Array) -> Any:
-        """The live tensor of a slot; raises BundleError unless there is one of this shape."""
+        """The live tensor of a slot. Raises BundleError unless it exists with this shape."""
         state = self._slots.get(name)
         if state is None:
             try:
@@ -250,7 +250,7 @@ class LoadedProgram:
         return state
 
     def release(self) -> None:
-        """One of its users is done; the last releases its memory."""
+        """Called when an engine is closed; the last one releases the memory."""
         self.users -= 1
         if self.users <= 0 and self._program is not None:
             self._unload()
@@ -264,7 +264,7 @@ def _unload(methods: dict[str, Any]) -> None:
 
 
 def load_program(file: Path) -> Any:
-    """ExecuTorch's program in a file; raises BundleError, or MissingExtraError without ExecuTorch."""
+    """ExecuTorch's program object for a file. Raises BundleError, MissingExtraError without ExecuTorch."""
     try:
         runtime: Any = importlib.import_module("executorch.runtime")
         importlib.import_module(OPERATORS)
@@ -278,7 +278,7 @@ def load_program(file: Path) -> Any:
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
     if has_coreml(file) and not opened.backend_registry.is_available(COREML):
-        # Here, because other programs do without the interpreter.
+        # Imported here, because other programs do not need the interpreter.
         from ssdevice.runtime.executorch.coreml_delegate import InterpretedProgram
 
         return InterpretedProgram(file, program)
@@ -286,19 +286,14 @@ def load_program(file: Path) -> Any:
 
 
 def explain(file: Path, function: str, error: Exception) -> str:
-    """Why ExecuTorch cannot run a function, as far as its codes tell."""
+    """Why ExecuTorch cannot run a function, as far as its error codes tell."""
     reason = first_line(error)
     if "0x14" in reason:
-        reason += ": an operator of the program is not in this runtime; its libraries must be loaded before"
-        if lacking := _lacking(file, function):
-            reason += f" ({', '.join(lacking)})"
+        reason += ": an operator of the program is not in this runtime; load its libraries first"
+        portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
+        missing = set(read_calls(file)[function].kernels) - set(portable._get_operator_names())
+        if missing:
+            reason += f" ({', '.join(sorted(missing))})"
     if "0x20" in reason or "0x30" in reason:
         reason += ": the program's delegate is not in this runtime, or the file is damaged"
     return f"{file}: ExecuTorch cannot run {function} ({reason})"
-
-
-def _lacking(file: Path, function: str) -> list[str]:
-    """Kernels that a function calls and no loaded library has; none where the runtime does not say what it has."""
-    portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
-    called = read_calls(file)[function].kernels
-    return sorted(set(called) - set(portable._get_operator_names()))

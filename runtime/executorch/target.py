@@ -20,7 +20,7 @@ METHODS, PACKAGE = "methods", "package"
 
 
 class ExecutorchTarget(RuntimeTarget):
-    """One program; slots of apps are its state."""
+    """One program; the slots for apps are part of its state."""
 
     name = "executorch"
     extra = "executorch"
@@ -33,14 +33,12 @@ class ExecutorchTarget(RuntimeTarget):
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.safetensors_file import write_tensors
         from ssdevice.adapters.slots import read_program_layout
-        from ssdevice.adapters.weights import AdapterWeights, fill_program
-        from ssdevice.runtime.apps import NewApp, check_base, slots_file
+        from ssdevice.adapters.weights import fill_program
+        from ssdevice.runtime.apps import NewApp, slots_for
         from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 
-        layout = read_program_layout(slots_file(bundle, name, folder))
-        weights = AdapterWeights.read(folder)
-        check_base(bundle, weights)
-        wanted = weights.variant
+        file, weights = slots_for(bundle, name, folder)
+        layout, wanted = read_program_layout(file), weights.variant
         if not layout.takes(wanted):
             raise InputError(
                 f"{bundle.folder} has no program for {wanted.described}; its own is for {layout.variant.described}. "

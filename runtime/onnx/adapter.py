@@ -11,7 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ssdevice.adapters.storage import SCALE, restored
-from ssdevice.errors import BundleError
+from ssdevice.errors import BundleError, first_line
 
 ADAPTERS = "adapters"
 """Folder of the apps' folders in a bundle."""
@@ -20,12 +20,12 @@ ADAPTER_VERSION = 1
 
 
 def model_version(base_sha256: str) -> int:
-    """What the file says of its base: the first 31 bits of the weights' sha256."""
+    """How the file identifies its base: the first 31 bits of the sha256 of its weights."""
     return int(base_sha256[:8], 16) & 0x7FFFFFFF
 
 
 def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: str) -> None:
-    """Write an app's tensors as ``adapter_storage.stored`` gives them; they are widened when they are loaded."""
+    """Write an app's tensors in the form of ``adapters.storage.stored``; loading widens them to float32."""
     adapter = ort.AdapterFormat()
     adapter.set_adapter_version(ADAPTER_VERSION)
     adapter.set_model_version(model_version(base_sha256))
@@ -35,7 +35,7 @@ def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: 
 
 
 class AdapterTensors:
-    """An app's tensors in memory, shared by all sessions that use the app; raises BundleError for another base's."""
+    """An app's tensors in memory, shared by all sessions of the app. Raises BundleError if the base is another."""
 
     def __init__(self, file: Path, base_sha256: str) -> None:
         self.file = file
@@ -44,13 +44,13 @@ class AdapterTensors:
             version, model = adapter.get_adapter_version(), adapter.get_model_version()
             values = adapter.get_parameters()
         except Exception as error:  # the bindings derive their errors from Exception itself
-            raise BundleError(f"{file}: ONNX Runtime cannot read it ({str(error).splitlines()[0]})") from error
+            raise BundleError(f"{file}: ONNX Runtime cannot read it ({first_line(error)})") from error
         if version != ADAPTER_VERSION:
             raise BundleError(f"{file}: adapter version {version}, this ssdevice reads {ADAPTER_VERSION}")
         if model != model_version(base_sha256):
             raise BundleError(f"{file}: made for another base than the bundle's")
         try:
-            # What is as graphs take it stays where it is.
+            # Tensors that graphs can take as they are stay where they are.
             kept = {name: value for name, value in values.items() if not _is_packed(name, value, values)}
             packed = restored({name: value.numpy() for name, value in values.items() if name not in kept})
         except ValueError as error:
@@ -58,13 +58,13 @@ class AdapterTensors:
         self.values = {**kept, **{name: _value(value) for name, value in packed.items()}}
 
     def check(self, session: ort.InferenceSession, names: frozenset[str], where: str) -> None:
-        """Raise BundleError unless the inputs ``names`` of a graph are here in their types and shapes."""
+        """Raise BundleError unless each graph input in ``names`` has a tensor of the right type and shape here."""
         for wanted in session.get_inputs():
             if wanted.name not in names:
                 continue
             value = self.values.get(wanted.name)
             if value is None:
-                raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} asks for; add the app again")
+                raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} needs; add the app again")
             shape = value.shape()
             sizes = [(size, found) for size, found in zip(wanted.shape, shape, strict=False) if isinstance(size, int)]
             if (
@@ -74,7 +74,7 @@ class AdapterTensors:
             ):
                 raise BundleError(
                     f"{self.file}: {wanted.name!r} is {value.data_type()} {list(shape)}, "
-                    f"{where} asks for {wanted.type} {list(wanted.shape)}"
+                    f"{where} needs {wanted.type} {list(wanted.shape)}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The KV cache where it is external to the graph: the host passes committed rows and gets new ones back."""
+"""The KV cache outside the graph: the host passes committed rows and gets new ones back."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from numpy.typing import DTypeLike, NDArray
 from ssdevice.contract import Geometry
 from ssdevice.errors import InputError
 
-BUCKET = 32  # a step of a 7 M model costs 3 µs more a masked row, a further binding 270 µs
+BUCKET = 32  # a masked row costs a step of a 7 M model 3 µs, another binding costs 270 µs
 LANES = 16
-"""Sums over rows run in so many lanes (float32 in 512 bits; fewer divide it)."""
+"""Lanes in which sums over rows run (float32 in 512 bits; narrower vectors divide it)."""
 
 
 class RowCache:
     """Keys and values of all layers as one array ``[2 * layers, capacity, kv_heads * head_dim]``.
 
-    Keys of layer 0 first, then its values, then layer 1. A prefix of one layer's rows is contiguous, so a target can
-    read it in place, and one assignment commits new rows of every layer. With 2 layers, 3 committed rows and a step
-    that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``. Raises InputError
-    where there is no memory for it.
+    Keys of layer 0 come first, then its values, then layer 1. A prefix of one layer's rows is contiguous, so a target
+    can read it in place, and one assignment commits the new rows of every layer. With 2 layers, 3 committed rows and a
+    step that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``. Raises
+    InputError if there is not enough memory.
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         shape = self.shape(geometry)
         try:  # zeros, because a masked row must not hold a NaN
             self.array: NDArray[Any] = np.zeros(shape, dtype)
-        except (MemoryError, ValueError) as error:  # ValueError: more than any machine can address
+        except (MemoryError, ValueError) as error:  # ValueError: more than the address space
             raise InputError(f"no memory for a KV cache of {shape} {np.dtype(dtype).name}: {error}") from error
         self.capacity = geometry.capacity
 
     @staticmethod
     def shape(geometry: Geometry) -> tuple[int, int, int]:
-        """Of the array."""
+        """The shape of the array."""
         return 2 * geometry.layers, geometry.capacity, geometry.row_width
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:
@@ -42,17 +42,18 @@ class RowCache:
         self.array[:, length : length + count] = rows[:, :count]
 
     def visible(self, length: int) -> int:
-        """Rows to show a target that has ``length`` committed ones: ``BUCKET`` more at most, and by LANES congruent.
+        """How many rows to show a target that has ``length`` committed ones: a number congruent to it modulo LANES.
 
-        That makes ``LANES`` sizes to a bucket. A call's new rows follow those shown. Congruence puts a row into the
-        lane it will have once it is committed, so that sums over rows add the same numbers in the same order whether a
-        token was drafted or decoded plainly: along a chain of drafts all bits agree. Measured in int8 on long,
-        undecided answers: without it 2 of 25 differ at near-ties (forced drafts: 5), with it none.
+        It exceeds ``length`` by less than BUCKET + LANES, so there are LANES sizes per bucket. A call's new rows follow
+        those shown. Congruence puts a new row into the lane that it will have once it is committed, so sums over rows
+        add the same numbers in the same order whether a token was drafted or decoded plainly: along a chain of drafts
+        all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25 differ at near-ties (forced
+        drafts: 5), with it none.
         """
         shown = -(-max(length, 1) // BUCKET) * BUCKET
         shown += (length - shown) % LANES
         return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % LANES
 
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
-        """The first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``, not a copy."""
+        """A view of the first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``."""
         return self.array[index, :rows]

@@ -1,7 +1,7 @@
-"""ONNX bundles on ONNX Runtime: the cache stays in one array of the host and is bound in place.
+"""ONNX bundles on ONNX Runtime: the cache is one array of the host, bound in place.
 
 A call runs a binding whose memory never moves, and copies the accepted rows. There is one binding per function and
-visible size of the cache, made when it is first needed; an app's adapter is bound there, once.
+visible size of the cache, created on first use; an app's adapter is bound there once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
-SILENT = 4  # errors are raised; a log would print them a second time
-ort.set_default_logger_severity(SILENT)  # allocations log apart from sessions
+SILENT = 4  # errors are raised, and a log would print them again
+ort.set_default_logger_severity(SILENT)  # allocations do not use a session's logger
 BINDINGS = 256
-"""Visible sizes of the cache for which a function keeps a binding: those of answers over some 500 rows."""
+"""Number of visible sizes for which a function keeps a binding: enough for answers over some 500 rows."""
 
 
 class OnnxEngine(Engine):
-    """Sessions of ONNX Runtime by function, each opened when it is first called.
+    """Sessions of ONNX Runtime by function, each opened on its first call.
 
-    ``files``: the graph of every function the app has. ``shared``: opens graphs that other engines of this process use
-    too; None: this engine's own. ``adapter``: what the slots of the graphs take. Raises BundleError for a graph that
-    is not what the contract says.
+    ``files``: the graph of every function that the app has. ``shared``: opens graphs that engines of this process
+    share; None: this engine opens its own. ``adapter``: the tensors for the graphs' slots. Raises BundleError for a
+    graph that breaks the contract.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class OnnxEngine(Engine):
 
     @property
     def opened(self) -> frozenset[str]:
-        """Functions whose graphs are in memory."""
+        """The functions whose graphs are in memory."""
         return frozenset(self._sessions)
 
     def session(self, function: str) -> ort.InferenceSession:
-        """The session of a function, opened now if it was not; raises BundleError."""
+        """The session of a function, opened on first use. Raises BundleError."""
         if function not in self._sessions:
             file = self.files[function]
             opened = (
@@ -100,22 +100,18 @@ class OnnxEngine(Engine):
             raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
 
     def _check(self, function: str, session: ort.InferenceSession) -> None:
-        """Raise BundleError unless a graph has the contract's tensors, and the adapter what its slots take."""
-        file = self.files[function]
-        spec = self.specs[function]
-        for given, expected in (
-            (session.get_inputs(), spec.inputs),
-            (session.get_outputs(), spec.outputs),
-        ):
-            check_tensors(f"{file}: {function}", given, expected)
+        """Raise BundleError unless a graph has the contract's tensors and the adapter fits its slots."""
+        file, spec = self.files[function], self.specs[function]
+        check_tensors(f"{file}: {function}", session.get_inputs(), spec.inputs)
+        check_tensors(f"{file}: {function}", session.get_outputs(), spec.outputs)
         slots = {tensor.name for tensor in session.get_inputs()} - {tensor.name for tensor in spec.inputs}
         if slots and self.adapter is None:
-            raise BundleError(f"{file}: {function} asks for {sorted(slots)[0]!r}, and the app has no adapter")
+            raise BundleError(f"{file}: {function} needs {sorted(slots)[0]!r}, but the app has no adapter")
         if self.adapter is not None:
             self.adapter.check(session, frozenset(slots), function)
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
-        """What ONNX Runtime loads for a function."""
+        """The model that ONNX Runtime loads for a function: a path, or its bytes."""
         return str(self.files[function])
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> OnnxCache:
@@ -138,12 +134,12 @@ class OnnxEngine(Engine):
         self.shared = self.adapter = None
 
     def profile(self) -> dict[str, list[Kernel]]:
-        """Kernels of one call by function; ends profiling."""
+        """The kernels of one call by function. This ends profiling."""
         return {name: kernel_times(Path(session.end_profiling())) for name, session in self._sessions.items()}
 
 
 class OnnxCache(Cache):
-    """A cache of the host, and the functions called on it. ``calls``: those that were called."""
+    """A cache of the host and the functions called on it. ``calls``: those called so far."""
 
     def __init__(self, engine: OnnxEngine, inputs: Inputs, memory: RowCache) -> None:
         super().__init__(inputs)
@@ -172,7 +168,7 @@ class OnnxCache(Cache):
 
 
 class _Call:
-    """A function on a cache: memory for its outputs, and bindings by visible rows, the BINDINGS last used ones."""
+    """A function on a cache: memory for its outputs, and the BINDINGS last used bindings by visible rows."""
 
     def __init__(self, engine: OnnxEngine, function: str, inputs: Inputs, memory: RowCache) -> None:
         spec = engine.specs[function]
@@ -180,14 +176,14 @@ class _Call:
         self.outputs = {t.name: np.zeros([int(size) for size in t.shape], t.dtype) for t in spec.outputs}
         self._inputs, self._memory = inputs, memory
         self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]
-        present = {tensor.name for tensor in self.session.get_inputs()}  # a graph may do without some integers
+        present = {tensor.name for tensor in self.session.get_inputs()}  # a graph may not need all integers
         self._integers = [name for name in present if name in inputs]
         adapter = engine.adapter.values if engine.adapter is not None else {}
         self._adapter = {name: adapter[name] for name in present & adapter.keys()}
         self._bindings: dict[int, ort.IOBinding] = {}
 
     def binding(self, rows: int) -> ort.IOBinding:
-        """The binding that shows the first ``rows`` rows of the cache."""
+        """The binding that shows the graph the first ``rows`` rows of the cache."""
         binding = self._bindings.pop(rows, None) or self._bind(rows)
         self._bindings[rows] = binding
         if len(self._bindings) > BINDINGS:
@@ -208,7 +204,7 @@ class _Call:
 
 
 def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:
-    """The graphs of an app by function, and its geometry: without streams that of plain decoding."""
+    """The graphs of an app by function, and its geometry, which without streams is that of plain decoding."""
     own = bundle.app(app).functions or {function: function for function in bundle.functions}
     files = {function: bundle.file(own[function]) for function in FUNCTIONS if function in own}
     geometry = bundle.geometry
@@ -218,7 +214,7 @@ def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geomet
 
 
 def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterTensors | None:
-    """What the slots of an app's graphs take; None for an app without files of its own. Raises BundleError."""
+    """The tensors for the slots of an app's graphs; None for an app without files. Raises BundleError."""
     found = bundle.app(app)
     if not found.files:
         return None
@@ -229,18 +225,18 @@ def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterT
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
-    """The engine of an ONNX bundle; raises BundleError for one of another cache form or a graph that does not load."""
+    """The engine of an ONNX bundle. Raises BundleError for another cache form or a graph that does not load."""
     manifest = bundle.manifest
     if manifest.cache is not CacheForm.EXTERNAL:
         raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.EXTERNAL}")
     files, geometry = app_graphs(bundle, app)
     shared = SharedBase.of(bundle, options)
     adapter = app_adapter(bundle, app, shared)
-    # A profile is of one engine's calls, so its graphs are its own.
+    # A profile must contain only this engine's calls, so then it does not share graphs.
     return OnnxEngine(files, geometry, manifest.cache_dtype, options, None if options.profile else shared, adapter)
 
 
 def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:
-    """What ONNX Runtime is told of an array it uses in place; the array must outlive the binding."""
+    """The arguments with which ONNX Runtime binds an array in place; the array must outlive the binding."""
     assert array.flags.c_contiguous
     return "cpu", 0, array.dtype, array.shape, array.ctypes.data

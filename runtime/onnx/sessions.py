@@ -1,4 +1,4 @@
-"""Graphs of ONNX Runtime that several engines of a process use, what is checked of them, and their profiles."""
+"""Graphs of ONNX Runtime that several engines of a process share, their checks, and their profiles."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KERNEL = "_kernel_time"
 
 
 class SharedBase:
-    """What engines of one bundle have in common in a process: its graphs with their weights, and adapters.
+    """What the engines of one bundle share in a process: its graphs with their weights, and its adapters.
 
-    Engines hold it strongly and the process-wide table weakly, so that whoever opens the same bundle with the same
-    options finds it, and it goes with the last engine that is closed. Graphs are told apart by the hashes of the graph
-    and of all other files they read, not by their place: an ``add-app`` renames a new folder into that place.
+    Engines hold it strongly and the process-wide table weakly. So another engine of the same bundle with the same
+    options finds it, and it is freed with the last engine. Bundles are identified by the hashes of their files, not
+    only by their folder: ``add-app`` replaces a folder by a new one.
     """
 
     _all: ClassVar[WeakValueDictionary[Hashable, SharedBase]] = WeakValueDictionary()
@@ -42,10 +42,10 @@ class SharedBase:
 
     @classmethod
     def of(cls, bundle: Bundle, options: EngineOptions) -> SharedBase:
-        """The one for this bundle and these options."""
+        """The SharedBase of this bundle with these options."""
         files = bundle.manifest.files
-        apart = {path for app in bundle.manifest.apps for path in app.files}
-        content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in apart)
+        adapters = {path for app in bundle.manifest.apps for path in app.files}
+        content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in adapters)
         with cls._lock:
             key = (bundle.folder.resolve(), content, options)
             found = cls._all.get(key)
@@ -54,14 +54,14 @@ class SharedBase:
             return found
 
     def open(self, file: Path, opening: Callable[[], ort.InferenceSession]) -> ort.InferenceSession:
-        """The session of a graph; opened now if no engine did."""
+        """The session of a graph, opened by the first engine that needs it."""
         with self._lock:
             if file not in self._sessions:
                 self._sessions[file] = opening()
             return self._sessions[file]
 
     def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
-        """The tensors in an adapter file with this sha256; loaded now if no engine did."""
+        """The tensors in an adapter file with this sha256, loaded by the first engine that needs them."""
         with self._lock:
             found = self._adapters.get(content)
             if found is None:
@@ -70,7 +70,7 @@ class SharedBase:
 
 
 def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
-    """Raise BundleError unless a graph has the expected tensors in the types and sizes they will be bound in."""
+    """Raise BundleError unless a graph has the expected tensors with the types and sizes that will be bound."""
     found = {tensor.name: tensor for tensor in given}
     for spec in expected:
         if spec.name not in found:
@@ -87,9 +87,9 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
 
 
 def kernel_times(file: Path) -> list[Kernel]:
-    """The kernels of one call in a profile of ONNX Runtime, which is deleted.
+    """The kernels of one call, from a profile file of ONNX Runtime, which is deleted.
 
-    The median of each node's calls: what interrupts a call on a busy machine would else be taken for work.
+    Each node's time is the median over calls, so that interruptions on a busy machine do not count as work.
     """
     nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in json.loads(file.read_text("utf-8")):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OnnxTarget(RuntimeTarget):
-    """Graphs on ONNX Runtime; slots of apps are inputs."""
+    """Graphs on ONNX Runtime; the slots for apps are inputs."""
 
     name = "onnx"
     extra = "onnx"
@@ -30,14 +30,12 @@ class OnnxTarget(RuntimeTarget):
 
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.slots import read_layout
-        from ssdevice.adapters.weights import AdapterWeights, fill
-        from ssdevice.runtime.apps import NewApp, check_base, slots_file
+        from ssdevice.adapters.weights import fill
+        from ssdevice.runtime.apps import NewApp, slots_for
         from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, write_adapter
 
-        layout = read_layout(slots_file(bundle, name, folder))
-        weights = AdapterWeights.read(folder)
-        check_base(bundle, weights)
-        wanted = weights.variant
+        file, weights = slots_for(bundle, name, folder)
+        layout, wanted = read_layout(file), weights.variant
         variant = layout.variant(wanted.name)
         if variant is None:
             there = "; ".join(variant.described for variant in layout.variants)

@@ -1,8 +1,8 @@
-"""Which options of PEFT's LoRA ssdevice takes: one list for merging, slots, Core ML functions and training.
+"""The options of PEFT's LoRA that ssdevice accepts: one list for merging, slots, Core ML functions and training.
 
-A LoRA is merged by PEFT itself, which knows its options. Where apps stand apart (slots of ONNX and ExecuTorch,
-functions of Core ML) only the two factors of a linear and their scaling are kept, so whatever else an option does would
-be lost without a word.
+PEFT itself merges a LoRA and knows its options. Where adapters stay separate (slots of ONNX and ExecuTorch, functions
+of Core ML) only the two factors of a linear and their scaling are kept, so every other effect of an option would be
+lost silently.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ PLAIN = frozenset({
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
-"""Options of a LoRA of linears in any value, but for ``bias`` and ``init_lora_weights``."""
+"""Options that are accepted with any value, except for ``bias`` and ``init_lora_weights``."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""``init_lora_weights`` that leave the base as it is; others subtract what the factors start with from it."""
+"""``init_lora_weights`` that leave the base as it is; others subtract the initial factors from it."""
 MERGED = frozenset({
     "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "fan_in_fan_out",
     "use_qalora", "alora_invocation_tokens", "arrow_config", "monteclora_config", "kasa_config", "use_bdlora",
     "velora_config", "megatron_config",
 })  # fmt: skip
-"""Options that only PEFT can take into account, or refuse, when it merges."""
+"""Options that only PEFT can apply, or refuse, when it merges."""
 RANDOM_START = "pissa_niter_"
-"""Begins ``init_lora_weights`` that change the base by a random approximation, which nobody can repeat."""
+"""Prefix of ``init_lora_weights`` that change the base by a random, unrepeatable approximation."""
 
 
 def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
     """Raise InputError for an option in ``adapter_config.json`` that would be ignored.
 
-    ``apart``: the LoRA is not merged into the base.
+    ``apart``: the LoRA stays separate from the base.
     """
     if config.get("layer_replication"):
-        raise InputError(f"{folder}: layer_replication makes another base of the model; it is not supported")
+        raise InputError(f"{folder}: layer_replication changes the base model; it is not supported")
     start = config.get("init_lora_weights", True)
     if str(start).startswith(RANDOM_START):
         raise InputError(
@@ -56,5 +56,5 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
         wanted.append(f"init_lora_weights={str(start)[:40]!r}")
     if wanted:
         raise UnsupportedModelError(
-            f"{folder}: {wanted[0]} cannot stand in a slot of a shared base; export this app by itself"
+            f"{folder}: {wanted[0]} does not fit into a slot of a shared base; export this app by itself"
         )

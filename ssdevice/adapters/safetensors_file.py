@@ -1,4 +1,4 @@
-"""safetensors files as NumPy arrays, for hosts without torch; a reader checks every bound before it reads."""
+"""safetensors files as NumPy arrays, for hosts without torch. Every bound is checked before it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITTEN = {np.dtype(DTYPES[kind]): kind for kind in ("F32", "F16", "I8")}
 
 
 def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Every tensor as float32; raises InputError for a file that is none, and for tensors that are not floats."""
+    """Every tensor as float32. Raises InputError for another kind of file, or a tensor that is not floating point."""
     tensors = read_tensors(file)
     for name, value in tensors.items():
         if value.dtype == np.int8:
@@ -29,7 +29,7 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor in its type, BF16 as float32; raises InputError for a file that is none, and for other types."""
+    """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -54,18 +54,18 @@ def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[Any]:
     if kind not in DTYPES:
         raise InputError(f"{what} is {str(kind)[:20]}, expected {', '.join(DTYPES)}")
     if any(type(size) is not int or size < 0 for size in (*shape, begin, end)):
-        raise InputError(f"{what} has a shape or place that is not of whole numbers")
+        raise InputError(f"{what} has a shape or offsets that are not whole numbers")
     width = np.dtype(DTYPES[kind]).itemsize
     if not begin <= end <= len(body) or end - begin != prod(shape) * width:
         raise InputError(f"{what} claims bytes {begin} to {end}, which do not hold its shape {shape}")
     flat = np.frombuffer(body[begin:end], DTYPES[kind])
     if kind == "BF16":  # the upper half of a float32
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
-    return np.array(flat).reshape(shape)  # not a view: readers want memory that they may write
+    return np.array(flat).reshape(shape)  # a copy, because callers need writable memory
 
 
 def write_tensors(file: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Tensors of float32, float16 or int8 in the order of their names."""
+    """Write tensors of float32, float16 or int8, sorted by name."""
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     at = 0

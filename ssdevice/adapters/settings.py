@@ -1,4 +1,4 @@
-"""What an adapter folder says of itself: for which base and app, and how its streams are built."""
+"""The settings in an adapter folder: its base, its app, and how its streams are built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.bundle.manifest import ModelIdentity
-from ssdevice.config import StreamConfig, load_strict, read_json
+from ssdevice.config import Mode, StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
 
 SETTINGS = "streams.json"
@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which base an adapter was trained for; ``sha256`` is of the weight files' contents."""
+    """The base that an adapter was trained for; ``sha256``: see ``weights_sha256``."""
 
     model_type: str
     hidden_size: int
@@ -40,7 +40,7 @@ class BaseIdentity:
         )
 
     def check(self, other: BaseIdentity | ModelIdentity, what: str) -> None:
-        """Raise InputError if ``other`` is not this base, naming the first difference."""
+        """Raise InputError, which names the first difference, if ``other`` is not this base."""
         for name in ("model_type", "hidden_size", "layers", "vocab", "sha256"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -49,7 +49,7 @@ class BaseIdentity:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """``streams.json``: what the streams are, for which base and app, and how they came to be."""
+    """``streams.json``: the streams, their base and app, and how they were trained."""
 
     app: str
     streams: StreamConfig
@@ -80,3 +80,28 @@ def weights_sha256(folder: Path) -> str:
 def read_settings(folder: Path) -> AdapterSettings:
     """The settings in an adapter folder; raises ConfigError."""
     return load_strict(AdapterSettings, read_json(folder / SETTINGS), str(folder / SETTINGS))
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A valid adapter folder. ``settings``: None for a LoRA of PEFT without streams."""
+
+    folder: Path
+    settings: AdapterSettings | None
+    has_lora: bool
+
+    @classmethod
+    def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:
+        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``."""
+        if not folder.is_dir():
+            raise InputError(f"adapter {folder}: no such folder")
+        has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
+        if not has_streams and not has_lora:
+            raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+        settings = read_settings(folder) if has_streams else None
+        if settings is not None:
+            if base is not None:
+                settings.base.check(base, f"adapter {folder}")
+            if settings.streams.mode is Mode.LOSSLESS and has_lora:
+                raise InputError(f"{folder}: a lossless adapter must not change main rows but has a {PEFT_CONFIG}")
+        return cls(folder, settings, has_lora)

@@ -1,9 +1,9 @@
-"""What a bundle's graphs have slots for: the layout that an export writes and that adapters are made for.
+"""The slots of a bundle's graphs: the layout that an export writes and that adapters must fit.
 
 A **slot** is a pair of graph inputs beside one product of the base: ``y = base(x) + (x @ down) @ up``, with a rank that
-every app chooses. Linears that read one input share a slot: their ``down`` stand side by side and are one product, each
-has an ``up`` of its own (one block-diagonal ``up`` was measured slower from rank 32 on). A **variant** is a set of
-graphs for one kind of app; all variants read the same weights of the base.
+every app chooses. Linears that read the same input share a slot: their ``down`` are concatenated into one product, and
+each has its own ``up`` (one block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of graphs for one
+kind of app; all variants read the same weights of the base.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 
 class SlotKind(StrEnum):
-    """Whose factors a slot takes: the app's LoRA, or what its streams bring."""
+    """Which factors a slot takes: those of the app's LoRA or those of its streams."""
 
     LORA = "lora"
     STREAM = "stream"
@@ -34,7 +34,7 @@ class SlotKind(StrEnum):
 class SlotPart:
     """One linear of a slot. ``source``: its name in the adapter folder, empty for a linear that takes no factors.
 
-    ``heads``: (key heads, group, head width) where the graph holds the outputs' heads by group first; else empty.
+    ``heads``: (key heads, group, head width) if the graph orders the outputs' heads by group first; otherwise empty.
     """
 
     source: str
@@ -48,7 +48,7 @@ class SlotPart:
 
 @dataclass(frozen=True)
 class Slot:
-    """The factors of linears that read one input of ``inputs`` values; ``int8``: ``down`` has a scale per column."""
+    """The factors of linears that read the same ``inputs`` values; ``int8``: ``down`` has one scale per column."""
 
     kind: SlotKind
     inputs: int
@@ -57,33 +57,33 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Begins the names of its tensors."""
+        """The prefix of its tensors' names."""
         first, *others = [part.source for part in self.parts if part.source]
         return "|".join([f"{self.kind}.{first}", *(other.replace("-", ".").rpartition(".")[2] for other in others)])
 
     @property
     def outputs(self) -> int:
-        """Columns of all parts together."""
+        """Number of columns of all parts together."""
         return sum(part.outputs for part in self.parts)
 
     @property
     def down(self) -> TensorSpec:
-        """``[inputs, rank]``; the ranks of all parts together."""
+        """``[inputs, rank]``, where rank is the sum over all parts."""
         return TensorSpec(f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32")
 
     @property
     def down_scale(self) -> TensorSpec:
-        """``[rank]``, of an int8 ``down``."""
+        """``[rank]``, the scales of an int8 ``down``."""
         return TensorSpec(f"{self.name}.down_scale", (self._rank,), "float32")
 
     @property
     def ranks(self) -> TensorSpec:
-        """``[parts]``: how many columns of ``down`` are each part's; where there are several."""
+        """``[parts]``: the number of columns of ``down`` that belong to each part; only with several parts."""
         return TensorSpec(f"{self.name}.ranks", (len(self.parts),), "int64")
 
     @property
     def ups(self) -> tuple[TensorSpec, ...]:
-        """``[rank of the part, its outputs]`` by part."""
+        """``[rank of the part, outputs of the part]`` by part."""
         if len(self.parts) == 1:
             return (TensorSpec(f"{self.name}.up", (self._rank, self.outputs), "float32"),)
         return tuple(
@@ -105,7 +105,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Variant:
-    """Graphs for one kind of app: with streams (``mode`` and what follows), with a LoRA on main rows, or neither.
+    """Graphs for one kind of app: with streams (then ``mode`` is set), with a LoRA on main rows, or neither.
 
     ``functions``: the contract's name -> the file of its graph.
     """
@@ -125,8 +125,8 @@ class Variant:
             return cls(has_lora)
         if streams.draft_vocabulary:
             raise InputError(
-                f"streams that choose among {streams.draft_vocabulary} tokens cannot stand beside other apps yet: "
-                "export this app by itself, or train it with --draft-vocabulary 0"
+                f"streams that choose among {streams.draft_vocabulary} tokens cannot share a bundle with other apps "
+                "yet: export this app by itself, or train it with --draft-vocabulary 0"
             )
         lossless = streams.mode is Mode.LOSSLESS
         return cls(
@@ -139,19 +139,19 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Stands in the names of its files."""
+        """The name that its files contain."""
         if self.mode is None:
             return "lora" if self.lora else "base"
-        alone = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode}{self.msa_layers}{alone}{'-f' if self.transform else ''}"
+        mlp = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{self.mode}{self.msa_layers}{mlp}{'-f' if self.transform else ''}"
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """A description for messages."""
         if self.mode is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
-        alone = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode} streams with N_s = {self.msa_layers}{alone}{', f of eq. 3' if self.transform else ''}"
+        mlp = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{self.mode} streams with N_s = {self.msa_layers}{mlp}{', f of eq. 3' if self.transform else ''}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class SlotLayout:
             raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
 
     def variant(self, name: str) -> Variant | None:
-        """The variant of this name, None if the bundle has none such."""
+        """The variant with this name, or None."""
         return next((variant for variant in self.variants if variant.name == name), None)
 
 
@@ -178,7 +178,7 @@ def read_layout(file: Path) -> SlotLayout:
 
 @dataclass(frozen=True)
 class StateSlot:
-    """A slot that is state of a program: ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``."""
+    """A slot in the state of a program: ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``."""
 
     kind: SlotKind
     source: str
@@ -194,9 +194,9 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class ProgramLayout:
-    """``slots.json`` of a bundle whose apps share one program. ``variant``: of its apps that have streams.
+    """``slots.json`` of a bundle whose apps share one program. ``variant``: that of the apps with streams.
 
-    ``identifiers``: the state of the stream identifiers ``[γ, hidden]``, empty without streams.
+    ``identifiers``: name of the state with the stream identifiers ``[γ, hidden]``, empty without streams.
     """
 
     hidden: int
@@ -210,7 +210,7 @@ class ProgramLayout:
             raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
 
     def takes(self, wanted: Variant) -> bool:
-        """Whether an app of this kind runs: as the program's own, or as a LoRA without streams in the same slots."""
+        """Whether an app of this variant runs: as the program's own, or as a LoRA without streams in the same slots."""
         return wanted.name in (self.variant.name, "lora" if self.variant.lora else "")
 
 

@@ -1,7 +1,7 @@
 """How an app's float tensors are stored in a bundle: float32, float16, or int8 with a scale per column.
 
-int8 tensors have a companion, their name with ``SCALE`` behind it: ``[.., columns]`` float32. Hosts widen what they
-load, so graphs and programs take the same tensors whichever way they were stored.
+An int8 tensor has a companion ``[.., columns]`` float32, named with the suffix ``SCALE``. Hosts convert what they load
+to float32, so graphs and programs take the same tensors however they were stored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ssdevice.bundle.manifest import Precision
 Array = NDArray[Any]
 SCALE = ".int8_scale"
 LEAST_ROWS = 8
-"""With fewer, a scale per column costs more than int8 saves; such tensors are stored as float16."""
+"""With fewer rows a scale per column costs more than int8 saves; such tensors are stored as float16."""
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.INT8)
 
 
 def stored(tensors: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
-    """Tensors as a file holds them; those that are no float32 stay what they are."""
+    """Tensors in the form that a file holds. Those that are not float32 are unchanged."""
     found: dict[str, Array] = {}
     for name, value in tensors.items():
         if value.dtype != np.float32 or precision is Precision.FP32:
@@ -36,7 +36,7 @@ def stored(tensors: Mapping[str, Array], precision: Precision) -> dict[str, Arra
 
 
 def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """What was stored, floats as float32. Raises ValueError for a scale that does not fit."""
+    """The inverse of ``stored``, with floats as float32. Raises ValueError for a scale that does not fit."""
     found: dict[str, Array] = {}
     for name, value in tensors.items():
         scale = tensors.get(name + SCALE)

@@ -1,4 +1,4 @@
-"""An adapter folder's weights as the tensors that a bundle's slots take. Needs only NumPy."""
+"""Converts the weights in an adapter folder to the tensors that a bundle's slots take. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.safetensors_file import read_floats
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIGHTS, AdapterSettings, read_settings
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder, AdapterSettings
 from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, Slot, SlotKind, SlotPart, Variant
-from ssdevice.config import Mode, read_json
+from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError
 
 Array = NDArray[Any]
 LEVELS = 127.0
 """Largest code of an int8 weight."""
 PAIR_LEVELS = 127.5
-"""Largest sum, before rounding, of the codes of two neighbours that a kernel adds up in 16 bits; 128 after it."""
+"""Largest sum of the codes of two neighbours before rounding, 128 after it: see ``int8_factors``."""
 PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Factors:
-    """``down [r, inputs]`` and ``up [outputs, r]`` of one linear, all scaling in ``up``."""
+    """``down [r, inputs]`` and ``up [outputs, r]`` of one linear; ``up`` includes the scaling."""
 
     down: NDArray[np.float32]
     up: NDArray[np.float32]
@@ -37,7 +37,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """What an adapter folder brings. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
+    """The weights of an adapter folder. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
 
     folder: Path
     settings: AdapterSettings | None
@@ -52,24 +52,18 @@ class AdapterWeights:
 
     @property
     def variant(self) -> Variant:
-        """The graphs it needs."""
+        """The kind of graphs that it needs."""
         return Variant.of(self.settings.streams if self.settings is not None else None, self.has_lora)
 
     @classmethod
     def read(cls, folder: Path) -> AdapterWeights:
-        """The weights in a folder; raises InputError for what is no adapter or cannot stand in slots."""
-        if not folder.is_dir():
-            raise InputError(f"adapter {folder}: no such folder")
-        has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
-        if not has_streams and not has_lora:
-            raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
-        settings = read_settings(folder) if has_streams else None
-        if settings is not None and settings.streams.mode is Mode.LOSSLESS and has_lora:
-            raise InputError(f"{folder}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
-        Variant.of(settings.streams if settings is not None else None, has_lora)  # refuses what slots cannot hold
+        """The weights in a folder. Raises InputError if it is not an adapter or does not fit into slots."""
+        opened = AdapterFolder.open(folder)
+        settings, has_lora = opened.settings, opened.has_lora
+        Variant.of(settings.streams if settings is not None else None, has_lora)  # raises if slots cannot hold it
         factors = _read_lora(folder) if has_lora else {}
         identifiers = None
-        if has_streams:
+        if settings is not None:
             tensors = _finite(folder / WEIGHTS)
             identifiers = tensors.pop("identifiers", None)
             if identifiers is None:
@@ -82,7 +76,7 @@ class AdapterWeights:
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:
     """The tensors of a variant's slots by graph input; linears without factors get rank 0.
 
-    ``gamma``: streams the bundle runs. Raises InputError for factors of another shape or without a slot.
+    ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
     """
     waiting = dict(weights.factors)
     tensors: dict[str, Array] = {}
@@ -94,18 +88,23 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
             f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
         )
     if variant.mode is not None:
-        found = weights.identifiers
-        if found is None or found.ndim != 2 or len(found) < gamma or found.shape[1] != hidden:
-            shape = None if found is None else list(found.shape)
-            raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
-        tensors[IDENTIFIERS] = np.ascontiguousarray(found[:gamma])
+        tensors[IDENTIFIERS] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     return tensors
 
 
-def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> dict[str, NDArray[np.float32]]:
-    """An app's tensors by state of the program; smaller ranks, and slots without factors, are filled up with zeros.
+def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np.float32]:
+    """The first γ stream identifiers ``[γ, hidden]``. Raises InputError if the adapter has none of this shape."""
+    found = weights.identifiers
+    if found is None or found.ndim != 2 or len(found) < gamma or found.shape[1] != hidden:
+        shape = None if found is None else list(found.shape)
+        raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
+    return found[:gamma]
 
-    ``gamma``: streams the program runs. Raises InputError for factors of another shape or without a slot.
+
+def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> dict[str, NDArray[np.float32]]:
+    """An app's tensors by state of the program; smaller ranks and slots without factors are padded with zeros.
+
+    ``gamma``: number of streams in the program. Raises InputError for factors with a wrong shape or without a slot.
     """
     waiting = dict(weights.factors)
     tensors: dict[str, NDArray[np.float32]] = {}
@@ -129,36 +128,34 @@ def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> 
         raise InputError(f"{weights.folder}: the program has no {kind} slot for {name!r}")
     if layout.identifiers:
         identifiers = np.zeros((gamma, layout.hidden), np.float32)
-        found = weights.identifiers
-        if found is not None:
-            if found.ndim != 2 or len(found) < gamma or found.shape[1] != layout.hidden:
-                raise InputError(
-                    f"{weights.folder}: identifiers have shape {list(found.shape)}, the bundle needs "
-                    f"[{gamma}, {layout.hidden}]"
-                )
-            identifiers[:] = found[:gamma]
+        if weights.identifiers is not None:
+            identifiers[:] = _identifiers(weights, gamma, layout.hidden)
         tensors[layout.identifiers] = identifiers
     return tensors
 
 
 def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Nearest int8 form of ``weight [.., K, N]`` and its scales ``[.., N]``; a column of zeros gets scale 1."""
-    peak = np.abs(weight).max(axis=-2, initial=0).astype(np.float32)
-    scale = np.where(peak > 0, peak / np.float32(LEVELS), np.float32(1)).astype(np.float32)
-    return np.clip(np.rint(weight / scale[..., None, :]), -LEVELS, LEVELS).astype(np.int8), scale
+    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of zeros gets scale 1."""
+    return _int8(weight, _peak(weight) / np.float32(LEVELS))
 
 
 def int8_factors(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
 
-    x86 without VNNI multiplies inputs of 0..255 by weights two neighbours at a time and adds both products in 16 bits
-    (``vpmaddubsw``), which saturate beyond 32767: codes of inputs 2i and 2i + 1 may add up to 128 at most.
+    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products in 16 bits
+    (``vpmaddubsw``), which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
     """
-    peak = np.abs(weight).max(axis=-2, initial=0).astype(np.float32)
     paired = weight.shape[-2] // 2 * 2
-    both = weight[..., 0:paired:2, :] + weight[..., 1:paired:2, :]  # of opposite signs they reach no further than one
-    reach = np.abs(both).max(axis=-2, initial=0).astype(np.float32)
-    scale = np.maximum(peak / np.float32(LEVELS), reach / np.float32(PAIR_LEVELS))
+    sums = weight[..., 0:paired:2, :] + weight[..., 1:paired:2, :]  # opposite signs never exceed a single weight
+    return _int8(weight, np.maximum(_peak(weight) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS)))
+
+
+def _peak(weight: Array) -> NDArray[np.float32]:
+    """The largest magnitude in each column, ``[.., N]``."""
+    return np.asarray(np.abs(weight).max(axis=-2, initial=0), np.float32)
+
+
+def _int8(weight: Array, scale: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
     return np.clip(np.rint(weight / scale[..., None, :]), -LEVELS, LEVELS).astype(np.int8), scale
 
@@ -192,7 +189,7 @@ def _checked(folder: Path, slot: Slot, part: SlotPart, factors: Factors) -> Fact
 
 
 def _by_heads(part: SlotPart, up: Array) -> Array:
-    """Rows of ``up`` in the order the graph holds the linear's outputs in."""
+    """The rows of ``up`` in the graph's order of the linear's outputs."""
     if not part.heads:
         return up
     return up.reshape(*part.heads, up.shape[1]).swapaxes(0, 1).reshape(up.shape)
@@ -201,7 +198,7 @@ def _by_heads(part: SlotPart, up: Array) -> Array:
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
     config = read_json(folder / PEFT_CONFIG)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise InputError(f"{folder / PEFT_CONFIG}: peft_type is not LORA; only LoRA can stand in a slot")
+        raise InputError(f"{folder / PEFT_CONFIG}: peft_type is not LORA; only a LoRA fits into slots")
     check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
     factors = {}
@@ -214,7 +211,7 @@ def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
 
 
 def _scaling(folder: Path, config: Mapping[str, Any], module: str, found: int) -> np.float32:
-    """PEFT's factor for one linear, which its patterns may give a rank and alpha of their own."""
+    """PEFT's scaling of one linear, whose rank and alpha may come from patterns."""
     try:
         rank = _by_pattern(config.get("rank_pattern"), module, config["r"])
         alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
@@ -257,5 +254,5 @@ def _pairs(
         found[name] = (pair[0], pair[1])
     others = tensors.keys() - {name + suffix for name in found for suffix in (down, up)}
     if others:
-        raise InputError(f"{file}: unexpected tensor {sorted(others)[0]!r}; only factors of linears stand in slots")
+        raise InputError(f"{file}: unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears")
     return found

@@ -1,1 +1,1 @@
-"""Measuring speed, quality and equality of a bundle."""
+"""Measures the speed, quality and equality of a bundle."""

@@ -1,4 +1,4 @@
-"""What became of drafts: how many tokens steps gave, and how often each stream and rank held the true token."""
+"""Acceptance of drafts: how many tokens steps emitted, and how often each stream and rank held the true token."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ssdevice.runtime.generation import Drafts
-from ssdevice.tree import Ranks
 
 
 @dataclass
 class Acceptance:
-    """Counts over steps. A stream's draft is judged by the answer itself, whether or not its step got that far.
+    """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far.
 
     ``held``: (stream, rank) -> how often that candidate was the true token; streams count from 1. ``judged``: stream ->
-    how often the answer was long enough to tell. ``paths``: observed rank paths, for ``Tree.from_counts``.
-    ``emitted``: tokens a step gave, after truncation -> number of steps.
+    how often the answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps.
     """
 
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
     judged: Counter[int] = field(default_factory=Counter)
-    paths: Counter[Ranks] = field(default_factory=Counter)
     emitted: Counter[int] = field(default_factory=Counter)
 
     def add(self, tokens: Sequence[int], steps: Sequence[tuple[Drafts, int]]) -> None:
-        """Count one answer: its ``tokens`` and, of each step, its drafts and how many tokens it gave."""
-        at = 1  # prefill gave the first
+        """Count one answer: its ``tokens``, and the drafts and number of tokens of each step."""
+        at = 1  # the first token came from prefill
         for drafts, count in steps:
             self.emitted[count] += 1
-            path: list[int] = []
             for stream, candidates in enumerate(drafts, 1):
                 if at + stream > len(tokens):
                     break
@@ -38,13 +34,10 @@ class Acceptance:
                 rank = next((r for r, token in enumerate(candidates) if token == true), None)
                 if rank is not None:
                     self.held[stream, rank] += 1
-                    if len(path) == stream - 1:
-                        path.append(rank)
-            self.paths[tuple(path)] += 1
             at += count
 
     def histogram(self, emitted: int) -> list[int]:
-        """Steps that gave 1, 2, .. ``emitted`` tokens."""
+        """Number of steps that emitted 1, 2, .. ``emitted`` tokens."""
         return [self.emitted[n] for n in range(1, emitted + 1)]
 
     def table(self, gamma: int, k: int) -> list[list[float]]:

@@ -1,9 +1,9 @@
-"""A bundle's plain answers held against those of another bundle of the same model, such as one for another target.
+"""Compares a bundle's plain answers with those of another bundle of the same model, such as one for another target.
 
-Both decode in plain decoding, each in its own engine. Where an answer parts, the logits of both are compared along it
-up to there: the difference is a near-tie if plain's two best logits are at most twice as far apart as the largest
+Both bundles decode plainly, each in its own engine. If an answer differs, the logits of both are compared up to the
+first difference. The difference is a near-tie if the two best logits are at most twice as far apart as the largest
 change of any logit between the bundles on rows that chose the same token, and that change is below the ceiling of the
-coarser precision. Two quantizations of a model are two models: only between float32 bundles is anything else a fault.
+coarser precision. Two quantizations of a model are two models, so other differences are faults only in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ssdevice.bench.equality import (
 from ssdevice.bundle.manifest import Manifest, Precision
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
-from ssdevice.progress import Report
+from ssdevice.progress import Report, track
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, plain, plain_step
 
@@ -34,7 +34,7 @@ OTHER = "other bundle"
 
 @dataclass
 class Agreement(Comparison):
-    """``largest_change``: of any logit between the bundles on rows that chose the same token; None if not shown."""
+    """``largest_change``: of any logit between the bundles on rows that chose the same token; None if not measured."""
 
     precisions: tuple[Precision, Precision]
     prompts: int
@@ -43,17 +43,11 @@ class Agreement(Comparison):
 
     @property
     def ceiling(self) -> float:
-        """What ``largest_change`` may be."""
         return max(CEILINGS[precision] for precision in self.precisions)
 
-    @property
-    def binding(self) -> bool:
-        """Whether a difference that is no near-tie is a fault."""
-        return all(precision is Precision.FP32 for precision in self.precisions)
-
     def faults(self) -> list[str]:
-        """What is no near-tie between float32 bundles, one sentence each."""
-        if not self.binding:
+        """Differences between float32 bundles that are not near-ties, one sentence each."""
+        if any(precision is not Precision.FP32 for precision in self.precisions):
             return []
         found = self.unexcused()
         if self.largest_change is not None and self.largest_change > self.ceiling:
@@ -64,7 +58,7 @@ class Agreement(Comparison):
 
 
 def check_same_model(manifest: Manifest, other: Manifest) -> None:
-    """Raise InputError for bundles that were made from different weights."""
+    """Raise InputError if the bundles were made from different weights."""
     if manifest.model.sha256 != other.model.sha256:
         raise InputError(
             f"the other bundle is of another base: sha256 {other.model.sha256[:12]}, this one's is "
@@ -73,7 +67,7 @@ def check_same_model(manifest: Manifest, other: Manifest) -> None:
 
 
 def plain_of(engine: Engine) -> Advance:
-    """How an engine decodes plainly with what it has."""
+    """Plain decoding with the functions that an engine has."""
     return plain if PLAIN in engine.functions else plain_step
 
 
@@ -88,17 +82,17 @@ def against_bundle(
     precisions: tuple[Precision, Precision],
     report: Report,
 ) -> Agreement:
-    """Decode ``prompts`` with ``other`` and compare with ``answers``; ``mine``, ``other_shown``: with logits shown."""
+    """Decode ``prompts`` with ``other`` and compare with ``answers``; ``mine`` and ``other_shown`` show logits."""
     result = Agreement(precisions, len(prompts))
     conversation = other.new_conversation()
     advance = plain_of(other)
-    for number, (ids, expected) in enumerate(zip(prompts, answers, strict=True)):
-        report("compare bundles", number, len(prompts), "")
+    pairs = list(zip(prompts, answers, strict=True))
+    for number, (ids, expected) in enumerate(track(report, "compare bundles", pairs)):
         found = answer(conversation, ids, advance, stops, max_tokens)
         at, expect, token = first_difference(expected, found) if found != expected else (len(expected), -1, -1)
         margin = None
         if mine is not None and other_shown is not None and (found != expected or number < MARGIN_PROMPTS):
-            # After all but the last token: prefill itself shows no logits.
+            # The last prompt token is decoded, because prefill shows no logits.
             truth = [ids[-1], *expected[: at + 1]]
             rows = [led(engine.new_conversation(), ids[:-1], truth, plain_of(engine)) for engine in (mine, other_shown)]
             change = float(np.abs(rows[0][:at] - rows[1][:at]).max(initial=0.0))
@@ -108,5 +102,4 @@ def against_bundle(
                 margin = float(best[1] - best[0])
         if found != expected:
             result.differences.append(Difference(OTHER, number, at, expect, token, margin))
-    report("compare bundles", len(prompts), len(prompts), "")
     return result

@@ -1,4 +1,4 @@
-"""A lossless bundle's answers held against ``generate`` of the untouched base: the promise, without our own model."""
+"""Compares a lossless bundle's answers with ``generate`` of the untouched base, without any of our own model code."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 import torch
 
 from ssdevice.model.loading import load_hf, resolve_folder
-from ssdevice.progress import Report
+from ssdevice.progress import Report, track
 
 TIE = 1e-3
-"""In float32, two tokens whose logits are at most this far apart may change places."""
+"""In float32, two tokens whose logits are at most this far apart may swap."""
 
 
 @dataclass
 class Generated:
-    """``differing``: (prompt, token, distance of the two logits in the base) where an answer first parts."""
+    """``differing``: (prompt, token, distance of the two logits in the base) at the first difference of an answer."""
 
     prompts: int
     differing: list[tuple[int, int, float]] = field(default_factory=list)
 
     def faults(self) -> list[str]:
-        """Differences that are no near-ties, one sentence each."""
+        """Differences that are not near-ties, one sentence each."""
         return [
             f"transformers generate: prompt {prompt + 1} differs at token {token + 1}, {distance:.3g} apart"
             for prompt, token, distance in self.differing
@@ -42,8 +42,8 @@ def against_generate(
     """Compare answers with greedy ``generate`` of the model in ``model``, prompt by prompt."""
     hf = load_hf(resolve_folder(model))
     found = Generated(len(prompts))
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        report("transformers generate", number, len(prompts), "")
+    pairs = list(zip(prompts, answers, strict=True))
+    for number, (prompt, answer) in enumerate(track(report, "transformers generate", pairs)):
         ids = torch.tensor([list(prompt)])
         out = hf.generate(
             ids,
@@ -62,5 +62,4 @@ def against_generate(
             continue
         logits = hf(torch.tensor([[*prompt, *answer[:at]]])).logits[0, -1]
         found.differing.append((number, at, float((logits[answer[at]] - logits[theirs[at]]).abs())))
-    report("transformers generate", len(prompts), len(prompts), "")
     return found

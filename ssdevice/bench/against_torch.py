@@ -1,4 +1,4 @@
-"""A bundle's answers held against the torch model they came from. Needs the export extra."""
+"""Compares a bundle's answers with the torch model it was made from. Needs the export extra."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ssdevice.export.target import export_target
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, within
-from ssdevice.progress import Report
+from ssdevice.progress import Report, track
 
-# The reference rounds at other places than a quantized graph. Margins: of the reference's logits.
+# The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
 TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """``agreeing`` of ``tokens`` are the reference's choice; ``worst``: the largest margin of one that is not.
+    """``agreeing`` of ``tokens`` are the reference's choice; ``worst`` is the largest margin of one that is not.
 
-    ``simulated``: whether the reference rounded as the bundle does.
+    ``simulated``: whether the reference rounds as the bundle does.
     """
 
     tokens: int
@@ -38,15 +38,15 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """Part of tokens that agree, 1 without tokens."""
+        """Share of tokens that agree; 1 if there are none."""
         return self.agreeing / self.tokens if self.tokens else 1.0
 
     def faults(self) -> list[str]:
-        """What is beyond the precision's bounds, one sentence each."""
+        """What exceeds the bounds of the precision, one sentence each."""
         found = []
         least = LEAST_AGREEMENT.get(self.precision, 0.85)
         tie = TIES.get(self.precision, 2.0)
-        # A near-tie may fall either way even in fp32, so there the margin alone decides.
+        # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
             found.append(f"torch reference: {self.share:.1%} of tokens agree, at least {least:.0%} must")
         if self.simulated and self.worst > tie:
@@ -63,10 +63,10 @@ def agreement(
     answers: Sequence[Sequence[int]],
     report: Report,
 ) -> Agreement:
-    """How far the torch model would have chosen the same tokens, each after the bundle's own answer so far.
+    """How many tokens the torch model would have chosen too, each after the bundle's own answer so far.
 
-    ``app``: of the bundle; ``adapter``: its folder, None for the base. Raises InputError for a model that is not the
-    bundle's base.
+    ``app``: name of the bundle's app; ``adapter``: its folder, None for the base. Raises InputError for a model that
+    is not the bundle's base.
     """
     folder = resolve_folder(model)
     manifest, merged = bundle.manifest, bundle.app(app).kind is AdapterKind.MERGED
@@ -80,8 +80,7 @@ def agreement(
     tokens = agreeing = 0
     worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            report("torch reference", number, len(prompts), "")
+        for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
             logits = main_logits(loaded.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
             chosen = torch.tensor(answer)
             best, first = logits.max(dim=-1)
@@ -89,13 +88,12 @@ def agreement(
             tokens += len(answer)
             agreeing += int((first == chosen).sum())
             worst = max(worst, float(margins.max()))
-    report("torch reference", len(prompts), len(prompts), "")
     exact = rounded is not None or precision is Precision.FP32
     return Agreement(tokens, agreeing, worst, exact, precision)
 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
-    """Logits ``[len(ids), V]`` of the main stream over a whole text at once."""
+    """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
     backbone = model.backbone
     tokens = torch.tensor([list(ids)], dtype=torch.int32)
     positions = torch.arange(len(ids), dtype=torch.int32)
@@ -104,7 +102,7 @@ def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     masks = {}
     for window in backbone.windows():
         seen = causal & within(positions, positions, window)
-        # One row of past, never seen: the layers expect some.
+        # The layers expect a past: one row that is always masked.
         blind = torch.zeros(len(ids), 1, dtype=torch.bool)
         masks[window] = additive(torch.cat([blind, seen], dim=1)[None, None], backbone.mask_value)
     past = [(none, none)] * backbone.num_layers

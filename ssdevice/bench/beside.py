@@ -1,4 +1,4 @@
-"""Two bundles measured in one run on the same prompts: which is faster, and whether they say the same."""
+"""Two bundles measured in one run on the same prompts: which is faster, and whether their answers are equal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from ssdevice.bench.report import TITLES
 from ssdevice.bench.runner import SPECULATIVE, BenchResult
-from ssdevice.bench.statistics import Interval, speedup
+from ssdevice.bench.statistics import speedup
 from ssdevice.errors import InputError
 
 Json = dict[str, Any]
 
 
 def compare(mine: BenchResult, other: BenchResult) -> Json:
-    """Decoding time of the other bundle over this one's by mode (2: this one takes half), and the answers they share.
+    """Decoding time of the other bundle over that of this one by mode (2: this one takes half), and equal answers.
 
     ``equal_answers``: prompts whose plain answers have the same tokens. Raises InputError if nothing can be compared.
     """
@@ -22,7 +22,7 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
         theirs = other.modes.get(name)
         if theirs is None:
             continue
-        # Answers may differ between the bundles, so what counts is time by emitted token, prompt by prompt.
+        # Answers may differ between the bundles, so times per emitted token are compared, prompt by prompt.
         pairs = [
             (b.decode_seconds / sum(b.accepted), a.decode_seconds / sum(a.accepted))
             for mine_round, their_round in zip(mode.rounds, theirs.rounds, strict=True)
@@ -30,9 +30,10 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
             if a.steps and b.steps
         ]
         if pairs:
-            ratios[name] = _interval(speedup([b for b, _ in pairs], [a for _, a in pairs]))
+            ratio = speedup([b for b, _ in pairs], [a for _, a in pairs])
+            ratios[name] = {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high}
     if not ratios:
-        raise InputError("the two bundles have no way to decode in common that took a step")
+        raise InputError("no decoding mode took a step in both bundles")
     names = [next(iter(result.modes)) for result in (mine, other)]
     answers = [result.modes[name].answers for result, name in zip((mine, other), names, strict=True)]
     return {
@@ -42,12 +43,8 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
     }
 
 
-def _interval(interval: Interval) -> Json:
-    return {"estimate": interval.estimate, "low": interval.low, "high": interval.high}
-
-
 def as_markdown(found: Json, mine: str, other: str) -> str:
-    """What ``compare`` found, with the names of the bundles."""
+    """The result of ``compare`` with the names of the bundles."""
     lines = [f"## {mine} beside {other}", ""]
     for name in (*[name for name in found["faster"] if name != SPECULATIVE], SPECULATIVE):
         if name in found["faster"]:

@@ -1,14 +1,14 @@
-"""Whether all ways to decode give the same tokens, and whether a difference is a near-tie or a fault.
+"""Whether all decoding modes emit the same tokens, and whether a difference is a near-tie or a fault.
 
-Three modes are held against plain decoding: plain decoding through the step graph, speculative decoding with the
-bundle's own drafts, and with *forced* drafts. A bundle of an untrained or badly matched app accepts little of its own
-drafts, so the plain answer itself is put on one tree path after another, with wrong ids everywhere else: every node
-then becomes the end of an accepted run.
+Three modes are compared with plain decoding: plain decoding through the step graph, speculative decoding with the
+bundle's own drafts, and with *forced* drafts. A bundle with an untrained or badly matched app accepts few of its own
+drafts, so forced drafts put the plain answer on one tree path after another, with wrong ids everywhere else. Every
+node then becomes the end of an accepted run.
 
-Sums over differently placed rows are not bit-equal, so two candidates whose logits nearly tie may change places. A
-difference counts as such a near-tie if, at the first differing token, the two best logits are at most twice as far
-apart as the largest change of any logit between the modes on rows where they agree, and that change is below the
-ceiling of the precision. Anything else is a fault.
+Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
+counts as a near-tie if, at the first differing token, the two best logits are at most twice as far apart as the largest
+change of any logit between the modes on rows where they agree, and that change is below the ceiling of the precision.
+Anything else is a fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
-from ssdevice.progress import Report
+from ssdevice.progress import Report, track
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import Advance, decode, plain, plain_step, prefill, speculative
@@ -30,7 +30,7 @@ from ssdevice.text.stream import Emission
 
 FORCED = "forced"
 MARGIN_PROMPTS = 2
-"""Prompts whose logits are compared even where all modes agree, so that the largest change is always known."""
+"""Prompts whose logits are compared even if all modes agree, so that the largest change is always known."""
 CEILINGS = {
     Precision.FP32: 1e-3,
     Precision.FP16: 0.1,
@@ -38,7 +38,7 @@ CEILINGS = {
     Precision.INT4: 0.5,
     Precision.PALETTE4: 0.5,
 }
-"""Largest change of a logit between modes, by precision, fixed before any run."""
+"""Largest allowed change of a logit between modes, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
 
 
@@ -50,7 +50,10 @@ class ShowsLogits(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a mode left plain decoding. ``margin``: distance of plain's two best logits; None if not measured."""
+    """Where a mode first differs from plain decoding.
+
+    ``margin``: distance of the two best logits in plain decoding; None if not measured.
+    """
 
     mode: str
     prompt: int
@@ -61,39 +64,40 @@ class Difference:
 
 
 class Comparison:
-    """Answers that were held against others; what excuses those that differ."""
+    """Answers compared with others, and the rule that excuses near-ties."""
 
     differences: list[Difference]
     largest_change: float | None
 
     @property
     def ceiling(self) -> float:
-        """What ``largest_change`` may be."""
+        """The largest allowed ``largest_change``."""
         raise NotImplementedError
 
     def near_tie(self, difference: Difference) -> bool:
-        """Whether a difference is excused by the margin at which it happened."""
+        """Whether the margin of a difference excuses it."""
         change, margin = self.largest_change, difference.margin
         return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
 
     def unexcused(self) -> list[str]:
-        """Differences that are no near-ties, one sentence each."""
+        """Differences that are not near-ties, one sentence each."""
         found = []
         for d in self.differences:
             if not self.near_tie(d):
                 why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
                 found.append(
                     f"{d.mode}: prompt {d.prompt + 1} differs at token {d.position + 1} "
-                    f"({d.found} instead of {d.expected}); no near-tie: {why}"
+                    f"({d.found} instead of {d.expected}); not a near-tie: {why}"
                 )
         return found
 
 
 @dataclass
 class Equality(Comparison):
-    """``largest_change``: of any logit between the modes on agreeing rows; None if logits were not shown.
+    """The result of ``compare``.
 
-    ``answers``: tokens of plain decoding, by prompt.
+    ``nodes_ended``: tree nodes at which an accepted run ended. ``largest_change``: of any logit between the modes on
+    agreeing rows; None if logits were not available. ``answers``: tokens of plain decoding, by prompt.
     """
 
     precision: Precision
@@ -108,16 +112,15 @@ class Equality(Comparison):
 
     @property
     def ceiling(self) -> float:
-        """What ``largest_change`` may be."""
         return CEILINGS[self.precision]
 
     @property
     def allowed(self) -> int:
-        """How many prompts of a mode may differ: none in fp32, elsewhere 0.5 %, and one of a few."""
+        """How many prompts of a mode may differ: none in fp32, otherwise 0.5 % but at least one."""
         return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
 
     def faults(self) -> list[str]:
-        """What breaks the promise, one sentence each; none if it holds."""
+        """What breaks the promise of equal answers, one sentence each."""
         found = self.unexcused()
         for mode in self.modes:
             count = sum(d.mode == mode for d in self.differences)
@@ -137,7 +140,7 @@ def compare(
     precision: Precision,
     report: Report,
 ) -> Equality:
-    """Decode prompts in all modes of an engine. ``shown``: the same bundle with logits shown, if that can be had."""
+    """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
     has_plain = PLAIN in engine.functions
     conversation = engine.new_conversation()
     modes: dict[str, Advance] = {}
@@ -145,8 +148,7 @@ def compare(
         modes = {"plain_step": plain_step} if has_plain else {}
         modes |= {"speculative": speculative, FORCED: speculative}
     result = Equality(precision, len(prompts), list(modes), nodes=engine.geometry.tree.size)
-    for number, ids in enumerate(prompts):
-        report("compare decoding modes", number, len(prompts), "")
+    for number, ids in enumerate(track(report, "compare decoding modes", prompts)):
         base = plain if has_plain else plain_step
         expected = answer(conversation, ids, base, stop_ids, max_tokens)
         result.tokens += len(expected)
@@ -162,10 +164,9 @@ def compare(
             change, margins = logit_change(shown.new_conversation(), ids, expected, has_plain)
             result.largest_change = max(result.largest_change or 0.0, change)
         for name, (position, expect, found_token) in differing:
-            # The first token is prefill's, the same call in all modes; margins begin with the second.
+            # The first token comes from prefill, which all modes share; margins begin with the second.
             margin = float(margins[position - 1]) if margins is not None and 0 < position <= len(margins) else None
             result.differences.append(Difference(name, number, position, expect, found_token, margin))
-    report("compare decoding modes", len(prompts), len(prompts), "")
     return result
 
 
@@ -184,16 +185,16 @@ def answer(
 
 
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
-    """An ``Advance`` that puts ``truth`` on one tree path a step, each node in turn, and wrong ids elsewhere.
+    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere.
 
-    ``ended`` gathers the nodes that runs ended at.
+    ``ended`` collects the nodes at which runs ended.
     """
     turn = 0
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
         nonlocal turn
         tree, vocab = conversation.geometry.tree, conversation.geometry.vocab
-        at = conversation.length - prompt_tokens + 1  # of truth: what follows the last token
+        at = conversation.length - prompt_tokens + 1  # index in truth of what follows the last token
         node = turn % tree.size
         turn += 1
         for stream in range(conversation.geometry.gamma):
@@ -212,9 +213,9 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
 def logit_change(
     conversation: Conversation, ids: Sequence[int], truth: Sequence[int], has_plain: bool
 ) -> tuple[float, NDArray[np.float32]]:
-    """The largest change of a logit between plain decoding and the step, both led along ``truth``.
+    """The largest change of a logit between plain decoding and the step, both kept on ``truth``.
 
-    Returns it with plain's margins between its two best logits, by token of ``truth`` from the second on.
+    Also returns the margins between the two best logits of plain decoding, by token of ``truth`` from the second on.
     """
     base = plain if has_plain else plain_step
     rows = led(conversation, ids, truth, base)
@@ -228,7 +229,7 @@ def logit_change(
 
 
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
-    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, come what may."""
+    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses."""
     conversation.length = 0
     if ids:
         prefill(conversation, ids)
@@ -237,7 +238,7 @@ def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], ad
     while at + 1 < len(truth):
         run = advance(conversation, truth[at])
         logits = cast(ShowsLogits, conversation).logits
-        # Rows count while what stands before them is truth: the first always, a later one if its token before is.
+        # A row counts if all tokens before it are truth: the first always, a later one if its predecessor is.
         kept = 1
         while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
             kept += 1
@@ -248,7 +249,7 @@ def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], ad
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
-    """Where two answers part, and what stands there; -1 for an answer that has ended."""
+    """The first position at which two answers differ and both tokens there; -1 for an answer that has ended."""
     for i, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
             return i, a, b

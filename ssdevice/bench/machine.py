@@ -1,4 +1,4 @@
-"""What the machine was doing while something was measured: a loaded machine gives numbers that do not count."""
+"""The load of the machine during a measurement: numbers from a loaded machine do not count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """``others``: share of all cores other processes used meanwhile, 0..1; ``before``/``after``: load averages."""
+    """``others``: share of all cores used by other processes, 0..1; ``before``/``after``: load averages."""
 
     others: float
     before: tuple[float, float, float]
@@ -42,7 +42,7 @@ class Load:
         return self.others <= LOADED
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values with the machine they belong to."""
+        """Plain values, with a description of the machine."""
         return {
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
@@ -55,7 +55,7 @@ class Load:
 
 
 class LoadWatch:
-    """Context manager: how busy others keep the machine while its body runs, as ``load`` afterwards."""
+    """Context manager that measures the load by other processes while its body runs; ``load`` holds it afterwards."""
 
     def __init__(self) -> None:
         try:
@@ -82,7 +82,7 @@ class LoadWatch:
         """CPU seconds of all processes since the system began."""
         times = self._psutil.cpu_times()
         return float(sum(times)) - sum(
-            # Guests are counted in user time already; a waiting disk keeps no core busy.
+            # User time already includes guests; waiting for a disk keeps no core busy.
             float(getattr(times, name, 0.0))
             for name in ("idle", "iowait", "guest", "guest_nice")
         )

@@ -1,4 +1,4 @@
-"""Peak resident memory of one way to decode, in a process of its own: modes in one process would share a peak."""
+"""Peak resident memory of one decoding mode, in a separate process: modes in one process would share a peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdevice.errors import SSDeviceError
 def peak_rss_mb(
     bundle: Path, app: str | None, mode: str, threads: int, prompt: Sequence[int], max_tokens: int
 ) -> float:
-    """MB (10⁶ bytes) a fresh process needs at most to open a bundle and answer one prompt."""
+    """Peak MB (10⁶ bytes) of a fresh process that opens a bundle and answers one prompt."""
     request = {
         "bundle": str(bundle.resolve()),
         "app": app,
@@ -33,7 +33,7 @@ def peak_rss_mb(
 
 
 def main() -> None:
-    """Answer the request on standard input; print the peak."""
+    """Answer the request on standard input and print the peak."""
     import resource
 
     from ssdevice.runtime.session import Session

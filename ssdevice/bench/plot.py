@@ -1,4 +1,4 @@
-"""A measurement as a picture: speed of the modes, and how many tokens a step gave."""
+"""A measurement as a picture: the speed of each mode, and how many tokens steps emitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Write the report of ``ssdevice.bench.report.as_json`` to an image whose kind its suffix says.
+    """Write the report of ``ssdevice.bench.report.as_json`` to an image in the format of its suffix.
 
     Raises MissingExtraError without matplotlib, InputError for a file that cannot be written.
     """

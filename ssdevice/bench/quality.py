@@ -1,4 +1,4 @@
-"""Quality of answers, one number an example, so that means and paired intervals can be made of them.
+"""Quality of answers as one number per example, so that means and paired intervals can be computed.
 
 ========================  =============================================================  ==========================
 metric                    what counts                                                    columns
@@ -9,7 +9,7 @@ metric                    what counts                                           
 ``rouge``                 F-measure of ROUGE-1 and ROUGE-Lsum against the best target    ``rouge1``, ``rougeLsum``
 ========================  =============================================================  ==========================
 
-Targets of an example are its references, or its completion where it has none. All values lie in 0..1.
+Targets of an example are its references, or its completion if it has none. All values are in 0..1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ssdevice.errors import InputError, MissingExtraError
 
 Scores = dict[str, list[float]]
 ANSWER_MARK = "####"
-QUOTE = "\0"  # stands for quoted text while the rest is normalized
+QUOTE = "\0"  # replaces quoted text while the rest is normalized
 
 _ANSWER = re.compile(ANSWER_MARK + r"\s*(-?)\s*\$?\s*(-?)(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
@@ -32,10 +32,10 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def normalize_query(text: str) -> str:
-    """A query as ``exact_match_normalized`` compares it.
+    """A query in the form that ``exact_match_normalized`` compares.
 
-    Outside quotes: lower case, one space between words and none around signs, no semicolon at the end. Quoted text
-    keeps its letters and spaces; 'single' and "double" quotes are the same.
+    Outside quotes: lower case, one space between words, none around signs, no semicolon at the end. Quoted text is
+    kept; 'single' and "double" quotes are the same.
     """
     quoted: list[str] = []
 
@@ -59,7 +59,7 @@ def final_answer(text: str) -> Decimal | None:
 
 
 def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """1 where an answer equals a target: strictly but for space at the ends, and as ``normalize_query`` leaves them."""
+    """1 for an answer that equals a target: apart from surrounding space, and after ``normalize_query``."""
     strict, normalized = [], []
     for prediction, example in zip(predictions, examples, strict=True):
         strict.append(float(prediction.strip() in {target.strip() for target in example.targets}))
@@ -68,9 +68,9 @@ def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scor
 
 
 def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """1 where the number after ``####`` equals that of a target, as numbers (1,000 = 1000.0).
+    """1 for an answer whose number after ``####`` equals that of a target, as numbers (1,000 = 1000.0).
 
-    Raises InputError for an example none of whose targets has such a number.
+    Raises InputError if no target of an example has such a number.
     """
     scores = []
     for i, (prediction, example) in enumerate(zip(predictions, examples, strict=True)):
@@ -82,10 +82,10 @@ def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) 
 
 
 def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library, with its stemmer; English text only.
+    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library with its stemmer, for English text.
 
-    Of several targets the best counts, for each of the two apart. Sentences, which ROUGE-Lsum matches one by one, end
-    at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
+    With several targets, the best one counts, separately for each measure. Sentences, which ROUGE-Lsum matches one by
+    one, end at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
@@ -107,10 +107,10 @@ METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "final_answer": fin
 
 
 def choose_metric(examples: Sequence[Example]) -> str:
-    """The metric that data ask for.
+    """The metric that suits the data.
 
     ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else ``exact_match``.
-    Summaries with a single reference each look like queries: name ``rouge`` for them.
+    Summaries whose only target is their completion look like queries: name ``rouge`` for them.
     """
     if examples and all(any(final_answer(target) is not None for target in e.targets) for e in examples):
         return "final_answer"
@@ -118,9 +118,9 @@ def choose_metric(examples: Sequence[Example]) -> str:
 
 
 def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """Column -> one value an example, in order.
+    """Column -> one value per example, in order.
 
-    Raises InputError for an unknown metric, other numbers of predictions than of examples, or an example without a
+    Raises InputError for an unknown metric, different numbers of predictions and examples, or an example without a
     target.
     """
     if metric not in METRICS:

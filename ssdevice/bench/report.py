@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,14 +12,13 @@ from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import SPECULATIVE, BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
 from ssdevice.contract import Geometry
-from ssdevice.data import Example
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured and how. ``model_bytes``: files of the bundle; ``threads``: 0 for the engine's default."""
+    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default."""
 
     bundle: str
     app: str
@@ -35,23 +34,20 @@ class Setting:
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
-    """Scores by mode with 95 % intervals; empty where an example has nothing to compare with.
+    """Scores by mode with 95 % intervals; empty if an example has no target.
 
-    ``metric``: one of ``ssdevice.bench.quality``, None to choose by the data.
+    ``metric``: one of ``ssdevice.bench.quality``; None chooses one for the data.
     """
     if not all(example.targets for example in result.examples):
         return {}
     metric = metric or choose_metric(result.examples)
     found: Json = {"metric": metric}
     for name, mode in result.modes.items():
-        # Equal tokens have equal scores: one mode then speaks for all.
+        # Equal tokens have equal scores, so one mode is enough then.
         if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.modes:
-            found[name] = _means(metric, [answer.text for answer in mode.answers], result.examples)
+            columns = score(metric, [answer.text for answer in mode.answers], result.examples)
+            found[name] = {column: asdict(mean_interval(values)) for column, values in columns.items()}
     return found
-
-
-def _means(metric: str, texts: Sequence[str], examples: Sequence[Example]) -> Json:
-    return {column: asdict(mean_interval(values)) for column, values in score(metric, texts, examples).items()}
 
 
 def as_json(
@@ -125,13 +121,13 @@ TITLES = {
 
 
 def as_markdown(report: Json) -> str:
-    """The report of ``as_json`` as Markdown, with what would make its numbers not count said first."""
+    """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
     machine = report["machine"]
     lines = [f"## {report['bundle']}: {report['precision']} {report['target']}, app {report['app']}", ""]
     if not report["valid"]:
         lines += [
-            f"**Not valid:** other processes used {machine['others_cpu_share']:.0%} of the machine meanwhile "
-            f"(at most {LOADED:.0%} counts). Times below are no measurement.",
+            f"**Not valid:** other processes used {machine['others_cpu_share']:.0%} of the machine during the run "
+            f"(at most {LOADED:.0%} is allowed). Do not quote the times below.",
             "",
         ]
     threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
@@ -159,7 +155,7 @@ def as_markdown(report: Json) -> str:
     if report["speedup"] is not None:
         interval = report["speedup_interval"]
         bounds = (
-            f" (95 % of prompts resampled: {interval['low']:.2f}..{interval['high']:.2f})" if interval["low"] else ""
+            f" (95 % interval over prompts: {interval['low']:.2f}..{interval['high']:.2f})" if interval["low"] else ""
         )
         lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{bounds}.")
     lines.append(_equality(report))
@@ -173,7 +169,7 @@ def _equality(report: Json) -> str:
     counts = ", ".join(f"{name}: {len(prompts)}" for name, prompts in report["differing_prompts"].items())
     first = min(min(prompts) for prompts in report["differing_prompts"].values())
     return (
-        f"**Arms differ** on some of {report['prompts']} prompts ({counts}; the first is prompt {first + 1}); "
+        f"**Modes differ** on some of {report['prompts']} prompts ({counts}; the first is prompt {first + 1}); "
         "`ssdevice verify` tells near-ties from faults."
     )
 

@@ -1,9 +1,10 @@
-"""Measures a session: the same prompts through every mode, interleaved, over several rounds."""
+"""Measures a session: the same prompts in every decoding mode, interleaved, over several rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import Load, LoadWatch
@@ -21,7 +22,7 @@ WARM_UP_PROMPTS = 2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """``rounds``: times every prompt runs through every mode. ``skip_long``: leave out prompts beyond the context."""
+    """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context."""
 
     rounds: int = 3
     max_tokens: int = 128
@@ -29,43 +30,44 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.max_tokens < 1:
-            raise ConfigError(f"{self.rounds} rounds of {self.max_tokens} tokens: both are 1 or more")
+            raise ConfigError(f"{self.rounds} rounds of {self.max_tokens} tokens: both must be 1 or more")
 
 
 @dataclass
 class Measured:
-    """One way to decode. ``answers``: of the first round, by prompt; ``rounds``: all answers by round."""
+    """The answers of one decoding mode. ``rounds``: answers by round, then by prompt."""
 
     name: str
     rounds: list[list[Generation]] = field(default_factory=list)
 
     @property
     def answers(self) -> list[Generation]:
+        """The answers of the first round, by prompt."""
         return self.rounds[0]
 
     def per_round(self, value: Callable[[Sequence[Generation]], float]) -> Spread:
-        """Spread over rounds of a value of all answers of a round."""
+        """Spread over rounds of ``value``, which maps the answers of a round to a number."""
         return spread([value(answers) for answers in self.rounds])
 
     def seconds(self) -> list[float]:
         """Decoding time of each prompt that took a step: the median over rounds."""
         columns = zip(*self.rounds, strict=True)
-        return [spread([a.decode_seconds for a in column]).median for column in columns if column[0].steps]
+        return [median(a.decode_seconds for a in column) for column in columns if column[0].steps]
 
     @property
     def tokens_per_second(self) -> Spread:
-        """Tokens that steps emitted over the time of steps; prefill excluded."""
+        """Tokens emitted by steps over the time of steps, without prefill."""
         return self.per_round(lambda answers: _ratio(_emitted(answers), sum(a.decode_seconds for a in answers)))
 
     @property
     def tokens_per_step(self) -> float:
-        """β over all prompts: tokens emitted by steps after truncation over steps."""
-        return _ratio(_emitted(self.answers), sum(a.steps for a in self.answers))
+        """β over all prompts: tokens emitted by steps (after truncation) over steps."""
+        return _per_step(self.answers, _emitted(self.answers))
 
     @property
     def ttft_ms(self) -> Spread:
         """Median over prompts of the time to the first token."""
-        return self.per_round(lambda answers: spread([a.prefill_seconds * 1e3 for a in answers]).median)
+        return self.per_round(lambda answers: median(a.prefill_seconds * 1e3 for a in answers))
 
     @property
     def prefill_tokens_per_second(self) -> Spread:
@@ -77,26 +79,19 @@ class Measured:
     @property
     def host_us_per_step(self) -> Spread:
         """Microseconds of a step outside the target's runtime: loop, cache and text."""
-
-        def host(answers: Sequence[Generation]) -> float:
-            outside = sum(a.decode_seconds - a.native_seconds for a in answers)
-            return _ratio(outside * 1e6, sum(a.steps for a in answers))
-
-        return self.per_round(host)
+        return self.per_round(
+            lambda answers: _per_step(answers, sum(a.decode_seconds - a.native_seconds for a in answers) * 1e6)
+        )
 
     @property
     def native_ms_per_step(self) -> Spread:
         """Milliseconds of a step inside the target's runtime."""
-
-        def native(answers: Sequence[Generation]) -> float:
-            return _ratio(sum(a.native_seconds for a in answers) * 1e3, sum(a.steps for a in answers))
-
-        return self.per_round(native)
+        return self.per_round(lambda answers: _per_step(answers, sum(a.native_seconds for a in answers) * 1e3))
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured. ``skipped``: prompts left out because they exceed the context."""
+    """What was measured. ``skipped``: number of prompts left out because they exceed the context."""
 
     examples: list[Example]
     modes: dict[str, Measured]
@@ -111,7 +106,7 @@ class BenchResult:
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
-        """Prompts (from 0) whose tokens in any round of a mode are not those of the first mode's first round."""
+        """Prompts (from 0) whose tokens in any round of a mode differ from the first mode's first round."""
         reference = next(iter(self.modes.values())).answers
         return [
             i
@@ -121,12 +116,12 @@ class BenchResult:
 
     @property
     def equal(self) -> bool:
-        """Whether all modes gave the same tokens in all rounds."""
+        """Whether all modes emitted the same tokens in all rounds."""
         return not any(self.differing(name) for name in self.modes)
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain mode over the speculative mode's, with an interval over prompts."""
+        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts."""
         if SPECULATIVE not in self.modes or self.baseline is None:
             return None
         plain, speculative = self.baseline.seconds(), self.modes[SPECULATIVE].seconds()
@@ -134,16 +129,16 @@ class BenchResult:
 
 
 def available_modes(session: Session) -> list[str]:
-    """The modes a bundle can run: ``plain`` through the T = 1 graph, ``plain_step`` through the step without drafts."""
+    """The modes a bundle can run: ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts."""
     names = ["plain"] if PLAIN in session.engine.functions else []
     return names + (["plain_step", SPECULATIVE] if STEP in session.engine.functions else [])
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
-    """Run every prompt through every mode, ``options.rounds`` times.
+    """Run every prompt in every mode, ``options.rounds`` times.
 
-    Arms alternate prompt by prompt, and which goes first rotates, so that drift of the machine meets all alike.
-    Raises ContextOverflowError for a prompt that does not fit unless ``skip_long``.
+    Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all of them
+    alike. Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
     """
     (result,) = measure_beside([session], examples, options, report)
     return result
@@ -152,7 +147,7 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
 def measure_beside(
     sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
 ) -> list[BenchResult]:
-    """``measure`` of several bundles in one run, by session: their modes take turns with each other as well."""
+    """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
     kept, prompts = _prompts(sessions, examples, options)
     modes = [{name: Measured(name) for name in available_modes(session)} for session in sessions]
     lanes = [(i, name) for i, names in enumerate(modes) for name in names]
@@ -197,7 +192,7 @@ def _prompts(
         elif not options.skip_long:
             raise ContextOverflowError(
                 f"prompt {number} has {long[0][0]} tokens, the bundle was exported for a context of {long[0][1]}; "
-                "--skip-long leaves such prompts out"
+                "--skip-long leaves out such prompts"
             )
     if not prompts:
         raise InputError("no prompt fits the context")
@@ -217,6 +212,10 @@ def _answer(session: Session, ids: list[int], mode: str, max_tokens: int, accept
 
 def _emitted(answers: Sequence[Generation]) -> int:
     return sum(sum(a.accepted) for a in answers)
+
+
+def _per_step(answers: Sequence[Generation], total: float) -> float:
+    return _ratio(total, sum(a.steps for a in answers))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -1,8 +1,7 @@
-"""How sure a measured difference is: paired bootstrap intervals, and the spread of repeated rounds.
+"""Uncertainty of a measurement: paired bootstrap intervals, and the spread of repeated rounds.
 
-Bootstrap intervals are percentile intervals: examples are drawn with replacement, both values of an example together,
-and the outer (1 - confidence) / 2 of the resampled values are cut off at either end. The same seed gives the same
-interval.
+Bootstrap intervals are percentile intervals. Examples are drawn with replacement, both values of an example together,
+and (1 - confidence) / 2 of the resampled values are cut off at each end. The same seed gives the same interval.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 from ssdevice.errors import InputError
 
 SAMPLES = 10_000
-DRAWN_AT_ONCE = 1 << 20  # numbers; keeps memory at some tens of MB whatever the data
+DRAWN_AT_ONCE = 1 << 20  # numbers; limits memory to some tens of MB
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the bounds that hold it with the given confidence.
+    """An estimate and the bounds of its interval at the given confidence.
 
-    The bounds are None where there are fewer than two examples: nothing can be resampled then.
+    The bounds are None with fewer than two examples, which cannot be resampled.
     """
 
     estimate: float
@@ -36,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of repeated rounds with the quartiles and the extremes."""
+    """Median, quartiles and extremes of repeated rounds."""
 
     median: float
     q1: float
@@ -46,14 +45,14 @@ class Spread:
 
 
 def spread(values: Sequence[float] | ArrayLike) -> Spread:
-    """Median, quartiles (linear interpolation), least and greatest of one value or more; raises InputError."""
+    """The spread of one or more values; quartiles are interpolated linearly. Raises InputError."""
     data = _values(values, "values")
     q1, median, q3 = (float(q) for q in np.quantile(data, (0.25, 0.5, 0.75)))
     return Spread(median, q1, q3, float(data.min()), float(data.max()))
 
 
 def mean_interval(values: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0) -> Interval:
-    """The mean of values ``[n]`` and its bootstrap interval; raises InputError for none or not finite ones."""
+    """The mean of values ``[n]`` and its bootstrap interval. Raises InputError for no values or non-finite ones."""
     data = _values(values, "values")
     return _bootstrap(data[:, None], lambda means: means[:, 0], confidence, samples, seed)
 
@@ -68,10 +67,12 @@ def speedup(
 ) -> Interval:
     """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``.
 
-    A ratio of sums, so long answers weigh as much as they take; 2 means half the time. Raises InputError unless both
-    have the same number, one or more, of times above 0.
+    It is a ratio of sums, so answers weigh by their time; 2 means half the time. Raises InputError unless both have
+    the same number (1 or more) of times above 0.
     """
-    a, b = _pair(baseline_seconds, seconds)
+    a, b = _values(baseline_seconds, "the first sample"), _values(seconds, "the second sample")
+    if len(a) != len(b):
+        raise InputError(f"paired samples have {len(a)} and {len(b)} values")
     if (a <= 0).any() or (b <= 0).any():
         raise InputError("a speed-up needs times above 0 seconds")
     return _bootstrap(np.stack((a, b), axis=1), lambda means: means[:, 0] / means[:, 1], confidence, samples, seed)
@@ -80,7 +81,7 @@ def speedup(
 def _bootstrap(
     rows: Floats, statistic: Callable[[Floats], Floats], confidence: float, samples: int, seed: int
 ) -> Interval:
-    """Interval of a statistic, which maps ``[m, columns]`` means to ``[m]``, over rows ``[n, columns]``."""
+    """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to ``[m]``."""
     if not 0 < confidence < 1:
         raise InputError(f"confidence is {confidence}, expected a number between 0 and 1")
     if samples < 1:
@@ -100,17 +101,10 @@ def _bootstrap(
     return Interval(estimate, float(low), float(high), confidence)
 
 
-def _pair(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = _values(first, "the first sample"), _values(second, "the second sample")
-    if len(a) != len(b):
-        raise InputError(f"paired samples have {len(a)} and {len(b)} values")
-    return a, b
-
-
 def _values(values: ArrayLike, what: str) -> Floats:
     data = np.asarray(values, dtype=np.float64)
     if data.ndim != 1 or data.size == 0:
-        raise InputError(f"{what}: expected one value or more in a row, found shape {list(data.shape)}")
+        raise InputError(f"{what}: expected a vector of one value or more, found shape {list(data.shape)}")
     if not np.isfinite(data).all():
         raise InputError(f"{what}: holds a value that is not finite")
     return data

@@ -1,5 +1,5 @@
-"""Which draft tree and schedule are fastest on this device: acceptance of every tree from one decoding, cost from
-measured steps."""
+"""The fastest draft tree and schedule for this device: the acceptance of every tree is computed from one decoding,
+its cost is interpolated between measured steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdevice.bench.equality import answer, forcer
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
-from ssdevice.progress import Report
+from ssdevice.progress import Report, track
 from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree with what to expect of it. ``milliseconds`` of a step are interpolated between measured sizes."""
+    """A tree and its expected performance. ``milliseconds`` per step are interpolated between measured sizes."""
 
     tree: Tree
     schedule: Schedule
@@ -50,20 +50,17 @@ class Choice:
 def observe(
     engine: Engine, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_tokens: int, report: Report
 ) -> list[list[list[int]]]:
-    """For each prompt and token of its answer: the ranks at which streams 1, 2, .. held the tokens after it.
+    """For each prompt and token of its answer: the ranks of the next tokens among the candidates of streams 1, 2, ...
 
     Each answer is decoded twice: plainly, then with drafts that are always wrong, so that every step ends at its root
     and drafts for it.
     """
     conversation = engine.new_conversation()
     base = plain if PLAIN in engine.functions else plain_step
-    found = []
-    for number, ids in enumerate(prompts):
-        report("observe drafts", number, len(prompts), "")
-        truth = answer(conversation, ids, base, stop_ids, max_tokens)
-        found.append(_ranks(conversation, ids, truth))
-    report("observe drafts", len(prompts), len(prompts), "")
-    return found
+    return [
+        _ranks(conversation, ids, answer(conversation, ids, base, stop_ids, max_tokens))
+        for ids in track(report, "observe drafts", prompts)
+    ]
 
 
 def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int]) -> list[list[int]]:
@@ -77,17 +74,16 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
             row.append(candidates.index(true) if true in candidates else MISS)
         rows.append(row)
         if at + 1 < len(truth):
-            # A new forcer's first node is the root: it forces nothing that is right.
+            # The first node of a new forcer is the root, so all drafts are wrong.
             forcer(len(ids), truth, set())(conversation, root)
             conversation.length += 1
     return rows
 
 
 def measure_costs(engines: Sequence[tuple[Engine, Schedule]], report: Report) -> list[Cost]:
-    """Median milliseconds of plain steps and of each engine's own step; of equal ones the cheapest stays."""
+    """Median milliseconds of plain steps and of each engine's step; for equal sizes and schedules, the cheapest."""
     costs: dict[tuple[int, Schedule | None], float] = {}
-    for number, (engine, schedule) in enumerate(engines):
-        report("time steps", number, len(engines), "")
+    for engine, schedule in track(report, "time steps", engines):
         conversation = engine.new_conversation()
         calls: list[tuple[int, Schedule | None, Callable[[int], object]]] = [
             (engine.geometry.tree.size, schedule, conversation.step)
@@ -96,15 +92,10 @@ def measure_costs(engines: Sequence[tuple[Engine, Schedule]], report: Report) ->
             calls.append((1, None, conversation.step_plain))
         for size, kind, call in calls:
             costs[size, kind] = min(costs.get((size, kind), float("inf")), _time(conversation, call))
-    report("time steps", len(engines), len(engines), "")
     if len(costs) < 2:
         raise InputError("only one size of step can be timed; give a bundle that has step_plain")
-    return [Cost(size, milliseconds, kind) for (size, kind), milliseconds in sorted(costs.items(), key=_order)]
-
-
-def _order(item: tuple[tuple[int, Schedule | None], float]) -> tuple[str, int]:
-    (size, schedule), _ = item
-    return schedule or "", size
+    found = [Cost(size, milliseconds, kind) for (size, kind), milliseconds in costs.items()]
+    return sorted(found, key=lambda cost: (cost.schedule or "", cost.size))
 
 
 def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
@@ -129,9 +120,9 @@ def interpolate(costs: Sequence[Cost], size: int) -> float:
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], costs: Sequence[Cost]) -> list[Choice]:
-    """The best tree of each size in the cheaper schedule, fastest first; sizes no observed draft can fill are left out.
+    """The best tree of each size in the cheaper schedule, fastest first. Sizes that no observed draft fills are absent.
 
-    A schedule counts if steps of it were measured at two sizes, of which plain decoding may be one.
+    A schedule counts if its steps were measured at two sizes, one of which may be plain decoding.
     """
     paths = count_paths(ranks)
     trees = {tree.size: tree for tree in (Tree.from_counts(paths, size) for size in sizes) if tree.size > 1}

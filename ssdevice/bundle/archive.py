@@ -1,8 +1,8 @@
 """Bundles as one file: an uncompressed zip whose entries begin at multiples of 4096 bytes, the manifest first.
 
-Any unzip program opens a ``.ssb``; here only one spelling of the format is read: stored entries, back to back from the
-first byte to the central directory, nothing before, between or after. So entries cannot overlap, be larger than they
-say, or look otherwise to another program. The alignment lets a reader map weights without unpacking.
+Any unzip program opens a ``.ssb``. This reader accepts only one form: stored entries, back to back from the first byte
+to the central directory, with nothing before, between or after them. So entries cannot overlap, be larger than they
+claim, or look different to another program. The alignment lets a reader map weights without unpacking.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _FULL32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored file: where its local header and its ``size`` bytes of data begin in the archive."""
+    """A stored file: its ``size`` in bytes and the offset of its ``data`` in the archive."""
 
     name: str
     size: int
-    header: int
     data: int
 
 
 def pack(bundle: Bundle, out: str | Path) -> Path:
-    """Write a bundle to one file, ``NAME.ssb``; the hashes are checked on the way.
+    """Write a bundle to one file, ``NAME.ssb``, and check the hashes on the way.
 
-    Raises InputError if ``out`` exists or has another suffix, BundleError if a file is not what the manifest says.
+    Raises InputError if ``out`` exists or has another suffix, BundleError if a file does not match the manifest.
     """
     out = Path(out)
     if out.suffix != PACKED_SUFFIX:
@@ -73,7 +72,7 @@ def pack(bundle: Bundle, out: str | Path) -> Path:
 
 def _append(archive: zipfile.ZipFile, raw: IO[bytes], name: str, file: Path) -> str | None:
     with file.open("rb", buffering=0) as source:
-        info = zipfile.ZipInfo(name)  # without a date: the same bundle gives the same bytes
+        info = zipfile.ZipInfo(name)  # no date, so that the same bundle gives the same bytes
         info.create_system = 3
         info.external_attr = (stat.S_IFREG | 0o644) << 16
         info.file_size = os.fstat(source.fileno()).st_size
@@ -83,16 +82,16 @@ def _append(archive: zipfile.ZipFile, raw: IO[bytes], name: str, file: Path) -> 
         info.extra = _PADDING.pack(_PADDING_ID, 2 + zeros, ALIGNMENT) + bytes(zeros)
         with archive.open(info, "w", force_zip64=large) as entry:
             digest = stream_sha256(source, info.file_size, entry)
-        info.extra = b""  # the directory at the end repeats it otherwise
+        info.extra = b""  # otherwise the central directory repeats it
     return digest
 
 
 def unpack(
     packed: str | Path, folder: str | Path, *, overwrite: bool = False, require_signature: Path | None = None
 ) -> Bundle:
-    """Unpack a ``.ssb`` to a folder that appears once every byte of it has been checked.
+    """Unpack a ``.ssb`` to a folder, which appears only when every byte has been checked.
 
-    Raises BundleError for an archive that is damaged or not of the one form, InputError if ``folder`` exists (with
+    Raises BundleError for an archive that is damaged or in another form, InputError if ``folder`` exists (with
     ``overwrite``: unless it is a bundle), SSDeviceError if the disk is full.
     """
     packed, folder = Path(packed), Path(folder)
@@ -119,7 +118,7 @@ def unpack(
 
 
 def read_packed_manifest(packed: str | Path) -> Manifest:
-    """The manifest of a ``.ssb``, with the form of the archive checked and the contents of its files not."""
+    """The manifest of a ``.ssb``. Checks the form of the archive, but not the contents of its files."""
     packed = Path(packed)
     with _open(packed) as stream:
         return _manifest(stream, packed, read_entries(stream, packed), None)
@@ -135,7 +134,7 @@ def _open(packed: Path) -> IO[bytes]:
 
 
 def _manifest(stream: IO[bytes], packed: Path, entries: list[Entry], key: Path | None) -> Manifest:
-    """The manifest, which the entries agree with in names and sizes."""
+    """The manifest. Raises BundleError unless its names and sizes agree with the entries."""
     if not entries or entries[0].name != MANIFEST_FILE or entries[0].size > MAX_MANIFEST_BYTES:
         raise BundleError(f"{packed}: its first entry is not a {MANIFEST_FILE} of at most {MAX_MANIFEST_BYTES} bytes")
     by_name = {entry.name: entry for entry in entries}
@@ -165,7 +164,7 @@ def _content(stream: IO[bytes], entry: Entry) -> bytes:
 
 
 class _File(io.FileIO):
-    """A file of which no more is read at once than a central directory may have: zipfile believes its end record."""
+    """A file that limits each read to the largest central directory allowed: zipfile trusts the end record."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:
@@ -174,7 +173,7 @@ class _File(io.FileIO):
 
 
 def read_entries(stream: IO[bytes], packed: Path) -> list[Entry]:
-    """The entries of a ``.ssb`` in order; raises BundleError unless they fill it exactly."""
+    """The entries of a ``.ssb`` in order. Raises BundleError unless they fill it exactly."""
     length = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, length - _END.size))
     end = stream.read(_END.size)
@@ -201,12 +200,12 @@ def read_entries(stream: IO[bytes], packed: Path) -> list[Entry]:
         raise BundleError(f"{packed}: its entries end at byte {at}, its directory begins at {directory}")
     twice = repeated_name(entry.name.lower() for entry in entries)
     if twice:
-        raise BundleError(f"{packed}: {twice!r} stands twice")
+        raise BundleError(f"{packed}: {twice!r} appears twice")
     return entries
 
 
 def _entry(stream: IO[bytes], packed: Path, info: zipfile.ZipInfo) -> Entry:
-    """An entry as the directory has it, checked against its local header."""
+    """A directory entry, checked against its local header."""
     shown = ascii(info.orig_filename[:100])
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise BundleError(f"{packed}: {shown} is compressed or encrypted; a packed bundle stores its files as they are")
@@ -229,4 +228,4 @@ def _entry(stream: IO[bytes], packed: Path, info: zipfile.ZipInfo) -> Entry:
     if not same or info.file_size != info.compress_size or info.file_size > MAX_FILE_BYTES or info.comment:
         raise BundleError(f"{packed}: {shown} is described in two ways: its name or size differ")
     data = info.header_offset + _LOCAL.size + len(name) + len(extra)
-    return Entry(info.orig_filename, info.file_size, info.header_offset, data)
+    return Entry(info.orig_filename, info.file_size, data)

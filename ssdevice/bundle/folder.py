@@ -1,7 +1,7 @@
 """Bundles: folders that are checked before anything in them is used, and written whole or not at all.
 
-A bundle is a manifest and the files it lists. Reading assumes that the folder came from someone hostile; what may
-change it while it is in use is the file system's business, so a bundle belongs where only its user can write.
+A bundle is a manifest and the files it lists. The reader assumes that the folder came from someone hostile. It does
+not guard against changes while the bundle is in use, so keep a bundle where only its user can write.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Bundle:
-        """The bundle in a folder, once manifest, names, sizes and hashes have been checked.
+        """The bundle in a folder, after checking its manifest, names, sizes and hashes.
 
-        ``verify=False`` leaves out the hashes alone, for a restart on files checked before:
-        hashing took 20 ms per 10 MB on a core with SHA instructions and 60 ms without them.
-        ``require_signature``: an ed25519 public key (PEM file) that must have signed the manifest; it implies
-        ``verify``. Raises BundleError naming the file and the field.
+        ``verify=False`` skips only the hashes, for a restart on files that were checked before: hashing took 20 ms
+        per 10 MB on a core with SHA instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM
+        file) that must have signed the manifest; it implies ``verify``. Raises BundleError, which names the file and
+        the field.
         """
         folder = Path(path)
         if folder.is_file():
@@ -80,11 +80,11 @@ class Bundle:
 
     @cached_property
     def functions(self) -> Mapping[str, FunctionSpec]:
-        """The functions the bundle has, by name."""
+        """The bundle's functions by name."""
         return {spec.name: spec for spec in self.manifest.functions}
 
     def file(self, name: str) -> Path:
-        """The file or folder with a role, or with a path in the bundle; raises BundleError if there is none."""
+        """The file or folder with this role, or at this path in the bundle. Raises BundleError if there is none."""
         path = self.manifest.roles.get(name, name)
         if path in self.manifest.files or any(known.startswith(f"{path}/") for known in self.manifest.files):
             return self.folder / path
@@ -92,7 +92,7 @@ class Bundle:
         raise BundleError(f"{self.folder} has no file {name!r}; its roles are {roles}")
 
     def app(self, name: str | None = None) -> App:
-        """The app of this name, or the default one; raises InputError naming those there are."""
+        """The app with this name, or the default app. Raises InputError, which lists the apps, if there is none."""
         wanted = self.manifest.default_app if name is None else name
         for app in self.manifest.apps:
             if app.name == wanted:
@@ -101,7 +101,7 @@ class Bundle:
 
 
 def check_listing(folder: Path, manifest: Manifest) -> None:
-    """Raise BundleError unless a folder holds exactly the listed files, in their sizes, and no links."""
+    """Raise BundleError unless a folder holds exactly the listed files, with their sizes, and no links."""
     found = list_files(folder, MAX_FILES)
     for name, entry in manifest.files.items():
         if name not in found:
@@ -114,14 +114,14 @@ def check_listing(folder: Path, manifest: Manifest) -> None:
 
 
 class BundleWriter:
-    """Writes a bundle beside its place and gives it its name at the end::
+    """Writes a bundle under a temporary name and renames it at the end::
 
         with BundleWriter(out) as writer:
             save(writer.path_for("model.onnx", "model"))
             writer.add_file("tokenizer.json", data, "tokenizer")
             bundle = writer.commit(manifest)
 
-    Whatever ends the block before ``commit`` leaves nothing behind; what a killed process left is removed by the next
+    If the block ends before ``commit``, nothing is left behind. What a killed process left is removed by the next
     writer of the same name. See ``Stage.publish`` for what is visible when. Raises InputError if ``out`` exists, unless
     ``overwrite`` is set and it is a bundle or an empty folder; SSDeviceError if the disk is full.
     """
@@ -151,16 +151,16 @@ class BundleWriter:
     @property
     def _open_stage(self) -> Stage:
         if self._stage is None:
-            raise SSDeviceError("a BundleWriter is used outside its with block")
+            raise SSDeviceError("a BundleWriter was used outside its with block")
         return self._stage
 
     @property
     def folder(self) -> Path:
-        """Where the bundle is being made; every file in it must be declared before ``commit``."""
+        """The temporary folder. Every file in it must be declared before ``commit``."""
         return self._open_stage.path
 
     def declare(self, name: str, role: str | None = None) -> None:
-        """Say that ``name`` (a file, or a folder with all in it) belongs to the bundle; raises ConfigError."""
+        """Declare that a file, or a folder with its contents, belongs to the bundle. Raises ConfigError."""
         check_rule("a bundle's file", name, PATH)
         if name in OWN_FILES:
             raise ConfigError(f"{name} is written by commit")
@@ -171,7 +171,7 @@ class BundleWriter:
         self._declared.add(name)
 
     def path_for(self, name: str, role: str | None = None) -> Path:
-        """Where to write the file or folder ``name``, which is thereby declared; its parent exists."""
+        """Declare a file or folder and return the path to write it to; the parent exists."""
         self.declare(name, role)
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ class BundleWriter:
 
 
 def check_out(out: Path, overwrite: bool) -> None:
-    """Raise InputError unless a bundle may be written to ``out``: nothing but a bundle is ever overwritten."""
+    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten."""
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
     if not out.exists():
@@ -243,7 +243,7 @@ def check_out(out: Path, overwrite: bool) -> None:
 
 
 def _why_no_bundle(out: Path) -> str | None:
-    # Not Bundle.open: a damaged bundle, or one of another schema, may be overwritten. A user's own files may not.
+    # Not Bundle.open: a damaged bundle or one with another schema may be overwritten, but never a user's own files.
     if not out.is_dir():
         return "it is not a folder"
     try:

@@ -1,6 +1,6 @@
-"""What a bundle's files must be before any of them is believed: bounds, names, strict JSON, sizes and hashes.
+"""Checks of a bundle's files before any of them is trusted: bounds, names, strict JSON, sizes and hashes.
 
-Nothing here knows what a manifest says; everything here assumes that it was written by someone hostile.
+Nothing here knows the fields of a manifest. Everything here assumes that it was written by someone hostile.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_JSON_DEPTH = 32
 
 Rule = Mapping[str, Any]
-"""A part of JSON Schema: minimum, maximum, maxLength, pattern, minItems, maxItems, items, maxProperties,
+"""A subset of JSON Schema: minimum, maximum, maxLength, pattern, minItems, maxItems, items, maxProperties,
 propertyNames, additionalProperties."""
 
 SEGMENT = "[A-Za-z0-9_]([A-Za-z0-9_.+=@-]*[A-Za-z0-9_+=@-])?"
-# ASCII alone: no two spellings of one name on any file system but for case, which is checked.
+# ASCII only: no file system then has two spellings of one name, except for case, which is checked.
 PATH: Rule = {"maxLength": 240, "pattern": f"^{SEGMENT}(/{SEGMENT}){{0,15}}$"}
-# Names that Windows gives to devices, whatever their suffix.
+# Windows reserves these names for devices, with any suffix.
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def check_rule(where: str, value: Any, rule: Rule) -> None:
-    """Raise ConfigError if a value of the right type breaks a rule; None is no value."""
+    """Raise ConfigError if a value of the right type breaks a rule. None passes."""
     if type(value) is int:
         low, high = rule.get("minimum"), rule.get("maximum")
         if (low is not None and value < low) or (high is not None and value > high):
@@ -64,12 +64,12 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_paths(paths: Iterable[str]) -> frozenset[str]:
-    """The folders that these files need; raises ConfigError for names that collide on some file system."""
+    """The folders that contain these files. Raises ConfigError for names that collide on some file system."""
     files, folders = set(paths), set[str]()
     for path in files:
         check_rule("files: a name", path, PATH)
         if path.lower() in (MANIFEST_FILE, SIGNATURE_FILE):
-            raise ConfigError(f"files: {path!r} may not be listed, it is the bundle's own")
+            raise ConfigError(f"files: {path!r} may not be listed, its name is reserved")
         for segment in path.split("/"):
             if _DEVICES.fullmatch(segment):
                 raise ConfigError(f"files: {path!r} has a name that Windows reserves, {segment!r}")
@@ -77,11 +77,12 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
         folders |= {"/".join(parts[:i]) for i in range(1, len(parts))}
     twice = repeated_name(path.lower() for path in [*files, *folders])
     if twice:
-        raise ConfigError(f"files: {twice!r} stands twice where case does not count, or is a file and a folder")
+        raise ConfigError(f"files: {twice!r} appears twice where case does not count, or is both a file and a folder")
     return frozenset(folders)
 
 
 def repeated_name(names: Iterable[str]) -> str | None:
+    """The first name that occurs a second time."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -91,13 +92,12 @@ def repeated_name(names: Iterable[str]) -> str | None:
 
 
 def parse_strict(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in these bytes; raises BundleError for anything on which two readers could disagree."""
+    """The JSON object in these bytes. Raises BundleError for anything on which two readers could disagree."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes")
-
     value = strict_json.parse(data, where, BundleError, MAX_JSON_DEPTH)
     try:
-        # Lone surrogates and numbers that are not finite pass the parser but cannot be written again.
+        # Lone surrogates and non-finite numbers pass the parser but cannot be written again.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
         raise BundleError(f"{where}: a text has half a surrogate pair") from None
@@ -109,9 +109,9 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
 
 
 def list_files(folder: Path, limit: int) -> dict[str, int]:
-    """Path -> size of every file below a folder; raises BundleError for anything but plain files and folders.
+    """Path -> size of every file below a folder. Raises BundleError for anything but plain files and folders.
 
-    Links are refused wherever they lead: a bundle is what is in its folder.
+    Links are refused wherever they lead: everything in a bundle is in its folder.
     """
     found: dict[str, int] = {}
     waiting, seen = [""], 0
@@ -127,7 +127,7 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
                         raise BundleError(f"{folder}: more than {2 * limit} files and folders")
                     if stat.S_ISDIR(status.st_mode):
                         if path.count("/") > 15:
-                            raise BundleError(f"{folder}: {path[:100]!r} lies too deep")
+                            raise BundleError(f"{folder}: {path[:100]!r} is nested too deeply")
                         waiting.append(f"{path}/")
                     elif stat.S_ISREG(status.st_mode):
                         found[path] = status.st_size
@@ -140,7 +140,7 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
 
 
 def read_bounded(file: Path, limit: int) -> bytes:
-    """The content of a plain file of at most ``limit`` bytes; raises BundleError."""
+    """The content of a plain file of at most ``limit`` bytes. Raises BundleError for anything else."""
     try:
         # O_NONBLOCK: opening a pipe must not wait for its writer.
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -158,7 +158,7 @@ def read_bounded(file: Path, limit: int) -> bytes:
 
 
 def stream_sha256(stream: IO[bytes], size: int, to: IO[bytes] | None = None) -> str | None:
-    """sha256 of the next ``size`` bytes, which are also written to ``to``; None if the stream ends before."""
+    """sha256 of the next ``size`` bytes, which are also written to ``to``. None if the stream ends early."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(1 << 20))
     while size:
@@ -173,7 +173,7 @@ def stream_sha256(stream: IO[bytes], size: int, to: IO[bytes] | None = None) -> 
 
 
 def file_sha256(file: Path, size: int) -> str | None:
-    """sha256 of the first ``size`` bytes of a file, None if it is shorter; raises BundleError if it cannot be read."""
+    """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
     try:
         with file.open("rb", buffering=0) as stream:
             return stream_sha256(stream, size)

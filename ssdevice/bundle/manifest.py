@@ -1,7 +1,7 @@
-"""The manifest of a bundle as strict dataclasses, and the bounds that hold before any of it is believed.
+"""The manifest of a bundle as strict dataclasses, with a bound on every value.
 
 ``manifest.json`` is the one file that is read before anything is verified. So every number, text and list in it has a
-bound, stated as field metadata in the words of JSON Schema: the checks here and the published schema share them.
+bound, written as field metadata in the terms of JSON Schema. The checks here and the published schema share them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_APPS = 256
 
 
 def within(low: int, high: int) -> Rule:
-    """An integer of ``low`` to ``high``."""
+    """The rule for an integer from ``low`` to ``high``."""
     return {"minimum": low, "maximum": high}
 
 
@@ -40,9 +40,9 @@ TEXT: Rule = {"maxLength": 1 << 16}
 
 
 class Precision(StrEnum):
-    """How weights are stored. int8 and int4 also quantize the inputs of linears, one scale per row, but for Core ML.
+    """How weights are stored. Except on Core ML, int8 and int4 also quantize the inputs of linears, one scale per row.
 
-    ``palette4``: sixteen values a group of channels, chosen for the weight (Core ML alone).
+    ``palette4``: sixteen values per group of channels, fitted to the weight (Core ML only).
     """
 
     FP32 = "fp32"
@@ -61,8 +61,8 @@ class CacheDtype(StrEnum):
 
 
 class AdapterKind(StrEnum):
-    """Where an app's weights are: in the graph (``merged``), loaded into its inputs or buffers (``slot``), in
-    functions of their own (``function``), or nowhere (``base``)."""
+    """Where an app's weights are: in the graph (``merged``), in files loaded into its inputs or buffers (``slot``), in
+    separate functions (``function``), or nowhere (``base``)."""
 
     MERGED = "merged"
     SLOT = "slot"
@@ -72,7 +72,7 @@ class AdapterKind(StrEnum):
 
 @dataclass(frozen=True)
 class Ruled:
-    """A dataclass whose fields carry a Rule as metadata; raises ConfigError naming the field that breaks its own."""
+    """A dataclass whose fields carry a Rule as metadata. Raises ConfigError, which names the field that breaks it."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -93,7 +93,7 @@ class ModelIdentity(Ruled):
 
 @dataclass(frozen=True)
 class GeometrySpec(Ruled):
-    """``contract.Geometry`` as plain values: ``tree`` holds the rank paths below the root, breadth first."""
+    """``contract.Geometry`` as plain values. ``tree`` lists the rank paths below the root, breadth first."""
 
     layers: int = field(metadata=within(1, 1024))
     kv_heads: int = field(metadata=within(1, 4096))
@@ -122,19 +122,20 @@ class GeometrySpec(Ruled):
 
     @cached_property
     def geometry(self) -> Geometry:
-        """The geometry; raises ConfigError if its numbers do not fit each other."""
+        """The geometry. Raises ConfigError if its numbers contradict each other."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # Not Tree.of, which would forgive paths that repeat or stand out of order.
+        # Not Tree.of, which accepts paths that repeat or are out of order.
         return Geometry(**{**values, "tree": Tree(((), *self.tree))})
 
 
 @dataclass(frozen=True)
 class App(Ruled):
-    """An app of the bundle. ``instruction`` stands before every user message. ``rank``: of its LoRA, 0 without.
+    """An app of the bundle.
 
-    ``folder``: the app's folder in the bundle. ``files``: what an engine loads for it. ``functions``: its names of the
-    contract's functions, where the target has functions per app; those it has none of are not there for it.
-    ``mode``, ``msa_layers``: of its streams, None and 0 without.
+    ``mode``, ``msa_layers``: of its streams, None and 0 without streams. ``instruction``: text before every user
+    message. ``rank``: of its LoRA, 0 without. ``folder``: the app's folder in the bundle. ``files``: what an engine
+    loads for it. ``functions``: contract name -> the app's name of each function it has, where the target has functions
+    per app.
     """
 
     name: str = field(metadata=NAME)
@@ -169,21 +170,22 @@ class FileEntry(Ruled):
 
 @dataclass(frozen=True)
 class Manifest(Ruled):
-    """What a bundle is. ``tools``: package -> version. ``notes``: what differs from what was asked, one sentence each.
+    """The contents of ``manifest.json``.
 
-    ``functions``: those of the contract that the bundle has. ``calibrated_rows``: of the apps' data, with which weights
-    were rounded; 0: to nearest. ``mode``, ``msa_layers``: of the first app with streams;
-    apps that are not merged may differ. ``parity``: the largest differences from the reference
-    that the export saw. ``roles``: role -> the file or folder with it. ``files``: path -> size and hash, all files but
-    the manifest and its signature. Paths are relative, with slashes. A manifest given to ``BundleWriter.commit`` leaves
-    ``files`` and ``roles`` empty: the writer fills them. Raises ConfigError for values that contradict each other.
+    ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps that are not merged
+    may differ. ``functions``: the contract's functions that the bundle has. ``calibrated_rows``: how many rows of the
+    apps' data were used to round weights; 0: rounded to nearest. ``notes``: how the bundle differs from the request,
+    one sentence each. ``parity``: the largest differences from the reference that the export measured. ``roles``:
+    role -> the file or folder with it. ``files``: path -> size and hash of all files except the manifest and its
+    signature. Paths are relative and use slashes. ``BundleWriter.commit`` fills ``files`` and ``roles``. Raises
+    ConfigError for values that contradict each other.
     """
 
     tools: dict[str, str] = field(
         metadata={"maxProperties": 100, "propertyNames": SHORT, "additionalProperties": SHORT}
     )
     model: ModelIdentity
-    target: str = field(metadata={"enum": list(targets.BUILT_IN)})  # and those that are registered
+    target: str = field(metadata={"enum": list(targets.BUILT_IN)})  # and registered targets
     precision: Precision
     mode: Mode | None
     schedule: Schedule
@@ -220,7 +222,7 @@ class Manifest(Ruled):
         if len(set(streams)) > 1:
             raise ConfigError(
                 f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: "
-                "a bundle has all of them, or with 0, 0 and null no streams"
+                "a bundle with streams has all three, one without has 0, 0 and null"
             )
         if self.msa_layers >= g.layers:
             raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {g.layers} layers")
@@ -242,7 +244,7 @@ class Manifest(Ruled):
         names = [app.name for app in self.apps]
         twice = repeated_name(name.lower() for name in names)
         if twice:
-            raise ConfigError(f"app {twice!r} stands twice")
+            raise ConfigError(f"app {twice!r} appears twice")
         if self.default_app not in names:
             raise ConfigError(f"default_app {self.default_app!r} is not one of the apps {', '.join(names)[:200]}")
         for app in self.apps:
@@ -255,7 +257,7 @@ class Manifest(Ruled):
                 raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
 
     def check_files(self) -> None:
-        """Raise ConfigError unless ``files`` are safe, distinct names and apps and roles refer to them."""
+        """Raise ConfigError unless ``files`` have safe, distinct names, and apps and roles refer only to them."""
         if not self.files:
             raise ConfigError("files: the bundle lists none")
         folders = check_paths(self.files)
@@ -285,7 +287,7 @@ def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest file: UTF-8, schema_version first; raises SSDeviceError for NaN and what is not JSON."""
+    """The bytes of a manifest file: UTF-8, schema_version first. Raises SSDeviceError for NaN and non-JSON values."""
     values = {"schema_version": manifest.schema_version, **to_json(manifest)}
     try:
         return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
@@ -294,9 +296,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes, with every check that needs no other file; ``where`` stands in messages.
+    """The manifest in these bytes, after every check that needs no other file. ``where`` names it in messages.
 
-    Raises BundleError with one line naming the field.
+    Raises BundleError with one line that names the field.
     """
     raw = parse_strict(data, where)
     version = raw.get("schema_version")

@@ -1,4 +1,4 @@
-"""Signatures of bundles: ed25519 over the bytes of the manifest, which holds the hash of every other file.
+"""Signatures of bundles: ed25519 over the bytes of the manifest, which contains the hash of every other file.
 
 ``manifest.json.sig`` is the signature in base64. ``openssl pkeyutl -verify -rawin`` checks the same bytes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 from pathlib import Path
+from typing import Any
 
 from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, SIGNATURE_FILE, read_bounded
 from ssdevice.bundle.staging import Stage, disk_errors, sync_tree
@@ -21,20 +22,12 @@ EXTRA = "sign"
 def verify_signature(manifest_bytes: bytes, signature: bytes, key: Path) -> None:
     """Raise BundleError unless ``signature`` (base64) of the manifest was made with the private half of ``key``.
 
-    ``key``: a PEM file with an ed25519 public key; InputError if it is none. MissingExtraError without cryptography.
+    ``key``: a PEM file with an ed25519 public key; anything else raises InputError. Raises MissingExtraError without
+    cryptography.
     """
-    try:
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    except ImportError as error:
-        raise MissingExtraError(EXTRA, "cryptography") from error
-    try:
-        public = load_pem_public_key(_read_key(key))
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(f"{key}: not a public key in PEM form") from error
-    if not isinstance(public, Ed25519PublicKey):
-        raise InputError(f"{key}: not an ed25519 key")
+    public = _load_key(key, private=False)
+    from cryptography.exceptions import InvalidSignature
+
     try:
         public.verify(base64.b64decode(signature.strip(), validate=True), manifest_bytes)
     except binascii.Error as error:
@@ -44,26 +37,15 @@ def verify_signature(manifest_bytes: bytes, signature: bytes, key: Path) -> None
 
 
 def sign_bundle(folder: Path, private_key: Path) -> Path:
-    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM); the path of the signature.
+    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its path.
 
     Raises InputError for a key that cannot be used, MissingExtraError without cryptography.
     """
-    try:
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    except ImportError as error:
-        raise MissingExtraError(EXTRA, "cryptography") from error
-    try:
-        private = load_pem_private_key(_read_key(private_key), password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InputError(f"{private_key}: not an unencrypted private key in PEM form") from error
-    if not isinstance(private, Ed25519PrivateKey):
-        raise InputError(f"{private_key}: not an ed25519 key")
+    private = _load_key(private_key, private=True)
     data = read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     out = folder / SIGNATURE_FILE
     with disk_errors(out):
-        # Beside the bundle, not in it: a bundle with a stray file would be refused.
+        # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
         stage = Stage(folder.parent / f"{folder.name}.sig", folder=False)
         try:
             stage.path.write_bytes(base64.b64encode(private.sign(data)) + b"\n")
@@ -74,8 +56,22 @@ def sign_bundle(folder: Path, private_key: Path) -> Path:
     return out
 
 
-def _read_key(file: Path) -> bytes:
+def _load_key(file: Path, private: bool) -> Any:
+    """The ed25519 key in a PEM file. Raises InputError for any other content, MissingExtraError."""
     try:
-        return read_bounded(file, MAX_KEY_BYTES)
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise MissingExtraError(EXTRA, "cryptography") from error
+    try:
+        data = read_bounded(file, MAX_KEY_BYTES)
+        key = serialization.load_pem_private_key(data, None) if private else serialization.load_pem_public_key(data)
     except BundleError as error:
         raise InputError(str(error)) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        expected = "an unencrypted private key" if private else "a public key"
+        raise InputError(f"{file}: not {expected} in PEM form") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
+        raise InputError(f"{file}: not an ed25519 key")
+    return key

@@ -1,8 +1,8 @@
 """Writing files and folders that appear whole or not at all, whatever interrupts the writer.
 
-Work goes on beside the destination, in ``.NAME.ssdevice-PID-RANDOM.tmp``, under a lock that ends with the process. The
-last act is one rename. What a killed process left behind is recognised by its name and its free lock, and removed by
-the next writer of the same destination.
+A writer works beside the destination, in ``.NAME.ssdevice-PID-RANDOM.tmp``, under a lock that ends with the process,
+and renames once at the end. What a killed process left behind is recognised by its name and its free lock, and is
+removed by the next writer of the same destination.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _RENAME_SWAP = 2
 
 
 class Stage:
-    """A folder or file in the making beside ``out``: ``path`` is where to write, ``publish`` makes it ``out``.
+    """An unfinished folder or file beside ``out``: write to ``path``; ``publish`` renames it to ``out``.
 
-    ``close`` removes what was not published. Raises InputError if ``out`` cannot have a sibling, or if another process
-    is writing it: one of two long works would be lost.
+    ``close`` removes what was not published. Raises InputError if the parent of ``out`` is not writable, or if another
+    process is writing ``out``.
     """
 
     def __init__(self, out: Path, *, folder: bool) -> None:
@@ -50,11 +50,11 @@ class Stage:
             raise InputError(f"{self.out.parent}: cannot write here ({error.strerror})") from error
 
     def publish(self, *, replace: bool) -> None:
-        """Give the work its name; with ``replace`` in place of what had it.
+        """Rename the work to ``out``; with ``replace`` instead of what is there.
 
-        The old or the new is visible at every instant where the system can exchange two names (Linux and macOS, on
-        most file systems). Elsewhere a folder is replaced by two renames, and a crash between them leaves the old one
-        under the temporary name, from which the next writer restores it. Raises InputError if ``out`` exists and
+        Where the system can exchange two names (Linux and macOS, on most file systems), the old or the new one is
+        visible at every instant. Elsewhere a folder is replaced by two renames; a crash between them leaves the old
+        one under the temporary name, from which the next writer restores it. Raises InputError if ``out`` exists and
         ``replace`` is False.
         """
         sync_tree(self.path)
@@ -69,7 +69,7 @@ class Stage:
 
     def _replace_in_two(self) -> None:
         aside = self.out.parent / f"{_prefix(self.out)}{os.getpid()}-{secrets.token_hex(4)}{OLD}"
-        lock = _lock(self.out)  # nobody else may take what is aside for abandoned
+        lock = _lock(self.out)  # so that no other writer takes `aside` for abandoned
         try:
             os.rename(self.out, aside)
             os.rename(self.path, self.out)
@@ -84,18 +84,18 @@ class Stage:
             os.rename(self.path, self.out)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
-                raise InputError(f"{self.out} was made by someone else meanwhile; choose another name") from error
+                raise InputError(f"another process has created {self.out}; choose another name") from error
             raise
 
     def close(self) -> None:
-        """Remove the work, or after an exchange what it replaced, and end the lock."""
+        """Remove the work (after an exchange: what it replaced) and release the lock."""
         _remove(self.path)
         os.close(self._lock)
 
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn a full disk into one line that says so, whoever's words for it arrive here."""
+    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line."""
     try:
         yield
     except Exception as error:
@@ -113,7 +113,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def sync_tree(path: Path) -> None:
-    """Bring a file, or a folder and all in it, to the disk: a name that survives a crash must not lead to holes."""
+    """Flush a file, or a folder with its contents, to the disk, so that no crash leaves a name with missing data."""
     if path.is_dir():
         for folder, _, names in os.walk(path):
             for name in names:
@@ -131,7 +131,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
             raise
     finally:
         os.close(handle)
@@ -142,7 +142,7 @@ def _prefix(out: Path) -> str:
 
 
 def _create(out: Path, folder: bool) -> tuple[Path, int]:
-    """A new folder or file and its held lock."""
+    """A new folder or file, and the handle that locks it."""
     while True:
         path = out.parent / f"{_prefix(out)}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         if folder:
@@ -152,7 +152,7 @@ def _create(out: Path, folder: bool) -> tuple[Path, int]:
         try:
             lock = _lock(path)
         except FileNotFoundError:
-            continue  # another writer took it for abandoned before it was locked
+            continue  # another writer removed it as abandoned before it was locked
         if path.exists():
             return path, lock
         os.close(lock)
@@ -163,15 +163,15 @@ def _lock(path: Path) -> int:
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
     handle = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks: nothing is ever taken for abandoned there
+    with contextlib.suppress(OSError):  # a file system without locks never shows anything as abandoned
         fcntl.flock(handle, fcntl.LOCK_EX)
     return handle
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Remove what killed writers of ``out`` left; restore what they had moved aside."""
+    """Remove what killed writers of ``out`` left, and restore what they had moved aside."""
     if sys.platform == "win32":
-        return  # no locks that tell; such folders are only untidy
+        return  # without locks nobody knows whether a writer is alive; the folders are only untidy
     for path in out.parent.iterdir():
         if not path.name.startswith(_prefix(out)) or not path.name.endswith((SUFFIX, OLD)) or path.is_symlink():
             continue

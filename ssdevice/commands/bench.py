@@ -24,17 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice bench BUNDLE [BESIDE] --data FILE``."""
     add_bundle(parser)
     parser.add_argument(
-        "beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turns with the first"
+        "beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first"
     )
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="R", help="times each prompt runs (default 3)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="R", help="runs of each prompt (default 3)")
     parser.add_argument(
         "--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)"
     )
     parser.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the context")
     parser.add_argument(
-        "--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by data)"
+        "--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; Markdown on standard output."""
+    """Measure, and print Markdown on standard output."""
     check_new_file(args.json, "--json")
     check_new_file(args.plot, "--plot")
     examples = read_examples(args.data, args.limit, require_completion=False)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
     if args.profile:
         if args.beside is not None:
-            raise InputError(f"--profile shows one bundle; leave out {args.beside}")
+            raise InputError(f"--profile takes one bundle; leave out {args.beside}")
         from ssdevice.commands.profile import show_profile
 
         with open_session(args, profile=True) as session:

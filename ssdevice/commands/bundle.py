@@ -1,4 +1,4 @@
-"""``ssdevice bundle``: the apps of a bundle, bundles as one file, and signatures."""
+"""``ssdevice bundle``: manage a bundle's apps, pack it into one file, sign and check it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.export import ADAPTER_QUANTS
-from ssdevice.commands.opening import add_signature, open_bundle
+from ssdevice.commands.inspect import app_rows
+from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice bundle list | pack | unpack | sign | check | add-app | remove-app``."""
-    # Suppressed where not given: a default here would undo the option before the action's name.
+    # No defaults: one here would override the same option given before the action's name.
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     shared.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="do not say what was done")
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     unpacking = action("unpack", "check a packed bundle and unpack it to a folder")
     unpacking.add_argument("bundle", type=Path, metavar="FILE.ssb", help="packed bundle")
     unpacking.add_argument("out", type=Path, metavar="FOLDER", help="the folder to write")
-    unpacking.add_argument("--overwrite", action="store_true", help="replace the bundle that is there")
+    unpacking.add_argument("--overwrite", action="store_true", help="replace the bundle if it exists")
     add_signature(unpacking)
 
-    signing = action("sign", "check a bundle and sign its manifest, which holds the hash of every file")
+    signing = action("sign", "check a bundle and sign its manifest, which contains the hash of every file")
     _add_folder(signing)
     signing.add_argument("--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key")
 
@@ -54,18 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
     _add_folder(adding)
-    adding.add_argument("app", metavar="NAME=ADAPTER", help="app and its adapter folder")
-    adding.add_argument(
-        "--adapter-precision",
-        choices=ADAPTER_QUANTS,
-        default="fp32",
-        help="how its floats are stored (default fp32)",
-    )
+    adding.add_argument("app", metavar="NAME=DIR", help="app and its adapter folder")
+    add_adapter_precision(adding)
 
-    removing = action("remove-app", "remove an app whose weights are files of their own")
+    removing = action("remove-app", "remove an app whose weights are separate files")
     _add_folder(removing)
     removing.add_argument("app", metavar="NAME", help="the app to remove")
-    removing.add_argument("--default", metavar="NAME", help="the app that takes its place, if it is the default one")
+    removing.add_argument("--default", metavar="NAME", help="the new default app, if the default one is removed")
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +68,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says; nothing is changed if it cannot be done whole."""
+    """Carry out the action, completely or not at all."""
     said = {
         "list": _list, "pack": _pack, "unpack": _unpack, "sign": _sign, "check": _check, "add-app": _add_app,
         "remove-app": _remove_app,
@@ -90,37 +85,23 @@ def _list(args: argparse.Namespace) -> str:
     if args.bundle.suffix == PACKED_SUFFIX and args.bundle.is_file():
         manifest = read_packed_manifest(args.bundle)
     else:
-        manifest = Bundle.open(args.bundle, verify=False).manifest  # no file but the manifest is used
+        manifest = Bundle.open(args.bundle, verify=False).manifest  # only the manifest is used
+    apps = app_rows(manifest)
     if args.json:
-        rows = [
-            {
-                "name": app.name,
-                "default": app.name == manifest.default_app,
-                "kind": app.kind.value,
-                "mode": app.mode.value if app.mode else None,
-                "rank": app.rank,
-                "bytes": _bytes(manifest, app),
-            }
-            for app in manifest.apps
-        ]
-        return json.dumps({"bundle": str(args.bundle), "apps": rows}, ensure_ascii=False)
-    return "\n".join(_line(manifest, app) for app in manifest.apps)
+        return json.dumps({"bundle": str(args.bundle), "apps": apps}, ensure_ascii=False)
+    return "\n".join(map(_line, apps))
 
 
-def _line(manifest: Manifest, app: App) -> str:
-    parts = [app.kind.value]
-    if app.mode is not None:
-        parts.append(f"{app.mode.value} mode")
-    if app.rank:
-        parts.append(f"rank {app.rank}")
-    if size := _bytes(manifest, app):
-        parts.append(f"{size} bytes")
-    default = " (default)" if app.name == manifest.default_app else ""
-    return f"{app.name}{default}: {', '.join(parts)}"
-
-
-def _bytes(manifest: Manifest, app: App) -> int:
-    return sum(manifest.files[path].size for path in app.files)
+def _line(app: dict[str, Any]) -> str:
+    parts = [app["kind"]]
+    if app["mode"] is not None:
+        parts.append(f"{app['mode']} mode")
+    if app["rank"]:
+        parts.append(f"rank {app['rank']}")
+    if app["bytes"]:
+        parts.append(f"{app['bytes']} bytes")
+    default = " (default)" if app["default"] else ""
+    return f"{app['name']}{default}: {', '.join(parts)}"
 
 
 def _pack(args: argparse.Namespace) -> str:
@@ -142,7 +123,7 @@ def _sign(args: argparse.Namespace) -> str:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.signature import sign_bundle
 
-    bundle = Bundle.open(args.bundle)  # a signature vouches for the files: not for damaged ones
+    bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
     return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
 
 
@@ -160,10 +141,8 @@ def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.bundle.manifest import Precision
     from ssdevice.runtime.apps import add_app
 
-    name, equals, folder = args.app.partition("=")
-    if not (name and equals and folder):
-        raise InputError(f"{args.app!r}: expected NAME=ADAPTER")
-    return add_app(Bundle.open(args.bundle), name, Path(folder), Precision(args.adapter_precision))
+    name, folder = named_folder(args.app)
+    return add_app(Bundle.open(args.bundle), name, folder, Precision(args.adapter_precision))
 
 
 def _remove_app(args: argparse.Namespace) -> str:
@@ -174,11 +153,11 @@ def _remove_app(args: argparse.Namespace) -> str:
     manifest, app = bundle.manifest, bundle.app(args.app)
     rest = tuple(other for other in manifest.apps if other is not app)
     if not rest:
-        raise InputError(f"{args.bundle} has no app but {app.name!r}; a bundle has at least one")
+        raise InputError(f"{args.bundle} has only the app {app.name!r}; a bundle needs at least one")
     if app.kind in (AdapterKind.MERGED, AdapterKind.FUNCTION):
         raise InputError(
-            f"app {app.name!r} of {args.bundle} is {app.kind.value}: its weights are in the graphs, not files of "
-            "their own; export the others again"
+            f"app {app.name!r} of {args.bundle} is {app.kind.value}: its weights are in the graphs, not in separate "
+            "files; export the others again"
         )
     default = _default(manifest, app, args.default)
     kept = {path for other in rest for path in other.files}
@@ -188,15 +167,15 @@ def _remove_app(args: argparse.Namespace) -> str:
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)
         writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
-    again = "; its signature was for what it held before: sign it again" if signed else ""
+    again = "; its old signature is gone: sign it again" if signed else ""
     return f"removed app {app.name} from {args.bundle} ({len(gone)} files){again}"
 
 
 def _default(manifest: Manifest, removed: App, wanted: str | None) -> str:
-    """The default app once one is removed; nothing is chosen in the user's place."""
+    """The default app after the removal. The user must name it if the default one goes."""
     names = [app.name for app in manifest.apps if app is not removed]
     if wanted is not None and wanted not in names:
-        raise InputError(f"--default {wanted!r} is not one of the apps that stay: {', '.join(names)}")
+        raise InputError(f"--default {wanted!r} is not one of the remaining apps: {', '.join(names)}")
     if wanted is None and manifest.default_app == removed.name:
         raise InputError(f"app {removed.name!r} is the default one; name another: --default {names[0]}")
     return wanted or manifest.default_app

@@ -144,4 +144,4 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
     print(f"  All decoding modes gave {same}.")
     if not result.load.valid:
         others = f"{result.load.others:.0%}"
-        print(f"ssdevice: other processes used {others} of this machine; speeds are no measurement", file=sys.stderr)
+        print(f"ssdevice: other processes used {others} of this machine; the speeds do not count", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``ssdevice export``: a model and its adapters to a bundle."""
+"""``ssdevice export``: turn a model and its adapters into a bundle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from types import FrameType
 
 from ssdevice import targets
+from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.config import Schedule
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import MissingExtraError
 from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
 
 QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
 DEFAULT_QUANT = "int8"
-ADAPTER_QUANTS = ("fp32", "fp16", "int8")
 TERMINATED = 143
 
 
@@ -33,15 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="an app's name and its trained adapter folder; several share one base where the target can",
+        help="an app's name and its trained adapter folder; several share one base if the target can",
     )
-    add("--slots", action="store_true", help="keep a single adapter apart too, so that apps can be added later")
-    add(
-        "--adapter-precision",
-        choices=ADAPTER_QUANTS,
-        default="fp32",
-        help="how floats of adapters that stand apart are stored (default fp32)",
-    )
+    add("--slots", action="store_true", help="keep even a single adapter separate, so that apps can be added later")
+    add_adapter_precision(parser)
     add("--target", required=True, choices=targets.names())
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
     add(
@@ -66,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, then print the bundle's path, size and what the parity gate saw; with ``--dry-run`` the plan."""
-    adapters = tuple(_adapter(text) for text in args.adapter)
+    """Export, then print the bundle's path, size and parity; with ``--dry-run`` print only the plan."""
+    adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
     tree = Tree.parse(args.tree) if args.tree is not None else None
     try:
         import torch
@@ -82,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     every = [kind.parse(args) for kind in all_options()]
-    chosen = tuple(one for one in every if one != type(one)())  # defaults are nobody's wish
+    chosen = tuple(one for one in every if one != type(one)())  # without those left at their defaults
     form = export_target(args.target).form(chosen)
     options = ExportOptions(
         model=args.model,
@@ -127,15 +122,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _adapter(text: str) -> tuple[str, Path]:
-    name, separator, folder = text.partition("=")
-    if not separator or not name or not folder:
-        raise InputError(f"--adapter {text}: expected NAME=DIR, the app's name and its adapter folder")
-    return name, Path(folder)
-
-
 def _quiet_frameworks() -> None:
-    """transformers draws bars of its own, whoever watches."""
+    """Turn off the progress bars of transformers, which appear even if stderr is not a terminal."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -144,7 +132,7 @@ def _quiet_frameworks() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within this context SIGTERM ends the process through its cleanup, as Ctrl-C does."""
+    """In this context SIGTERM ends the process with its cleanup, as Ctrl-C does."""
 
     def stop(_: int, __: FrameType | None) -> None:
         sys.exit(TERMINATED)

@@ -1,4 +1,4 @@
-"""``ssdevice inspect``: what is in a bundle, how large it is, and what memory it will take."""
+"""``ssdevice inspect``: what is in a bundle, how large it is, and how much memory it will take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """What every bundle has, as plain values; sizes in bytes."""
+    """What bundles of all targets have, as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
     return {
         "bundle": str(bundle.folder),
@@ -61,18 +61,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "context": geometry.context,
         "chunk": geometry.chunk,
         "functions": [spec.name for spec in manifest.functions],
-        "apps": [
-            {
-                "name": app.name,
-                "default": app.name == manifest.default_app,
-                "kind": app.kind.value,
-                "mode": app.mode.value if app.mode else None,
-                "rank": app.rank,
-                "instruction": app.instruction,
-                "bytes": sum(manifest.files[path].size for path in app.files),
-            }
-            for app in manifest.apps
-        ],
+        "apps": app_rows(manifest),
         "stop_ids": list(manifest.chat.stop_ids),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": sum(entry.size for entry in manifest.files.values()),
@@ -84,8 +73,24 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def app_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """The apps of a bundle as plain values; sizes in bytes."""
+    return [
+        {
+            "name": app.name,
+            "default": app.name == manifest.default_app,
+            "kind": app.kind.value,
+            "mode": app.mode.value if app.mode else None,
+            "rank": app.rank,
+            "instruction": app.instruction,
+            "bytes": sum(manifest.files[path].size for path in app.files),
+        }
+        for app in manifest.apps
+    ]
+
+
 def memory(manifest: Manifest) -> dict[str, int]:
-    """Estimated bytes while it runs. ``weights``: one copy of the files, engines may pack more; ``kv_cache``: full."""
+    """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
     geometry = manifest.geometry.geometry
     tokenizer = {manifest.roles.get("tokenizer")}
     weights = sum(entry.size for name, entry in manifest.files.items() if name not in tokenizer)
@@ -115,7 +120,7 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
         "context": f"{found['context']} tokens, prefill in chunks of {found['chunk']}",
         "functions": ", ".join(found["functions"]),
         "memory": f"weights {_size(found['memory']['weights'])}, KV cache {_size(found['memory']['kv_cache'])} "
-        f"({found['memory']['kv_cache_per_token']} bytes a token)",
+        f"({found['memory']['kv_cache_per_token']} bytes per token)",
         "made with": ", ".join(f"{name} {version}" for name, version in found["tools"].items()),
     }
     if found["parity"]:
@@ -140,7 +145,7 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
 
 
 def _size(count: int) -> str:
-    """Bytes in a unit a reader can compare (MB is 10⁶ bytes)."""
+    """A number of bytes with a unit (MB is 10⁶ bytes)."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The arguments by which commands open a bundle, and the session they open."""
+"""Arguments that several commands share, and the bundle or session that they open."""
 
 from __future__ import annotations
 
@@ -15,43 +15,61 @@ if TYPE_CHECKING:
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
-    """The bundle and the app in it."""
+    """Declare the bundle, the app and the signature."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
     add_signature(parser)
 
 
 def add_signature(parser: argparse.ArgumentParser) -> None:
-    """Whose signature the bundle must carry."""
+    """Declare ``--require-signature``."""
     parser.add_argument(
         "--require-signature", type=Path, metavar="PUBLIC.pem", help="refuse what this ed25519 key has not signed"
     )
 
 
+def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--adapter-precision``."""
+    parser.add_argument(
+        "--adapter-precision",
+        choices=("fp32", "fp16", "int8"),
+        default="fp32",
+        help="how adapters outside the graphs store their floats (default fp32)",
+    )
+
+
+def named_folder(text: str, option: str = "") -> tuple[str, Path]:
+    """The two parts of ``NAME=DIR``. Raises InputError for anything else, naming ``option``."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise InputError(f"{option} {text}: expected NAME=DIR, the app's name and its adapter folder".strip())
+    return name, Path(folder)
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """How its engine runs."""
+    """Declare the options of ``engine_options``."""
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument(
-        "--spinning", action="store_true", help="threads wait busily: faster on an idle machine, slower on a shared one"
+        "--spinning", action="store_true", help="threads busy-wait: faster on an idle machine, slower on a shared one"
     )
 
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
-    """What ``add_engine`` read."""
+    """The options that ``add_engine`` declared."""
     from ssdevice.runtime.engine import EngineOptions
 
     return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
-    """The bundle of ``add_bundle``, or another in ``folder``, checked."""
+    """The checked bundle of ``add_bundle``, or the one in ``folder``."""
     from ssdevice.bundle.folder import Bundle
 
     return Bundle.open(folder or args.bundle, require_signature=args.require_signature)
 
 
 def open_session(args: argparse.Namespace, profile: bool = False, folder: Path | None = None) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``; ``folder``: of another bundle with the same arguments."""
+    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments."""
     from ssdevice.runtime.session import Session
 
     return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
@@ -69,8 +87,8 @@ def positive(text: str) -> int:
 
 
 def check_new_file(path: Path | None, option: str) -> None:
-    """Refuse an output file whose folder does not exist, before any work; raises InputError."""
+    """Raise InputError, before any work, for an output file that cannot be written because of its path."""
     if path is not None and not path.resolve().parent.is_dir():
         raise InputError(f"{option} {path}: its folder does not exist")
     if path is not None and path.is_dir():
-        raise InputError(f"{option} {path}: is a folder, expected a file name")
+        raise InputError(f"{option} {path}: this is a folder, expected a file name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 from rich.console import Console
@@ -22,7 +23,7 @@ OTHER = "other"
 def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
     """Decode a few prompts in every mode and print medians: time by operator, and the host's share of a step.
 
-    The engine's own bookkeeping slows calls down, so shares count rather than times.
+    Profiling slows calls down, so trust the shares rather than the times.
     """
     console = Console(soft_wrap=True, highlight=False)
     modes = Table("decoding mode", "steps", "inside, ms/step", "host, µs/step", title="Steps")
@@ -43,12 +44,12 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
     for function, kernels in session.engine.profile().items():
         _show(console, f"{function}: kernels", "operator", kernels, lambda kernel: kernel.operator)
         if function == STEP and (parts := _parts(session)):
-            name = "part of the step"
-            _show(console, f"{function}: parts", name, kernels, lambda kernel, p=parts: p.get(kernel.node, OTHER))  # type: ignore[misc]
+            key = partial(_part, parts)
+            _show(console, f"{function}: parts", "part of the step", kernels, key)
 
 
 def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> None:
-    """Time by what ``key`` tells of a kernel, largest first."""
+    """Print the time of kernels grouped by ``key``, largest first."""
     times: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         times[key(kernel)] += kernel.microseconds
@@ -63,8 +64,12 @@ def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], 
     console.print(table)
 
 
+def _part(parts: Mapping[str, str], kernel: Kernel) -> str:
+    return parts.get(kernel.node, OTHER)
+
+
 def _parts(session: Session) -> Mapping[str, str]:
-    """What each node of the step works for, where that can be told."""
+    """Node of the step -> the part of the method it belongs to, if the target can tell."""
     from ssdevice.export.target import export_target
 
     return export_target(session.bundle.manifest.target).parts(session.engine) if session.bundle is not None else {}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 LINE_SECONDS = 5.0
-"""Between lines where stderr is no terminal: short commands print none."""
+"""Time between lines if stderr is not a terminal; short commands print none."""
 TICK_SECONDS = 1.0
 
 
@@ -62,7 +62,7 @@ class Progress:
             self._bar.stop()
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        """``done`` of ``total`` units of a stage."""
+        """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
         if self._stage is None or self._stage.name != stage:
             self._stage = _Stage(stage, done, None if self._stage is not None else self._expected)
         self._stage.move(done, total, detail)

@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
-    form.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    form.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every prompt on standard output; statistics go to standard error."""
+    """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
     examples = list(_examples(args))
@@ -82,7 +82,7 @@ def _answer(args: argparse.Namespace, session: Session, mode: str, example: Exam
 
 
 def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
-    """An answer as ``--json`` prints it. ``seconds``: prefill and decoding; ``accepted``: tokens of each step."""
+    """The ``--json`` form of an answer. ``seconds``: prefill and decoding; ``accepted``: tokens of each step."""
     return {
         "prompt": prompt,
         "text": answer.text,
@@ -97,7 +97,7 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
 
 
 def summary(answer: Generation) -> str:
-    """An answer's statistics as one line."""
+    """The statistics of an answer in one line."""
     parts = [f"{len(answer.tokens)} tokens", f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
     if answer.steps:
         parts += [
@@ -120,7 +120,7 @@ def _examples(args: argparse.Namespace) -> Iterator[Example]:
             prompt = content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
-        # The shell's or editor's last line break is no part of what was asked.
+        # The last line break comes from the shell or editor; it is not part of the prompt.
         yield Example(prompt.removesuffix("\n").removesuffix("\r"), system=args.system)
     else:
         yield Example(args.prompt, system=args.system)

@@ -1,6 +1,6 @@
-"""Steps as they happened: accepted drafts in green, what the model said itself bold, rejected drafts in red.
+"""A trace of the steps: accepted drafts in green, the model's own tokens in bold, rejected drafts in red.
 
-Without colours, as in a file, rejected drafts stand in brackets.
+Without colours, as in a file, rejected drafts are in brackets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALTERNATIVES = "|"
 
 
 class Trace:
-    """Prints the steps of one answer, one line each (after figure 11 of 2402.11131)."""
+    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131)."""
 
     def __init__(self, tokenizer: ChatTokenizer, tree: Tree, console: Console | None = None) -> None:
         self._tokenizer, self._tree = tokenizer, tree
@@ -25,13 +25,13 @@ class Trace:
         self._steps = 0
 
     def show(self, run: Run) -> None:
-        """Print one run; the last, which has text alone, has no line."""
+        """Print one run, unless it has no tokens."""
         if run.tokens:
             self._console.print(self.line(run))
             self._steps += 1
 
     def line(self, run: Run) -> Text:
-        """The line of the next step: its number, how many tokens it gave, and the tokens."""
+        """The line of the next step: its number, how many tokens it emitted, and the tokens."""
         if self._steps == 0:
             line = Text("prefill   ", style=MARGIN)
         else:
@@ -48,7 +48,7 @@ class Trace:
         return line
 
     def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
-        """The candidates that the tree held beyond the accepted path, by depth."""
+        """The tree's candidates beyond the accepted path, by depth."""
         beyond: dict[int, list[int]] = {}
         for node in self._tree.paths:
             if len(node) > len(path) and node[: len(path)] == path:
@@ -58,7 +58,7 @@ class Trace:
         return [beyond[depth] for depth in sorted(beyond)]
 
     def _text(self, token: int) -> str:
-        """A token alone, its leading space kept and line breaks made visible."""
+        """The text of a single token, with its leading space and visible line breaks."""
         written = str(self._tokenizer.tokenizer.id_to_token(token))
         text = str(self._tokenizer.tokenizer.decode([token], skip_special_tokens=False))
         # Decoders drop the space before a first word; the vocabulary still shows it.

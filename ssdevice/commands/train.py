@@ -1,4 +1,4 @@
-"""``ssdevice train``: an app's adapter from prompt/completion pairs."""
+"""``ssdevice train``: train an app's adapter from prompt/completion pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdevice.errors import InputError, MissingExtraError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command; defaults are the papers' recipe."""
+    """Flags of the command. Their defaults are the recipe of the papers."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
     add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
     add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
     add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
-    add("--init", type=Path, metavar="ADAPTER", help="go on from this adapter: ours, or a LoRA of PEFT without streams")
-    add("--limit", type=int, default=0, metavar="N", help="use the first N rows only")
-    own = parser.add_argument_group("the model's own words")
+    add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
+    add("--limit", type=int, default=0, metavar="N", help="use only the first N rows")
+    own = parser.add_argument_group("self-distillation")
     add = own.add_argument
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
     add("--self-prompt", type=int, default=0, metavar="N",
@@ -33,25 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.8, help="of sampled prompts (default 0.8)")
     add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
     add("--answer-tokens", type=int, metavar="N",
-        help="longest own answer (default: as long as the longest of the data; 192 without data)")  # fmt: skip
+        help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
     stream = parser.add_argument_group("streams")
     add = stream.add_argument
     add("--gamma", type=int, default=4, help="γ, number of streams (default 4)")
-    add("--msa-layers", type=int, default=4, metavar="N_s", help="layers that carry streams (default 4)")
+    add("--msa-layers", type=int, default=4, metavar="N_s", help="top layers with streams (default 4)")
     add("--init-rank", type=int, default=0, help="rank of f in eq. 3 (default 0: identity)")
     add("--lora-rank", type=int, default=32, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, default=8, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP], default=StreamMLP.BASE_ADAPTER.value,
         help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
     add("--draft-vocabulary", type=int, metavar="N",
-        help="streams choose among the N most used tokens; 0: all (default 8192 of a large vocabulary)")  # fmt: skip
+        help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
     recipe = parser.add_argument_group("recipe")
     add = recipe.add_argument
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
     add("--epochs", type=float, default=5.0, help="passes over the data (default 5)")
     add("--steps", type=int, default=0, help="optimizer steps instead of epochs")
-    add("--batch-size", type=int, default=32, help="rows at a time in each process (default 32)")
+    add("--batch-size", type=int, default=32, help="rows per batch in each process (default 32)")
     add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
     add("--warmup", type=int, default=50, metavar="STEPS")
@@ -59,20 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
-    add("--segment", type=int, default=64, metavar="TOKENS", help="completion tokens whose streams run together")
+    add("--segment", type=int, default=64, metavar="TOKENS",
+        help="completion tokens whose streams run in one pass (default 64)")  # fmt: skip
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
-        help="of products; auto (default): bf16 where the hardware has it")  # fmt: skip
-    add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="in which the frozen base is held in memory")
+        help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
+    add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
     add("--keep-gb", type=float, default=4.0, metavar="GB",
-        help="memory for main rows that lossless training keeps between epochs (default 4)")  # fmt: skip
-    add("--gradient-checkpointing", action="store_true", help="less memory for a third more time")
+        help="memory for the main rows that lossless training keeps between epochs (default 4)")  # fmt: skip
+    add("--gradient-checkpointing", action="store_true", help="take less memory and a third more time")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, then print a JSON object with tokens per step on the dev rows."""
+    """Train, then print a JSON object with the tokens per step on the dev rows."""
     try:
         import torch
 
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.commands.progress import Progress
 
     check_rule("--app", args.app, NAME)
-    if args.out.exists() and not (args.out.is_dir() and _ours(args.out)):
+    # An empty folder is filled, an unfinished run is continued.
+    if args.out.exists() and not (
+        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / ".training").is_dir())
+    ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -100,30 +104,28 @@ def run(args: argparse.Namespace) -> int:
         stream_mlp=StreamMLP(args.stream_mlp),
         lora_rank=args.lora_rank if args.mode == Mode.SHARED.value else 0,
     )
-    own = None
-    if args.self_prompt:
-        own = SelfPrompt(args.self_prompt, args.temperature, args.top_p)
+    own = SelfPrompt(args.self_prompt, args.temperature, args.top_p) if args.self_prompt else None
     options = TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
         limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
         accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
-        alpha_main=args.alpha_main,
-        alpha_stream=args.alpha_stream, max_length=args.max_length, segment=args.segment, precision=args.precision,
+        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, max_length=args.max_length,
+        segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
         seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
         keep_gb=args.keep_gb,
     )  # fmt: skip
-    helper = int(os.environ.get("RANK", "0")) > 0  # started by torchrun beside the process that speaks for all
+    worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
     try:
-        with disk_errors(args.out), Progress(args.quiet or helper) as progress:
+        with disk_errors(args.out), Progress(args.quiet or worker) as progress:
             result = train(options, progress.report)
     except KeyboardInterrupt:
-        if (args.out / checkpoint.FOLDER).is_dir() and not helper:
+        if (args.out / checkpoint.FOLDER).is_dir() and not worker:
             print("ssdevice: the same command goes on where this one was", file=sys.stderr)
         raise
-    if helper:
+    if worker:
         return 0
     if result is not None:
         summary = {
@@ -139,8 +141,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
-
-
-def _ours(folder: Path) -> bool:
-    """Whether a folder is empty or holds an unfinished run, which this command continues."""
-    return not any(folder.iterdir()) or (folder / ".training").is_dir()

@@ -1,4 +1,4 @@
-"""``ssdevice tune``: the draft tree and schedule for this device."""
+"""``ssdevice tune``: find the draft tree and schedule for this device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
-from ssdevice.commands.opening import add_engine, add_signature, check_new_file, engine_options, positive
+from ssdevice.commands.opening import (
+    add_engine,
+    add_signature,
+    check_new_file,
+    engine_options,
+    named_folder,
+    positive,
+)
 from ssdevice.config import Schedule
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, MissingExtraError
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
 
 SIZES = range(2, 17)
 WIDTH = 4
-"""Candidates of a stream that trial bundles show: a tree of up to 16 nodes seldom uses more."""
+"""Candidates per stream in trial bundles: a tree of up to 16 nodes rarely uses more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
     parser.add_argument(
         "--cost-of", type=Path, action="append", default=[], metavar="BUNDLE",
-        help="time the steps of this bundle too: the same model with another tree or schedule; may be repeated",
+        help="also time the steps of this bundle: the same model with another tree or schedule; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE"
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         for bundle in bundles:
             if STEP not in bundle.functions:
                 raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
-        # Of other bundles the app is their own first: only the cost of their steps is asked for.
+        # Other bundles run their default app: only the cost of their steps is measured.
         sessions = [
             stack.enter_context(Session.open(bundle, app=None if number else args.app, options=options))
             for number, bundle in enumerate(bundles)
@@ -85,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         args.out.write_text(json.dumps(found[0].tree.to_json()) + "\n", "utf-8")
     print(json.dumps(_as_json(found, costs)) if args.json else "\n".join(_table(found, costs)))
     if narrow and not args.json:
-        print("this bundle drafts one candidate a stream; export one with --tree full:k=3,depth=2 to see wider trees")
+        print("this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 to see wider trees")
     return 0
 
 
@@ -103,19 +110,19 @@ def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bund
 
 
 def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:
-    """A wide and a narrow tree in each schedule, exported; between their sizes costs are interpolated."""
+    """Exports of a wide and a narrow tree in each schedule; costs are interpolated between their sizes."""
     try:
+        from ssdevice.adapters.settings import read_settings
         from ssdevice.export.plan import ExportOptions, Quant
         from ssdevice.export.stages import export_bundle
-        from ssdevice.model.adapter import read_settings
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", error.name or "torch") from error
-    name, _, adapter = (args.adapter or "").partition("=")
-    if not (name and adapter):
+    if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
+    app = named_folder(args.adapter, "--adapter")
     if args.quant not in [quant.value for quant in Quant]:
         raise InputError(f"--quant {args.quant}: choose one of {', '.join(Quant)}")
-    gamma = read_settings(Path(adapter)).streams.gamma
+    gamma = read_settings(app[1]).streams.gamma
     trees = [_wide(gamma), Tree.chain(gamma)]
     bundles = []
     for schedule in (Schedule.DEFERRED, Schedule.FUSED):
@@ -123,14 +130,14 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
             out = folder / f"{schedule}-{tree.size}"
             options = ExportOptions(
                 model=args.model, target=args.target, quant=Quant(args.quant), out=out,
-                adapters=((name, Path(adapter)),), tree=tree, schedule=schedule,
+                adapters=(app,), tree=tree, schedule=schedule,
             )  # fmt: skip
             bundles.append(export_bundle(options, progress.report))
     return bundles
 
 
 def _wide(gamma: int) -> Tree:
-    """A tree of the largest size asked about, with all candidates of the first stream and the first of the others."""
+    """A tree of the largest size considered: all candidates of the first stream, then the best of deeper ones."""
     first = [[rank] for rank in range(WIDTH)]
     second = [[a, b] for a in range(WIDTH) for b in range(WIDTH)] if gamma > 1 else []
     deep = [[0] * depth for depth in range(3, gamma + 1)]

@@ -1,4 +1,4 @@
-"""``ssdevice verify``: is the bundle whole, and does it compute what it promises."""
+"""``ssdevice verify``: whether a bundle is intact and computes what it promises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import AdapterKind, App, Precision
+from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
 from ssdevice.config import Mode
 from ssdevice.data import Example, read_examples
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
 
-# Any text will do: modes are compared with each other. Lengths differ so that chunks and cache sizes do.
+# Any text will do, because modes are compared with each other. Different lengths vary the chunks and cache sizes.
 PROMPTS = (
     "Hello",
     "name[The Mill], food[English], price range[cheap], area[riverside]",
@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
     parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
-    parser.add_argument("--model", metavar="DIR", help="the base it was made from: also compare with torch")
+    parser.add_argument("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
     parser.add_argument(
         "--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers"
     )
-    parser.add_argument("--integrity-only", action="store_true", help="check files alone, run nothing")
+    parser.add_argument("--integrity-only", action="store_true", help="check only the files, run nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was checked; raises ParityError (exit code 1) if a number breaks the promise."""
+    """Print what was checked. Raises ParityError (exit code 1) if a number breaks the promise."""
     from ssdevice.commands.progress import Progress
 
     bundle = open_bundle(args)
@@ -78,7 +78,7 @@ def _numbers(
     from ssdevice.runtime.session import Session
 
     with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
-        examples = _examples(args)
+        examples = read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
         prompts = _prompts(args, session, examples)
         shown = _engine_with_logits(args, bundle)
         other = _other_bundle(args, bundle)
@@ -96,7 +96,6 @@ def _numbers(
                 from ssdevice.bench.against_torch import agreement
             except ModuleNotFoundError as error:
                 raise MissingExtraError("export", error.name or "torch") from error
-
             torch_found = agreement(
                 bundle, args.app, args.model, args.adapter, prompts, result.answers, progress.report
             )
@@ -110,7 +109,10 @@ def _numbers(
                 f"largest margin of another choice {torch_found.worst:.3g}"
             )
             faults += torch_found.faults()
-            if bundle.manifest.precision is Precision.FP32 and _base_decodes(bundle.app(args.app)):
+            app = bundle.app(args.app)
+            # Then main rows are the base's own, and any decoder of the base must give the same answers.
+            base_decodes = app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS
+            if bundle.manifest.precision is Precision.FP32 and base_decodes:
                 from ssdevice.bench.against_generate import against_generate
 
                 generated = against_generate(
@@ -119,14 +121,14 @@ def _numbers(
                 found["generate"] = {"prompts": generated.prompts, "differing": len(generated.differing)}
                 lines.append(
                     f"transformers generate: {generated.prompts - len(generated.differing)} of {generated.prompts} "
-                    "answers equal to those of the untouched base"
+                    "answers equal those of the untouched base"
                 )
                 faults += generated.faults()
     return faults
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
-    """The bundle of ``--against``; raises InputError before anything runs if it is of another model."""
+    """The bundle of ``--against``. Raises InputError, before anything runs, if it has another model."""
     if args.against is None:
         return None
     from ssdevice.bench.against_bundle import check_same_model
@@ -180,18 +182,8 @@ def _against(
     return agreement.faults()
 
 
-def _base_decodes(app: App) -> bool:
-    """Whether main rows are the base's own, so that any decoder of the base must give the same answers."""
-    return app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS
-
-
-def _examples(args: argparse.Namespace) -> Sequence[Example]:
-    """The rows of ``--data``; none without."""
-    return read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
-
-
 def _quality(session: Session, result: Equality, examples: Sequence[Example], found: dict[str, Any]) -> str:
-    """How good the plain answers are, held against what the data say; one line, and numbers in ``found``."""
+    """Score the plain answers against the data: returns one line and puts the numbers into ``found``."""
     from ssdevice.bench.quality import choose_metric, score
 
     texts = []
@@ -215,7 +207,7 @@ def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Exam
 
 
 def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | None:
-    """The same bundle with its logits shown, where the target can; the output says so where it cannot."""
+    """An engine of the bundle that also shows logits; None if the target has none, which the output then says."""
     from ssdevice.export.target import export_target
 
     return export_target(bundle.manifest.target).logits_engine(bundle, args.app, engine_options(args))
@@ -235,7 +227,7 @@ def _describe(result: Equality, measured: bool) -> list[str]:
     elif result.modes and not measured:
         lines.append(
             "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
-            "ExecuTorch programs where they were exported with --logits"
+            "ExecuTorch programs if they were exported with --logits"
         )
     lines += _near_ties(result)
     return lines

@@ -1,7 +1,7 @@
-"""What a package holds, without running it: operations, weights by form, states, and what is known to go wrong.
+"""What a package holds, without running it: operations, weights by format, states, and known problems.
 
-Warnings are about devices this machine does not have. Each says where the knowledge comes from; a report by others
-may concern another chip or system than yours, so a warning is a thing to measure there, not a verdict.
+Warnings are about devices this machine does not have, and each names its source. A report may concern another chip or
+system than yours, so a warning says what to measure there; it is not a verdict.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GUIDE = "coremltools guide, typed execution: the Neural Engine computes in float
 
 @dataclass(frozen=True)
 class Warning:
-    """One thing to know: a short ``code``, the function, what it is about, the message and its source."""
+    """A known problem: a short ``code``, the function, the value or weight concerned, the message and its source."""
 
     code: str
     function: str
@@ -45,7 +45,7 @@ class Warning:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of one form, such as "float16" or "int4, blocks of 32": how many tensors, their bytes on disk."""
+    """Weights of one format, such as "float16" or "int4, blocks of 32": number of tensors and bytes on disk."""
 
     form: str
     tensors: int
@@ -54,10 +54,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Audit:
-    """A package's contents: operations of each function by kind, weights by form, bytes of states, warnings.
+    """A package's contents.
 
-    ``rows``: query rows of a function's largest attention, which for a step are its tree and streams. ``loaded``: bytes
-    of weights that each function reads, so what it takes where functions are loaded without sharing.
+    ``operations``: function -> kind -> count. ``rows``: query rows of a function's largest attention, for a step its
+    tree and streams. ``loaded``: bytes of weights that each function reads, which is what it takes if functions are
+    loaded without sharing. ``state_bytes``: all states together.
     """
 
     operations: dict[str, dict[str, int]]
@@ -69,7 +70,7 @@ class Audit:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, each once."""
+        """Bytes of all weights, each counted once."""
         return sum(group.bytes for group in self.weights)
 
 
@@ -90,7 +91,7 @@ def audit(package: Package) -> Audit:
     if len(loaded) > 1:
         text = (
             f"{len(loaded)} functions share {sum(group.bytes for group in weights)} bytes of weights on disk; loaded "
-            f"together they may take up to {sum(loaded.values())}: memory was seen to grow with every function"
+            f"together they may take up to {sum(loaded.values())}: memory has been seen to grow with every function"
         )
         warnings.append(Warning("functions-memory", "all functions", "weights", text, SHARED))
     state_bytes = sum(_bytes(kind) for kind in states.values())
@@ -98,7 +99,7 @@ def audit(package: Package) -> Audit:
 
 
 def places(package: Package, function: Function) -> dict[BlobRef, int]:
-    """Bytes of the weights that one function reads, by their place in the weight files."""
+    """Bytes of the weights that a function reads, by their place in the weight files."""
     return {
         value.data: package.stored_bytes(value)
         for operation in function.operations
@@ -112,10 +113,10 @@ def _bytes(kind: TensorType) -> int:
 
 
 def _weights(package: Package) -> tuple[Weights, ...]:
-    """Every place in the weight files once, under the form of the weight it is part of."""
+    """Every place in the weight files once, under the format of the weight it belongs to."""
     forms: dict[BlobRef, str] = {}
     sizes: dict[BlobRef, int] = {}
-    main: set[BlobRef] = set()  # of a compressed weight the data: scales, offsets and tables belong to it
+    main: set[BlobRef] = set()  # the data of compressed weights, without their scales, offsets and tables
     for function in package.functions.values():
         sizes |= places(package, function)
         stored = {
@@ -152,7 +153,7 @@ def _value(operation: Operation, name: str, stored: dict[str, Value]) -> Value |
 
 
 def _form(operation: Operation, stored: dict[str, Value]) -> str:
-    """In words, how a compressed weight is stored."""
+    """The format of a compressed weight in words."""
     data = _value(operation, DATA[operation.kind], stored)
     dtype = data.type.dtype.name if data is not None and data.type is not None and data.type.dtype else "values"
     if operation.kind == PALETTE:
@@ -162,7 +163,7 @@ def _form(operation: Operation, stored: dict[str, Value]) -> str:
 
 
 def _block(operation: Operation, stored: dict[str, Value]) -> int | None:
-    """Elements of one scale along the input axis if a channel has several scales, None if it has one."""
+    """Block size along the input axis, None if a channel has a single scale."""
     data, scale = _value(operation, "data", stored), _value(operation, "scale", stored)
     if data is None or scale is None or data.type is None or scale.type is None:
         return None
@@ -201,10 +202,10 @@ def _warnings(package: Package, function: Function) -> Iterator[Warning]:
         yield from _operation_warnings(name, operation, fixed, types)
         wide.update(_wide_types(operation))
     for form, count in blocks.items():
-        text = f"{count} weights are {form}; made for the GPU, the Neural Engine wants one scale a channel"
+        text = f"{count} weights are {form}, which suits the GPU; the Neural Engine wants one scale per channel"
         yield Warning("block-scales", name, form, text, REPORTS)
     for dtype, count in wide.items():
-        text = f"{count} operations give {dtype}, which runs on the CPU or GPU only"
+        text = f"{count} operations return {dtype}, which runs only on the CPU or GPU"
         yield Warning("wide-type", name, dtype, text, GUIDE)
     for line in unsupported(package):
         if line.startswith(f"function {name!r}:"):
@@ -221,24 +222,24 @@ def _wide_types(operation: Operation) -> Iterator[str]:
 def _operation_warnings(
     function: str, operation: Operation, fixed: set[str], types: dict[str, TensorType]
 ) -> Iterator[Warning]:
-    """What one operation is known for."""
+    """Known problems of one operation."""
     if operation.kind in ("slice_update", "slice_by_index", "slice_by_size"):
         names = ("begin", "end", "size")
         moving = [n for n in names for a in operation.inputs.get(n, ()) if isinstance(a, str) and a not in fixed]
         if moving:
-            text = f"{operation.kind} at an offset known only at run time; loading can crash (write by mask or scatter)"
+            text = f"{operation.kind} at a run-time offset: loading can crash (write by mask or scatter instead)"
             yield Warning("runtime-offset", function, operation.output, text, OFFSETS)
     rows = _query_rows(operation, types)
     if rows > MAX_QUERY_ROWS:
-        text = f"attention over {rows} query rows; results differed from run to run above {MAX_QUERY_ROWS}"
+        text = f"attention over {rows} query rows: above {MAX_QUERY_ROWS}, results differed from run to run"
         yield Warning("query-rows", function, operation.output, text, REPORTS)
     if operation.kind in ("reduce_argmax", "reduce_argmin"):
-        text = "which index wins a tie is not specified; here it is the lowest"
+        text = "the index that wins a tie is not specified; here it is the lowest"
         yield Warning("argmax-ties", function, operation.output, text, MIL)
 
 
 def _query_rows(operation: Operation, types: dict[str, TensorType]) -> int:
-    """Rows of an attention: of a fused one its queries, of a softmax over the last of three or more axes its rows."""
+    """Query rows of an attention operation, or rows of a softmax over the last of three or more axes; 0 for others."""
     if operation.kind == "scaled_dot_product_attention":
         query = operation.inputs.get("query", ("",))[0]
         shape = types[query].shape if isinstance(query, str) and query in types else ()

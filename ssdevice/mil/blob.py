@@ -1,7 +1,7 @@
-"""The weight storage of a ``.mlpackage`` (MILBlob, version 2), read without coremltools.
+"""The weight file of a ``.mlpackage`` (MILBlob, version 2), read without coremltools.
 
-The file is a 64-byte header (number of entries, version), then entries: 64 bytes of metadata at a multiple of 64
-(sentinel, element type, size in bytes, where the data lies, unused bits at its end) and the data, also 64-aligned.
+The file is a 64-byte header (number of entries, version) followed by entries. An entry is 64 bytes of metadata
+(sentinel, element type, size in bytes, offset of the data, unused bits at its end) and the data; both are 64-aligned.
 The program names an entry by the offset of its metadata. Elements of fewer than 8 bits are packed, lowest bits first.
 Source: mlmodel/src/MILBlob/Blob/StorageFormat.hpp and BlobDataType.hpp of coremltools 9.
 """
@@ -27,7 +27,7 @@ _METADATA = struct.Struct("<IIQQQ32x")
 
 @dataclass(frozen=True)
 class Entry:
-    """One checked entry: its element type, how many elements and where their bytes lie."""
+    """One checked entry: element type, number of elements, offset and size of their bytes."""
 
     dtype: DType
     count: int
@@ -36,7 +36,7 @@ class Entry:
 
 
 class BlobFile:
-    """A weight file, mapped into memory; raises BundleError if it is not one."""
+    """A memory-mapped weight file. Raises BundleError if the file is not one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,9 +54,9 @@ class BlobFile:
             raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
 
     def entry(self, offset: int, dtype: DType, count: int) -> Entry:
-        """The entry whose metadata lies at ``offset`` and should hold ``count`` elements of ``dtype``.
+        """The entry with metadata at ``offset``, which must hold ``count`` elements of ``dtype``.
 
-        Raises BundleError if the metadata, its type or size, or the data's bounds do not fit.
+        Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong.
         """
         where = f"{self.path}: the weight at offset {offset}"
         if offset % ALIGNMENT or offset < _HEADER.size or offset + _METADATA.size > self.size:
@@ -68,7 +68,7 @@ class BlobFile:
         if stored is not dtype:
             raise BundleError(f"{where} is {stored.name if stored else f'of type {number}'}, expected {dtype.name}")
         needed = -(-count * dtype.bits // 8)
-        # Packed data may be rounded up to whole bytes; `padding` says how many bits of it are unused.
+        # Packed data is rounded up to whole bytes; `padding` is the number of unused bits.
         if size != needed or (dtype.packed and size * 8 - padding != count * dtype.bits):
             raise BundleError(f"{where} has {size} bytes, {count} elements of {dtype.name} need {needed}")
         if start % ALIGNMENT or start < _HEADER.size or start > self.size or size > self.size - start:
@@ -78,7 +78,7 @@ class BlobFile:
         return Entry(dtype, count, start, size)
 
     def read(self, entry: Entry) -> Array:
-        """The elements of an entry [count], unpacked to its storage type; read-only, without a copy where unpacked."""
+        """The elements of an entry [count] in their storage type: a read-only view, or a copy if they were packed."""
         if entry.dtype.packed:
             data = np.frombuffer(self._data, np.uint8, entry.size, entry.start)
             return unpack(data, entry.dtype, entry.count)

@@ -1,4 +1,4 @@
-"""Constants as kernels take them: floats as float32, read-only, each weight once for all functions of a package."""
+"""Constants in the form that kernels take: read-only, floats as float32, each weight once for a whole package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdevice.mil.schema import Value
 
 
 class ConstantPool:
-    """Constants of a package by what they are made of: a place in the weight file, contents, or a folded operation."""
+    """Constants of a package, cached by their origin: a place in the weight file, contents, or a folded operation."""
 
     def __init__(self, package: Package) -> None:
         self._package = package
@@ -22,13 +22,13 @@ class ConstantPool:
 
     @staticmethod
     def key(value: Value) -> Hashable:
-        """What identifies a constant's contents."""
+        """A key that is equal for constants with equal contents."""
         if isinstance(value.data, np.ndarray):
             return (str(value.data.dtype), value.data.shape, value.data.tobytes())
         return (value.data, value.type) if not isinstance(value.data, tuple) else id(value)
 
     def load(self, value: Value) -> Constant:
-        """A constant as a string or as an array; a list of strings, which no kernel reads, as one string."""
+        """A constant as a string or an array. A list of strings, which no kernel reads, becomes one string."""
         if isinstance(value.data, str):
             return value.data
         if isinstance(value.data, tuple):
@@ -37,18 +37,18 @@ class ConstantPool:
         return loaded
 
     def fold(self, key: Hashable | None, compute: Callable[[], Any]) -> Any:
-        """The value for ``key``, computed when first asked for; without a key it is computed anew."""
+        """The value for ``key``, computed on first use. Without a key it is always computed."""
         if key is None:
-            return held(compute())
+            return _frozen(compute())
         if key not in self._values:
-            self._values[key] = held(compute())
+            self._values[key] = _frozen(compute())
         return self._values[key]
 
 
-def held(value: Any) -> Any:
-    """An array, or each of a sequence of arrays, as plans hold constants."""
+def _frozen(value: Any) -> Any:
+    """A read-only view of an array, or of each of a sequence; floats as float32."""
     if isinstance(value, tuple | list):
-        return tuple(held(item) for item in value)
+        return tuple(_frozen(item) for item in value)
     array = np.asarray(value)
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)

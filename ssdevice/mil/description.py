@@ -1,4 +1,4 @@
-"""What ``ssdevice inspect`` adds for a Core ML bundle: operations, weights, memory, and what devices may refuse."""
+"""What ``ssdevice inspect`` shows of a Core ML package: operations, weights, memory and warnings about devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def describe_package(package: Path) -> dict[str, Any]:
 
 
 def _grouped(found: Audit) -> list[dict[str, Any]]:
-    """Warnings of a kind together: the first in words, how many there are, and in which functions."""
+    """Warnings grouped by code: the text of the first, the count, and the functions concerned."""
     groups: dict[str, list[Warning]] = {}
     for warning in found.warnings:
         groups.setdefault(warning.code, []).append(warning)
@@ -59,7 +59,7 @@ def _grouped(found: Audit) -> list[dict[str, Any]]:
 
 
 def print_package(console: Console, found: dict[str, Any], size: Any) -> None:
-    """The same as tables. ``size``: bytes to text."""
+    """Print the result of ``describe_package`` as tables. ``size`` formats a number of bytes."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Element types of MIL programs: their numbers in the model file and the weight storage, how NumPy holds them."""
+"""Element types of MIL programs: their codes in the model file and the weight file, and the NumPy types for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Array: TypeAlias = NDArray[Any]
 class DType:
     """One element type.
 
-    ``proto`` is its number in MIL.proto, ``blob`` its number in the weight storage (0: never stored there), ``bits``
-    its size when packed and ``storage`` the NumPy type whose arrays hold it once unpacked.
+    ``proto`` is its code in MIL.proto, ``blob`` its code in the weight file (0: never stored there), ``bits``
+    its size when packed and ``storage`` the NumPy type of its unpacked arrays.
     """
 
     name: str
@@ -40,7 +40,7 @@ def _dtype(name: str, proto: int, blob: int, bits: int, storage: type) -> DType:
     return DType(name, proto, blob, bits, np.dtype(storage))
 
 
-# Numbers: MIL.proto (DataType) and MILBlob/Blob/BlobDataType.hpp of coremltools 9.
+# Codes from MIL.proto (DataType) and MILBlob/Blob/BlobDataType.hpp of coremltools 9.
 DTYPES = (
     _dtype("bool", 1, 0, 8, np.bool_),
     _dtype("float16", 10, 1, 16, np.float16),
@@ -66,12 +66,12 @@ BY_PROTO = {dtype.proto: dtype for dtype in DTYPES}
 BY_BLOB = {dtype.blob: dtype for dtype in DTYPES if dtype.blob}
 STRING_PROTO = 2
 
-# What cast and its relatives call the types.
+# The names that cast and similar operations use.
 CAST_NAMES = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def unpack(data: Array, dtype: DType, count: int) -> Array:
-    """``count`` elements of a sub-byte type from packed bytes ``data`` [ceil(count·bits/8)], lowest bits first."""
+    """Unpack ``count`` elements of a sub-byte type from ``data`` [ceil(count·bits/8)] uint8, lowest bits first."""
     bits = np.unpackbits(data, bitorder="little", count=count * dtype.bits).reshape(count, dtype.bits)
     values = np.packbits(bits, axis=1, bitorder="little")[:, 0]
     if dtype.storage.kind == "u":

@@ -1,7 +1,7 @@
 """Kernels that decompress weights.
 
-They compute in float32 and round once to the declared type. coremltools computes in that type; the two agree for
-integer offsets, where the difference is exact and only the product is rounded.
+They compute in float32 and round once to the declared type, in which coremltools computes. The results agree for
+integer offsets: the difference is exact then, and only the product is rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ssdevice.mil.registry import ExecutionError, Function, Node, Tensor, define
 
 
 def _spread(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``values`` repeated along each axis until it has the sizes of ``shape``: one value per block."""
+    """``values``, one per block, repeated along each axis to the sizes of ``shape``."""
     for axis, size in enumerate(shape):
         if size % values.shape[axis]:
             raise ExecutionError(f"{values.shape[axis]} blocks do not divide axis {axis} of size {size}")

@@ -1,4 +1,4 @@
-"""Kernels of one element each: arithmetic, comparisons, activations, casts."""
+"""Elementwise kernels: arithmetic, comparisons, activations, casts; and softmax."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ define("select", "cond a b", np.where, exact=True)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x), without overflow for large -x being an error."""
+    """1 / (1 + e^-x). e^-x may overflow to infinity, which gives the right 0."""
     return np.reciprocal(np.float32(1) + np.exp(-x))
 
 
@@ -110,7 +110,7 @@ def _softmax(node: Node) -> Function:
 
 
 def softmax(x: Tensor, axis: int) -> Tensor:
-    """Softmax along ``axis``, shifted by the maximum; the sum is float64 as for kernels that sum."""
+    """Softmax along ``axis``, shifted by the maximum. The sum is float64, as in kernels that sum."""
     shifted = np.exp(x - x.max(axis=axis, keepdims=True))
     shifted /= shifted.sum(axis=axis, keepdims=True, dtype=np.float64).astype(x.dtype)
     return shifted
@@ -143,7 +143,7 @@ def _log(node: Node) -> Function:
 @kernel("cast", "x", view=True)
 def _cast(node: Node) -> Function:
     target = node.cast_type("dtype")
-    # Floating values are float32 here; narrowing to float16 is the rounding every output gets.
+    # Floats are float32 here; every output is rounded to its declared type, which does the narrowing to float16.
     storage = np.dtype(np.float32) if target.floating else target.storage
     node.exact = not target.floating
     if target.name == "bool":

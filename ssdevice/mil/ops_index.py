@@ -1,7 +1,7 @@
-"""Kernels that read or write at computed places: slices and gathers.
+"""Kernels that read or write at computed positions: slices and gathers.
 
-Indices are checked where Core ML leaves the result undefined: a program that needs an out-of-range index to do
-something in particular is wrong on some device, so it fails here.
+Core ML leaves the result of an out-of-range index undefined. A program that relies on one is wrong on some device, so
+it fails here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ NEGATIVE_INDICES_UNTIL = 16  # from opset 17 on a negative index is out of range
 
 
 def _slicer(node: Node, cut: bool = False) -> Callable[[Tensor, Tensor, Tensor], Index]:
-    """A function from an array, begin and end to a NumPy index, with the operation's strides and masks.
+    """A function that maps an array, begin and end to a NumPy index, using the operation's strides and masks.
 
-    Slices beyond the array raise ExecutionError; with ``cut`` they end where it ends, as constant ones may.
+    A slice beyond the array raises ExecutionError. With ``cut`` it is clipped, which is allowed for constant bounds.
     """
 
     names = ("begin_mask", "end_mask", "squeeze_mask")
@@ -49,7 +49,7 @@ def _slicer(node: Node, cut: bool = False) -> Callable[[Tensor, Tensor, Tensor],
 
 
 def _checked(part: slice, size: int, axis: int) -> slice:
-    """The slice itself, if it lies within the axis: at run time nothing may be cut silently."""
+    """The slice itself. Raises ExecutionError if it leaves the axis: run-time bounds are never clipped silently."""
     if (part.step or 1) > 0:
         first, last = part.start or 0, size if part.stop is None else part.stop
         first, last = first + size * (first < 0), last + size * (last < 0)
@@ -91,7 +91,7 @@ def _slice_update(node: Node) -> Function:
 
 
 def _in_range(indices: Tensor, size: int, opset: int) -> Tensor:
-    """The indices, if all lie in [0, size); before opset 17 negative ones count from the end."""
+    """The indices, which must lie in [0, size). Up to opset 16 negative ones count from the end."""
     if not indices.size:
         return indices
     low, high = int(indices.min()), int(indices.max())

@@ -7,7 +7,7 @@ import numpy as np
 from ssdevice.mil.registry import Function, Node, Tensor, kernel
 
 BLOCK = 1 << 17
-"""Elements of a weight that are float64 at a time: few enough to stay near the processor."""
+"""Elements of a weight that are widened to float64 at a time: few enough to stay in the processor's cache."""
 
 
 @kernel("linear", "x", sums=True)

@@ -1,4 +1,4 @@
-"""Kernels that work along axes: reductions, normalization, the largest values."""
+"""Kernels that work along axes: reductions, normalization, top-k."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _register("reduce_min", np.min, exact=True)
 @kernel("reduce_argmax", "x", exact=True)
 def _argmax(node: Node) -> Function:
     axis, keep = node.integer("axis", -1), node.flag("keep_dims")
-    # The MIL specification leaves ties open; here, as in NumPy and in the step contract, the lowest index wins.
+    # MIL does not specify ties. Here the lowest index wins, as in NumPy and in the step contract.
     return lambda x: np.argmax(x, axis=axis, keepdims=keep)
 
 
@@ -59,7 +59,7 @@ def _topk(node: Node) -> Function:
         raise node.unsupported("ascending order, or values without indices,")
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        # Of equal values the lowest index comes first.
+        # Among equal values the lowest index comes first.
         keys = -x if x.dtype.kind == "f" else -x.astype(np.int64)
         indices = np.take(np.argsort(keys, axis=axis, kind="stable"), range(k), axis=axis)
         return np.take_along_axis(x, indices, axis=axis), indices

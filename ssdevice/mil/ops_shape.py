@@ -14,7 +14,7 @@ def _reshape(node: Node) -> Function:
     wanted = node.ints("shape")
 
     def run(x: Tensor) -> Tensor:
-        # 0 keeps this size, where there are as many; -1 is left to NumPy.
+        # 0 keeps the size of its axis if the ranks agree; NumPy resolves -1.
         keep = len(wanted) == x.ndim
         return x.reshape([x.shape[axis] if keep and not size else size for axis, size in enumerate(wanted)])
 
@@ -63,7 +63,7 @@ def _concat(node: Node) -> Function:
     if node.flag("interleave"):
         raise node.unsupported("interleave")
     if len(node.outputs[0].shape) == 1:
-        # Scalars count as vectors of one element: slice bounds are put together this way.
+        # Scalars count as vectors of one element: programs assemble slice bounds this way.
         return lambda *values: np.concatenate([np.reshape(value, -1) for value in values])
     return lambda *values: np.concatenate(values, axis)
 

@@ -1,8 +1,8 @@
 """A function compiled to a flat list of steps: constants folded, dead values freed, updates in place where safe.
 
-A step calls a kernel on named values, keeps the results under their names and drops what nothing reads again. Which
-values share memory is known from which kernels return views, so a cache update writes into the state's own buffer
-when nobody can see the old contents any more.
+A step calls a kernel on named values, stores the results by name and drops what is not read again. Kernels declare
+whether they return views, so the compiler knows which values share memory. A cache update writes into the state's own
+buffer once no later operation can read the old contents.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call: ``run`` on the values ``reads`` gives ``writes``; ``frees`` are dropped afterwards."""
+    """One call: ``run`` takes the values ``reads`` and returns ``writes``; ``frees`` are dropped afterwards."""
 
     run: Run
     reads: tuple[str, ...]
@@ -52,9 +52,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled function. ``constants``: every constant and decompressed weight by name, floats as float32.
+    """A compiled function.
 
-    ``types``: of every value of the function.
+    ``constants``: every constant and decompressed weight by name, floats as float32. ``types``: declared type of
+    every value.
     """
 
     function: Function
@@ -72,19 +73,19 @@ class Compiler:
         self._half = precision == FP16
         self._types = dict(function.inputs)
         self._constants: dict[str, Constant] = {}
-        self._keys: dict[str, Hashable | None] = {}  # of constants: what their contents were made of
-        self._buffers: dict[str, int] = {}  # of other values but states: the memory they are part of
-        self._held: dict[str, int] = {}  # state -> the buffer it holds at this point
-        self._owned: set[int] = set()  # buffers a run may write into
+        self._keys: dict[str, Hashable | None] = {}  # constant -> its key in the pool
+        self._buffers: dict[str, int] = {}  # value (neither constant nor state) -> the buffer it lies in
+        self._held: dict[str, int] = {}  # state -> its buffer at this point of the function
+        self._owned: set[int] = set()  # buffers that a run may write into
         self._numbers = count()
         self._steps: list[Step] = []
-        self._last: dict[str, float] = {}  # where a name is read last; a returned one: infinitely late
+        self._last: dict[str, float] = {}  # name -> position of its last read; infinite for outputs
         for position, operation in enumerate(function.operations):
             self._last.update(dict.fromkeys(operation.names(), position))
         self._last.update(dict.fromkeys(function.outputs, math.inf))
 
     def compile(self) -> Plan:
-        """The plan. Raises UnsupportedOpError, naming operation, function and output, for what has no kernel."""
+        """The plan. Raises UnsupportedOpError, which names function and operation, for a missing kernel."""
         for name, kind in self._function.inputs:
             if kind.state:
                 self._held[name] = self._new_buffer()
@@ -117,10 +118,10 @@ class Compiler:
         self._constants[name], self._keys[name] = value, key
 
     def _add_state(self, operation: Operation) -> None:
-        """State operations move references only; a state is a name that a write points at another buffer."""
+        """A state is a name for a buffer, and a write only changes the buffer; data is copied if it is not ours."""
         name = _argument(operation, "input" if operation.kind == READ_STATE or "input" in operation.inputs else "state")
         if name not in self._held:
-            raise ExecutionError(f"{self._where(operation)}: {name!r} is no state of the function")
+            raise ExecutionError(f"{self._where(operation)}: {name!r} is not a state of the function")
         if operation.kind in WRITERS:
             source = _argument(operation, "value" if "value" in operation.inputs else "data")
             buffer = self._buffers.get(source)
@@ -140,7 +141,7 @@ class Compiler:
         if kernel is None or operation.blocks:
             raise UnsupportedOpError(
                 f"{self._where(operation)}: operation {operation.kind!r} is not supported by the interpreter; "
-                f"export the bundle again if the package was edited, else run it on a Mac"
+                f"export the bundle again if the package was edited, otherwise run it on a Mac"
             )
         node = self._node(operation)
         run = _on_wide(kernel.build(node)) if kernel.sums else kernel.build(node)
@@ -169,13 +170,13 @@ class Compiler:
         )
 
     def _known(self, argument: Argument) -> tuple[Constant | None, Hashable | None]:
-        """Value and key of a constant; None for what is known at run time only."""
+        """Value and key of a constant; None for a value that is only known at run time."""
         if isinstance(argument, str):
             return self._constants.get(argument), self._keys.get(argument)
         return self._literal(argument)
 
     def _sources(self, operation: Operation, kernel: Kernel) -> list[str]:
-        """The names of the operands, in order; constants written in place get one."""
+        """The names of the operands in order. Inline constants are given a name."""
         sources = []
         for operand in kernel.operands:
             name = operand.rstrip("?*")
@@ -193,8 +194,8 @@ class Compiler:
         return sources
 
     def _finish(self, kind: TensorType, kernel: Kernel, node: Node) -> Run | None:
-        """What brings an output to its declared type; None if the kernel's result has it already."""
-        exact = kernel.exact if node.exact is None else node.exact
+        """The conversion of an output to its declared type; None if the kernel's result already has it."""
+        exact = (kernel.exact or kernel.view or kernel.updates) if node.exact is None else node.exact
         if kind.dtype is None:
             raise UnsupportedOpError(f"{node.where}: an output that is a string")
         if kind.dtype.name == "float16" and not exact and (self._half or kernel.weight):
@@ -223,7 +224,7 @@ class Compiler:
             self._define_constant(name, value, None if key is None else (key, index))
 
     def _may_overwrite(self, position: int, sources: list[str]) -> bool:
-        """Whether an update may write into its first operand: the run owns it and nothing reads it afterwards."""
+        """Whether an update may write into its first operand: the run owns the buffer and nothing reads it later."""
         buffer = self._buffers.get(sources[0])
         if buffer not in self._owned or any(self._buffers.get(source) == buffer for source in sources[1:]):
             return False
@@ -233,7 +234,7 @@ class Compiler:
         return all(next(self._uses(state, position), None) in WRITERS for state in states)
 
     def _uses(self, name: str, position: int) -> Iterator[str]:
-        """Kinds of the operations behind a position that read or write a state."""
+        """Kinds of the operations after ``position`` that read or write a state."""
         for operation in self._function.operations[position + 1 :]:
             if name in operation.names():
                 yield operation.kind
@@ -243,16 +244,16 @@ class Compiler:
 
 
 def round_half(value: Any) -> Array:
-    """Values rounded to the nearest float16, ties to even, held as float32."""
+    """Values rounded to the nearest float16 (ties to even), stored as float32."""
     rounded: Array = value.astype(np.float16).astype(np.float32)
     return rounded
 
 
 def check_type(value: Any, kind: TensorType, where: str) -> None:
-    """Raises ExecutionError if an array is not what the program declares."""
+    """Raise ExecutionError if an array does not have the declared shape and type."""
     shape = np.shape(value)
     fits = len(shape) == len(kind.shape) and all(b is None or a == b for a, b in zip(shape, kind.shape, strict=True))
-    # A scalar may be declared as a vector of one element and the other way round.
+    # A scalar may be declared as a vector of one element, and vice versa.
     if not fits and not (math.prod(shape) == 1 == kind.count):
         raise ExecutionError(f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}")
     if kind.dtype is not None:
@@ -275,7 +276,7 @@ def _on_copy(run: Run) -> Run:
 
 
 def _finished(run: Run, finish: list[Run | None]) -> Run:
-    """``run`` with its output, or each of its outputs, brought to the declared type."""
+    """``run`` with each output converted to its declared type."""
     if not any(finish):
         return run
     if len(finish) == 1:
@@ -286,7 +287,7 @@ def _finished(run: Run, finish: list[Run | None]) -> Run:
 
 
 def _with_frees(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:
-    """The steps, each with the values that nothing after it reads."""
+    """The steps, each with the values that no later step reads."""
     seen = set(kept)
     finished = []
     for step in reversed(steps):

@@ -3,17 +3,17 @@
 What a run proves depends on the precision:
 
 ``fp16``
-    Every output is rounded to the type the program declares (float16 for most of an iOS 18 program), once an
-    operation. Inside an operation values are float32 and sums float64, so that a sum is the same in whatever order
-    its terms come. This shows what the saved file computes: that conversion, compression, states and integer logic
-    are right and that float16 ranges suffice (an overflow becomes an infinity here too).
+    The output of every operation is rounded once to the type the program declares (float16 for most of an iOS 18
+    program). Inside an operation values are float32 and sums float64, so that a rounded sum does not depend on the
+    order of its terms. This shows what the saved file computes: that conversion, compression, states and integer
+    logic are right and that the range of float16 suffices (an overflow becomes an infinity here too).
 ``fp32``
-    Nothing is rounded to float16 except the weights, which keep their stored values; states stay float32. Compared
-    with the original model in float32 this shows that the graph is the same function, free of rounding.
+    Only the weights are float16: they keep their stored values. Everything else, states included, is float32.
+    Compared with the original model in float32, this shows that the graph is the same function, free of rounding.
 
-Neither shows what a device's runtime does inside an operation: in which order and width it adds, which operations
-it fuses or splits, how it approximates exp or tanh, and which of them run on the Neural Engine. Equal tokens here
-are not a promise of equal bits there.
+Neither shows what a device's runtime does inside an operation: the order and width of its sums, which operations
+it fuses or splits, how it approximates exp or tanh, and what runs on the Neural Engine. Equal tokens here do not
+promise equal bits there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FAILURES = (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError
 
 
 class State:
-    """The states of a program between runs, zero at first. Floating states are float32 arrays inside."""
+    """The states of a program between runs, zero at first. Floating-point states are held as float32."""
 
     def __init__(self, types: Mapping[str, TensorType]) -> None:
         self._types = dict(types)
@@ -62,7 +62,7 @@ class State:
         self.arrays[name] = array.astype(self.arrays[name].dtype)
 
     def copy(self) -> State:
-        """An independent copy: a place to return to."""
+        """An independent copy, to return to later."""
         twin = State({})
         twin._types = self._types
         twin.arrays = {name: array.copy() for name, array in self.arrays.items()}
@@ -70,7 +70,7 @@ class State:
 
 
 class Program:
-    """A package ready to run in one precision ("fp16" or "fp32"); functions are compiled when first used."""
+    """A package ready to run in one precision ("fp16" or "fp32"). Functions are compiled on first use."""
 
     def __init__(self, package: Package, precision: str = FP16) -> None:
         if precision not in PRECISIONS:
@@ -90,7 +90,7 @@ class Program:
         return self._plans[function]
 
     def make_state(self) -> State:
-        """Zeroed states of all functions. Raises ExecutionError if two functions disagree about one."""
+        """Zeroed states of all functions. Raises ExecutionError if two functions declare one differently."""
         types: dict[str, TensorType] = {}
         for function in self.package.functions.values():
             for name, kind in function.inputs:
@@ -105,12 +105,12 @@ class Program:
         state: State | None = None,
         observe: Observer | None = None,
     ) -> dict[str, Array]:
-        """Outputs of one call, by name, in their declared types (float32 for floats in precision "fp32").
+        """Outputs of one call by name, in their declared types (float32 for floats in precision "fp32").
 
-        ``state`` is read and changed; after an error its contents are undefined. ``observe`` sees every operation's
-        outputs, as floats in float32. The first call of a function also checks every result against its declared
-        shape and type. Raises InputError for inputs that do not fit and ExecutionError, naming operation, function
-        and output, for what cannot be executed.
+        ``state`` is updated in place; after an error its contents are undefined. ``observe`` is called with every
+        operation and its outputs (floats as float32). The first call of a function checks every result against its
+        declared shape and type. Raises InputError for inputs that do not fit, and ExecutionError, which names
+        function, operation and output, for an operation that fails.
         """
         plan = self.plan(function)
         values: dict[str, Any] = {**plan.constants, **self._given(plan.function, inputs, state)}
@@ -182,7 +182,7 @@ class Program:
 
 
 def unsupported(package: Package) -> list[str]:
-    """One line for every operation of the package that has no kernel here, found without running anything."""
+    """One line for every operation of the package without a kernel here. Nothing is run."""
     missing = []
     for function in package.functions.values():
         for operation in function.operations:

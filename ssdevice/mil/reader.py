@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from ssdevice import strict_json
@@ -21,26 +21,26 @@ MAX_PROGRAM_BYTES = 1 << 30
 
 
 class Package:
-    """An opened package; make one with ``Package.open``.
+    """An opened package; create one with ``Package.open``.
 
-    ``functions`` maps a name to its Function, ``default_function`` is the one Core ML runs if none is named and
-    ``specification_version`` the model file's. Weights are mapped, not loaded; ``constant`` reads one.
+    ``functions`` maps names to functions. ``default_function`` is the one Core ML runs if the caller names none.
+    Weights are memory-mapped; ``constant`` reads one.
     """
 
-    def __init__(self, path: Path, model: Model, folder: Path, blobs: Mapping[str, BlobFile]) -> None:
+    def __init__(self, path: Path, model: Model, folder: Path) -> None:
         self.path = path
         self.functions = dict(model.functions)
         self.default_function = model.default_function
         self.specification_version = model.version
         self._folder = folder
-        self._blobs = dict(blobs)
+        self._blobs: dict[str, BlobFile] = {}
 
     @classmethod
     def open(cls, path: Path | str) -> Package:
         """Read and check the package at ``path``.
 
-        Raises BundleError if a file is missing, a path leaves the package, the program is not well formed or a
-        weight does not lie where the program says, with the size its type needs.
+        Raises BundleError if a file is missing, a path leaves the package, the program is malformed, or a weight
+        is not at its offset with the type and size that the program declares.
         """
         path = Path(path)
         model_file = _root_model(path)
@@ -54,14 +54,18 @@ class Package:
             model = parse_model(data)
         except WireError as error:
             raise BundleError(f"{model_file}: not a usable model file: {error}") from None
-        package = cls(path, model, model_file.parent, {})
-        package._check_weights()
+        package = cls(path, model, model_file.parent)
+        for function in model.functions.values():
+            for operation in function.operations:
+                for value in constants(operation):
+                    if isinstance(value.data, BlobRef):
+                        package._entry(value)
         return package
 
     def spec(self, function: str) -> FunctionSpec:
-        """Inputs, outputs and states of a function with shapes and dtypes; "?" stands for a size not fixed.
+        """Inputs, outputs and states of a function with shapes and dtypes; "?" is a size that is not fixed.
 
-        Raises BundleError for a function the package does not have.
+        Raises BundleError if the package has no such function.
         """
         found = self.function(function)
         types = dict(found.inputs)
@@ -79,12 +83,12 @@ class Package:
         return self.functions[name]
 
     def constant(self, value: Value) -> Array:
-        """The array of a tensor constant, from the program or from the weight file, in its stored type."""
+        """The array of a tensor constant in its stored type, from the program or from the weight file."""
         if isinstance(value.data, BlobRef):
             blob, entry = self._entry(value)
             return blob.read(entry).reshape([size or 0 for size in self._type(value).shape])
         if isinstance(value.data, str | tuple):
-            raise BundleError(f"{self.path}: a string or a list stands where a tensor is needed")
+            raise BundleError(f"{self.path}: a string or a list is given where a tensor is needed")
         return value.data
 
     def stored_bytes(self, value: Value) -> int:
@@ -92,13 +96,6 @@ class Package:
         if isinstance(value.data, BlobRef):
             return self._entry(value)[1].size
         return 0 if isinstance(value.data, str | tuple) else value.data.nbytes
-
-    def _check_weights(self) -> None:
-        for function in self.functions.values():
-            for operation in function.operations:
-                for value in constants(operation):
-                    if isinstance(value.data, BlobRef):
-                        self._entry(value)
 
     def _entry(self, value: Value) -> tuple[BlobFile, Entry]:
         assert isinstance(value.data, BlobRef)
@@ -120,7 +117,7 @@ class Package:
 
 
 def constants(operation: Operation) -> Iterator[Value]:
-    """Every constant written into an operation: its attributes and the parameters given in place."""
+    """Every constant in an operation: its attributes and its inline parameters."""
     yield from operation.attributes.values()
     for arguments in operation.inputs.values():
         yield from (argument for argument in arguments if isinstance(argument, Value))
@@ -132,7 +129,7 @@ def _tensor(name: str, kind: TensorType) -> TensorSpec:
 
 
 def _root_model(path: Path) -> Path:
-    """The model file a package's manifest names, after checking every path in the manifest."""
+    """The model file that a package's manifest names. Checks every path in the manifest."""
     manifest = path / MANIFEST
     if not path.is_dir():
         raise BundleError(f"{path} is not a folder; a Core ML package is a folder with {MANIFEST}")
@@ -154,12 +151,12 @@ def _root_model(path: Path) -> Path:
             raise BundleError(f"{manifest}: item {key!r} has no path")
         files[key] = _inside(path / DATA, name, path)
         if not files[key].exists():
-            raise BundleError(f"{path}: {DATA}/{name} is named in {MANIFEST} and missing")
+            raise BundleError(f"{path}: {DATA}/{name} is named in {MANIFEST} but missing")
     return files[root]
 
 
 def _inside(folder: Path, name: str, package: Path) -> Path:
-    """``folder/name``, refused if it would leave the package, also through a link."""
+    """``folder/name``. Raises BundleError if it would leave the package, directly or through a link."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise BundleError(f"{package}: the path {name!r} leaves the package")

@@ -1,9 +1,8 @@
-"""How an operation becomes a NumPy function: the table of kernels and what a kernel sees of its operation.
+"""The table of kernels, which turn operations into NumPy functions, and what a kernel sees of its operation.
 
 A kernel is built once per operation: ``build(node)`` reads the constant parameters and returns a function of the
-values it needs at run time, the ``operands`` of its registration. Floating values are
-float32 arrays whatever the program declares, float64 for kernels that sum; ``Program`` rounds a kernel's output to the
-declared type.
+values it needs at run time, the ``operands`` of its registration. Floating-point operands are float32 whatever the
+program declares, and float64 for kernels that sum. ``Program`` rounds the result to the declared type.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class Kernel:
     """One kernel.
 
     ``exact``: it only moves or compares values, so its output needs no rounding. ``view``: its output may share
-    memory with its first operand. ``updates``: its function writes into its first operand and returns it; the
-    program hands it a copy unless nobody can see the difference. ``weight``: it decompresses a constant, whose
-    declared type is kept in every precision. ``sums``: it adds values up, and gets float64 operands, so that after
-    rounding a sum is the same in whatever order its terms come.
+    memory with its first operand. ``updates``: it writes into its first operand and returns it; the program passes a
+    copy unless nothing can see the difference. ``view`` and ``updates`` imply ``exact``. ``weight``: it decompresses
+    a constant, which keeps its declared type in every precision. ``sums``: it adds values and gets float64 operands,
+    so that the rounded sum does not depend on the order of its terms.
     """
 
     build: Build
@@ -55,20 +54,15 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
-def kernel(
-    kind: str,
-    operands: str,
-    *,
-    exact: bool = False,
-    view: bool = False,
-    updates: bool = False,
-    weight: bool = False,
-    sums: bool = False,
-) -> Callable[[Build], Build]:
-    """Register ``build`` for an operation; ``operands``: names in order, ``?`` may be absent, ``*`` takes a tuple."""
+def kernel(kind: str, operands: str, **traits: bool) -> Callable[[Build], Build]:
+    """Register ``build`` for an operation.
+
+    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple. ``traits``: fields
+    of Kernel.
+    """
 
     def register(build: Build) -> Build:
-        KERNELS[kind] = Kernel(build, tuple(operands.split()), exact or view or updates, view, updates, weight, sums)
+        KERNELS[kind] = Kernel(build, tuple(operands.split()), **traits)
         return build
 
     return register
@@ -133,7 +127,7 @@ class Node:
         return value
 
     def cast_type(self, name: str) -> DType:
-        """The type a parameter such as ``dtype`` names."""
+        """The element type that a parameter such as ``dtype`` names."""
         text = self.text(name)
         dtype = BY_NAME.get(CAST_NAMES.get(text, text))
         if dtype is None:
@@ -141,7 +135,7 @@ class Node:
         return dtype
 
     def unsupported(self, what: str) -> UnsupportedOpError:
-        """The error for a form of the operation that is not implemented."""
+        """The error for a variant of the operation that is not implemented."""
         return UnsupportedOpError(f"{self.where}: {what} is not supported")
 
     def _scalar(self, name: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a model file says, as data: functions, operations, types and constant values (Model.proto, MIL.proto)."""
+"""The contents of a model file as dataclasses: functions, operations, types, constants (Model.proto, MIL.proto)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPSETS = {"CoreML5": 15, "CoreML6": 16, "CoreML7": 17, "CoreML8": 18, "CoreML9":
 
 @dataclass(frozen=True)
 class BlobRef:
-    """A constant that lies in the weight storage: ``file`` as the model writes it and the offset of its metadata."""
+    """A constant in the weight file: ``file`` as the model spells it, ``offset`` of its metadata in bytes."""
 
     file: str
     offset: int
@@ -28,7 +28,7 @@ class BlobRef:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Element type, shape (None: a size known only at run time) and whether it is a state. A string has no dtype."""
+    """Element type (None for strings), shape (None for a size known only at run time), and whether it is a state."""
 
     dtype: DType | None
     shape: tuple[int | None, ...]
@@ -42,7 +42,7 @@ class TensorType:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A constant: ``data`` is an array, a string, a reference into the weight storage or a tuple of values."""
+    """A constant: ``data`` is an array, a string, a reference into the weight file or a tuple of values."""
 
     type: TensorType | None
     data: Array | str | BlobRef | tuple[Value, ...]
@@ -53,7 +53,7 @@ Argument = str | Value
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation: parameters are names of values or constants written in place; ``blocks`` counts nested blocks."""
+    """One operation. Its parameters are names of values or inline constants; ``blocks`` counts nested blocks."""
 
     kind: str
     inputs: Mapping[str, tuple[Argument, ...]]
@@ -63,18 +63,18 @@ class Operation:
 
     @property
     def output(self) -> str:
-        """Name of the first output: how messages name the operation."""
+        """Name of the first output, by which error messages identify the operation."""
         return self.outputs[0][0] if self.outputs else "(no output)"
 
     def names(self) -> Iterator[str]:
-        """Names of the values it reads."""
+        """Names of the values the operation reads."""
         for arguments in self.inputs.values():
             yield from (argument for argument in arguments if isinstance(argument, str))
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One function of a program; its operations are in an order in which every value is defined before it is read."""
+    """One function of a program. Operations are ordered: every value is defined before it is read."""
 
     name: str
     opset: int
@@ -85,7 +85,7 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model file: specification version, the function run by default and all functions."""
+    """A model file: its specification version, its default function and all functions by name."""
 
     version: int
     default_function: str
@@ -193,7 +193,7 @@ def _operation(fields: Message) -> Operation:
 
 def _output(fields: Message, kind: str) -> tuple[str, TensorType]:
     type_fields = wire.submessage(fields, 2) or {}
-    # A list of strings is a constant nothing here computes with; it keeps a place so that names stay checked.
+    # No kernel reads a list of strings. It is kept as a placeholder so that the check of names sees it.
     if kind == "const" and (2 in type_fields or 3 in type_fields):
         return wire.text(fields, 1), TensorType(None, (None,))
     return _named_type(fields)
@@ -255,7 +255,7 @@ def _elements(fields: Message, dtype: DType, count: int) -> Array:
         if dtype.packed:
             return unpack(np.frombuffer(data, np.uint8), dtype, count)
         if len(data) % dtype.storage.itemsize:
-            raise WireError(f"{len(data)} bytes are no whole number of {dtype.name} elements")
+            raise WireError(f"{len(data)} bytes are not a whole number of {dtype.name} elements")
         return np.frombuffer(data, dtype.storage.newbyteorder("<")).astype(dtype.storage)
     return np.empty(0, dtype.storage)
 

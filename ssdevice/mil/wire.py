@@ -1,4 +1,4 @@
-"""The protobuf wire format, as far as a Core ML model file needs it: every length is checked before it is used."""
+"""The part of the protobuf wire format that a Core ML model file uses. Every length is checked before it is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def message(data: memoryview) -> Message:
-    """The fields of one message: number -> values in order; varints as int, everything else as its bytes."""
+    """The fields of one message: number -> values in order. Varints become int, everything else stays bytes."""
     fields: Message = {}
     at, end = 0, len(data)
     while at < end:
@@ -66,7 +66,7 @@ def messages(fields: Message, number: int) -> Iterator[Message]:
 
 
 def submessage(fields: Message, number: int) -> Message | None:
-    """The sub-message in a field, None if it is absent; of several the last counts, as protobuf says."""
+    """The sub-message in a field, None if absent. If the field repeats, the last one counts, as in protobuf."""
     values = fields.get(number)
     return message(_bytes(values[-1], number)) if values else None
 
@@ -74,12 +74,12 @@ def submessage(fields: Message, number: int) -> Message | None:
 def text(fields: Message, number: int) -> str:
     """A string field, empty if absent."""
     values = fields.get(number)
-    return decode_text(_bytes(values[-1], number)) if values else ""
+    return _decode(_bytes(values[-1], number)) if values else ""
 
 
 def texts(fields: Message, number: int) -> tuple[str, ...]:
     """A repeated string field."""
-    return tuple(decode_text(_bytes(value, number)) for value in fields.get(number, ()))
+    return tuple(_decode(_bytes(value, number)) for value in fields.get(number, ()))
 
 
 def integer(fields: Message, number: int) -> int:
@@ -93,7 +93,7 @@ def integer(fields: Message, number: int) -> int:
 
 
 def raw(fields: Message, number: int) -> bytes:
-    """A bytes field, or the packed or single values of a repeated fixed-size field one after the other."""
+    """A bytes field, or the concatenated values of a repeated fixed-size field, packed or not."""
     return b"".join(bytes(_bytes(value, number)) for value in fields.get(number, ()))
 
 
@@ -111,8 +111,7 @@ def signed_integers(fields: Message, number: int) -> list[int]:
     return [value - (1 << 64) if value >> 63 else value for value in values]
 
 
-def decode_text(data: memoryview) -> str:
-    """UTF-8 text."""
+def _decode(data: memoryview) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""An app's adapter folder: PEFT's files for the LoRA, ``streams.safetensors`` and ``streams.json`` for the streams."""
+"""The streams in an app's adapter folder: ``streams.safetensors`` and ``streams.json``, beside PEFT's files."""
 
 from __future__ import annotations
 
@@ -9,30 +9,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ssdevice.adapters.settings import (
-    PEFT_CONFIG,
-    SETTINGS,
-    WEIGHTS,
-    AdapterSettings,
-    BaseIdentity,
-    read_settings,
-    weights_sha256,
-)
+from ssdevice.adapters.settings import SETTINGS, WEIGHTS, AdapterSettings
 from ssdevice.config import to_json
 from ssdevice.errors import InputError
 from ssdevice.model.streams import Streams, check_draft_ids
-
-__all__ = [
-    "PEFT_CONFIG",
-    "SETTINGS",
-    "WEIGHTS",
-    "AdapterSettings",
-    "BaseIdentity",
-    "load_streams",
-    "read_settings",
-    "weights_sha256",
-    "write_streams",
-]
 
 
 def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> None:
@@ -48,9 +28,9 @@ def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> 
 
 
 def load_streams(folder: Path, streams: Streams) -> None:
-    """Load trained weights into ``streams``; raises InputError for missing, foreign or non-finite tensors."""
+    """Load trained weights into ``streams``. Raises InputError for missing, unknown or non-finite tensors."""
     file = folder / WEIGHTS
-    if not file.is_file():  # opening a pipe would wait for its writer
+    if not file.is_file():  # opening a pipe would block
         raise InputError(f"{file}: cannot be read as safetensors (no such file)")
     try:
         weights = load_file(str(file))

@@ -1,9 +1,9 @@
-"""Attention over several separate runs of key/value rows, and the one function Hugging Face layers call for it.
+"""Attention over several separate runs of key/value rows, and the function through which Hugging Face layers call it.
 
-Past rows, tree rows and stream rows are never concatenated: scores against each run are computed on their own and
-joined, so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, rows, head_dim]``.
+Past rows, tree rows and stream rows are never concatenated: the scores against each run are computed separately and
+then joined, so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, rows, head_dim]``.
 
-A target may attend in another way: ``Rows`` carries the ``Attention`` to the layers (``ssdevice.model.operators``).
+A target may attend in another way: ``Rows`` passes the ``Attention`` to the layers (``ssdevice.model.operators``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import AttentionInterface
 
 NAME = "ssdevice"
 MASKED = -1e9
-"""Additive mask of an invisible row; targets that compute in half precision take another (``Operators.mask_value``)."""
+"""Additive mask of an invisible row; half-precision targets use another (``Operators.mask_value``)."""
 
 KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Attending:
-    """What rows of one layer ask: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
+    """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
 
-    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions``: ``[B or 1, Q]``, of the query rows.
+    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: those of the query rows.
     ``softcap``: bound of a tanh over the scores.
     """
 
@@ -40,14 +40,14 @@ class Attending:
 
 
 Attention = Callable[[Attending], Tensor]
-"""Grouped-query attention: ``[B, Q, heads, hd]``."""
+"""Grouped-query attention; the result is ``[B, Q, heads, hd]``."""
 
 
 class Rows:
-    """The cache object Hugging Face layers see: keeps the new rows of each layer, offers them after the past ones.
+    """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them after the past ones.
 
-    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the rows that run.
-    After the layers ran, ``new[i]`` holds what layer i computed, ``[batch, kv_heads, rows, head_dim]`` each.
+    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: those of the new rows. After
+    the layers ran, ``new[i]`` holds layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each.
     """
 
     is_compileable = False
@@ -57,7 +57,7 @@ class Rows:
         self.new: list[KeyValue | None] = [None] * len(past)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Runs, list[Tensor]]:
-        """Called by the layer's attention with its new rows; the result is what ``_attend_rows`` receives."""
+        """Called by a layer's attention with its new rows; ``_attend_rows`` receives the result."""
         self.new[layer] = (keys, values)
         runs = [*self.past[layer], (keys, values)]
         return Runs(self, [run[0] for run in runs]), [run[1] for run in runs]
@@ -71,7 +71,7 @@ class Rows:
 
 
 class Runs(list[Tensor]):
-    """The runs of keys on their way through a layer's own code, with the ``Rows`` they are of."""
+    """The runs of keys that pass through a layer's own code, with the ``Rows`` they came from."""
 
     def __init__(self, rows: Rows, keys: Sequence[Tensor]) -> None:
         super().__init__(keys)
@@ -79,7 +79,7 @@ class Runs(list[Tensor]):
 
 
 def attend(asked: Attending) -> Tensor:
-    """Heads of one group share their keys by being rows of one matrix product."""
+    """The default Attention. Heads of a group share their keys as rows of one matrix product."""
     weights, values = _weights(asked), asked.values
     out: Tensor | None = None
     start = 0
@@ -93,10 +93,10 @@ def attend(asked: Attending) -> Tensor:
 
 
 def attend_once(asked: Attending) -> Tensor:
-    """Values are concatenated, keys are not: a sum over every row that is rounded once.
+    """An Attention that concatenates the values, so that the sum over all rows is rounded once.
 
-    Where every result is rounded to half precision, sums over past and over new rows would else be rounded one by one.
-    A drafted row, whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors are
+    If every result is rounded to half precision, separate sums over past and new rows would be rounded separately. A
+    drafted row, whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors are
     past.
     """
     weights, values = _weights(asked), asked.values
@@ -130,7 +130,7 @@ def _attend_rows(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What Hugging Face layers call: the ``Attention`` of the ``Rows`` that their cache is."""
+    """The function that Hugging Face layers call: it runs the ``Attention`` of their ``Rows``."""
     rows, scale = keys.rows, query.shape[-1] ** -0.5 if scaling is None else scaling
     return rows.attention(Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)), None
 

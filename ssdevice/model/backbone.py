@@ -1,4 +1,4 @@
-"""A Hugging Face decoder taken apart: embedding, layers, head; the layers themselves run unchanged."""
+"""A Hugging Face decoder split into embedding, layers and head. The layers themselves run unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssdevice.model.operators import Operators
 
 @dataclass(frozen=True)
 class Rope:
-    """Where rows stand: ``positions [B, R]``, and their cos and sin ``[B, R, rotary dim]`` by rotary kind."""
+    """``positions [B, R]`` of rows, and their cos and sin ``[B, R, rotary dim]`` by rotary kind."""
 
     positions: Tensor
     tables: dict[str, tuple[Tensor, Tensor]]
@@ -27,8 +27,8 @@ class Rope:
 class Backbone(nn.Module):
     """The decoder of a Hugging Face causal language model, callable layer by layer with explicit rows and masks.
 
-    ``positions``: how many positions the tables hold. Raises UnsupportedModelError for what a static step cannot
-    express, ContextOverflowError when the model's own tables are shorter.
+    ``positions``: size of the position tables. Raises UnsupportedModelError for a model that a static step cannot
+    express, ContextOverflowError if the model's own tables are shorter than ``context``.
     """
 
     position_table: Tensor
@@ -102,7 +102,7 @@ class Backbone(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Elements of one head."""
         config = self.config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
@@ -116,7 +116,7 @@ class Backbone(nn.Module):
         return h
 
     def rope(self, positions: Tensor) -> Rope:
-        """The Rope of rows at positions ``[B, R]``."""
+        """The rotary embedding of rows at positions ``[B, R]``."""
         read = nn.functional.embedding
         rows = {name: (read(positions, cos), read(positions, sin)) for name, (cos, sin) in self.rope_tables().items()}
         return Rope(positions, rows)
@@ -139,8 +139,8 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[KeyValue]]:
         """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
 
-        ``masks``: additive ``[B or 1, 1, R, rows]`` by window. ``past[i]``: runs of earlier rows of layer i.
-        Returns the hidden states and the new (keys, values) of each of these layers.
+        ``masks``: additive, ``[B or 1, 1, R, rows]`` by window. ``past[i]``: runs of earlier rows of layer i.
+        Returns the hidden states and each layer's new (keys, values).
         """
         rows = Rows(past, rope.positions, self.operators.attention)
         for i in range(first, last):
@@ -155,14 +155,14 @@ class Backbone(nn.Module):
         return h, [rows.rows(i) for i in range(first, last)]
 
     def window(self, layer: int) -> int | None:
-        """How many positions layer sees, itself included; None: all."""
+        """How many positions a row of this layer sees, including its own; None: all."""
         if self.layer_types[layer] != "sliding_attention":
             return None
         window: int = self.config.sliding_window
         return window
 
     def windows(self) -> set[int | None]:
-        """The windows that occur."""
+        """The attention windows of all layers."""
         return {self.window(i) for i in range(self.num_layers)}
 
     def head(self, h: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Backbone(nn.Module):
         return self.logits(h, self.lm_head)
 
     def head_rows(self, ids: Tensor) -> nn.Linear:
-        """The LM head of the tokens ``ids`` only, with frozen weights of its own."""
+        """A copy of the LM head for the tokens ``ids``, with frozen weights."""
         whole = self.lm_head
         rows = nn.Linear(whole.in_features, len(ids), whole.bias is not None, device="meta")
         rows.weight = nn.Parameter(whole.weight.detach()[ids].clone(), requires_grad=False)
@@ -179,7 +179,7 @@ class Backbone(nn.Module):
         return rows
 
     def logits(self, h: Tensor, head: nn.Module) -> Tensor:
-        """Logits ``[.., n]`` of final hidden states ``[.., D]`` by a ``head`` of n tokens."""
+        """Logits ``[.., n]`` of final hidden states ``[.., D]`` through a ``head`` for n tokens."""
         config, family = self.config, self.family
         logits: Tensor = head(self.project_out(self.norm(h)))
         if family.logit_scale is not None:
@@ -213,7 +213,7 @@ def _rope_types(rotary: Any) -> str:
 
 
 def _positions_of_one_rope(config: Any, rotary: Any) -> int | None:
-    """Up to which length a rotary embedding stays the same; None: it does not depend on the length."""
+    """The length up to which a rotary embedding stays the same; None: it does not depend on the length."""
     by_type = isinstance(rotary.rope_type, dict)
     kinds = rotary.rope_type if by_type else {"": rotary.rope_type}
     limits = []

@@ -1,4 +1,4 @@
-"""Where each Hugging Face family keeps its parts: one default and a small table of exceptions."""
+"""The layout of each Hugging Face family: one default and a small table of exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssdevice.errors import UnsupportedModelError
 
 
 class Sliding(Enum):
-    """Which layers of a family read ``config.sliding_window``; others ignore it even where a config has it."""
+    """Which layers of a family read ``config.sliding_window``; others ignore it even if the config sets it."""
 
     NEVER = "never"
     ALWAYS = "always"
@@ -20,10 +20,10 @@ class Sliding(Enum):
 class Family:
     """Attribute paths inside ``*ForCausalLM``, and what its forward does around the layers.
 
-    ``embed_scale``/``logit_scale``/``logit_divisor`` name config values that multiply the embedding, multiply the
-    logits and divide the logits, ``logit_softcap`` the bound of a tanh over them. ``sliding``: see Sliding.
-    ``rotary_by_layer_type``: the rotary module takes the layer type.
-    ``position_embedding``: path of a learned position table, with ``position_offset`` rows before position 0.
+    Names of config values: ``embed_scale`` multiplies the embedding, ``logit_scale`` multiplies and ``logit_divisor``
+    divides the logits, ``logit_softcap`` bounds a tanh over them. ``rotary_by_layer_type``: the rotary module takes the
+    layer type. ``position_embedding``: path of a learned position table, with ``position_offset`` rows before
+    position 0.
     """
 
     decoder: str = "model"
@@ -46,7 +46,7 @@ class Family:
 
     @property
     def layers_path(self) -> str:
-        """Where the layers are in the model, as PEFT names modules: ``model.layers``."""
+        """Path of the layers in the model, as in PEFT's names: ``model.layers``."""
         return f"{self.decoder}.{self.layers}"
 
 
@@ -121,11 +121,11 @@ NOT_EXPRESSIBLE: dict[str, str] = {
     "lfm2": "convolution layers",
     "gemma3": "image inputs; a text-only model of this family has model_type 'gemma3_text'",
 }
-"""Families that need more than a table entry: what the step graph lacks for them."""
+"""Families that need more than a table entry -> what the step graph cannot express."""
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a ``config.model_type``; raises UnsupportedModelError saying what is missing."""
+    """The family of a ``config.model_type``. Raises UnsupportedModelError, which says what is missing."""
     family = FAMILIES.get(model_type)
     if family is not None:
         return family

@@ -1,4 +1,4 @@
-"""From folders to modules: a Hugging Face base, an app's adapter merged into it, and the streams on top."""
+"""Loads a Hugging Face base, an app's adapter and its streams from their folders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ssdevice.config import Mode, StreamConfig, read_json
-from ssdevice.errors import InputError, UnsupportedModelError, is_out_of_memory
-from ssdevice.model.adapter import PEFT_CONFIG, SETTINGS, AdapterSettings, BaseIdentity, load_streams, read_settings
+from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.config import StreamConfig, read_json
+from ssdevice.errors import InputError, UnsupportedModelError, first_line, is_out_of_memory
+from ssdevice.model.adapter import load_streams
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
@@ -25,7 +26,7 @@ from ssdevice.model.streams import Streams
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for training, reference decoding or export. ``settings`` is None without an adapter."""
+    """A model ready for training or export. ``settings``: None without streams."""
 
     folder: Path
     identity: BaseIdentity
@@ -47,8 +48,9 @@ def resolve_folder(model: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--model {model}: no such folder, and the hub does not give it ({reason})") from error
+        raise InputError(
+            f"--model {model}: no such folder, and the hub does not provide it ({first_line(error)})"
+        ) from error
 
 
 def read_config(folder: Path) -> Any:
@@ -109,7 +111,7 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        raise InputError(f"{folder}: the model cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error
     for name, stored, asked in sorted(found["mismatched_keys"]):
         raise InputError(f"{folder}: {name} is {list(stored)} in the weights and {list(asked)} by config.json")
     if found["missing_keys"]:
@@ -128,7 +130,7 @@ def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
     """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
 
-    ``context``: tokens a conversation may hold; position tables reach past it by a chunk and the streams.
+    ``context``: tokens that a conversation may hold; position tables are longer, by POSITION_MARGIN.
     """
     if config is not None:
         config.check_layers(hf.config.num_hidden_layers)
@@ -141,35 +143,6 @@ POSITION_MARGIN = 1024
 """Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
 
 
-@dataclass(frozen=True)
-class AdapterFolder:
-    """An adapter folder that fits its base. ``settings``: None for a LoRA of PEFT without streams."""
-
-    folder: Path
-    settings: AdapterSettings | None
-    has_lora: bool
-
-
-def has_streams(folder: Path) -> bool:
-    """Whether an adapter folder brings streams of its own."""
-    return (folder / SETTINGS).is_file()
-
-
-def open_adapter(folder: Path, identity: BaseIdentity) -> AdapterFolder:
-    """What an adapter folder holds, for this base; raises InputError."""
-    if not folder.is_dir():
-        raise InputError(f"adapter {folder}: no such folder")
-    streams, has_lora = has_streams(folder), (folder / PEFT_CONFIG).is_file()
-    if not streams and not has_lora:
-        raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
-    settings = read_settings(folder) if streams else None
-    if settings is not None:
-        settings.base.check(identity, f"adapter {folder}")
-        if settings.streams.mode is Mode.LOSSLESS and has_lora:
-            raise InputError(f"{folder}: a lossless adapter leaves main rows alone but has a {PEFT_CONFIG}")
-    return AdapterFolder(folder, settings, has_lora)
-
-
 def load(
     folder: Path,
     adapter: Path | None,
@@ -180,13 +153,13 @@ def load(
 ) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
-    ``merge``: merge its LoRA into the base's weights, or leave it beside them as ``LoraLinear``.
-    An adapter without ``streams.json`` is a plain PEFT LoRA: merged, no streams. ``calibrated``: see ``adopt``.
+    ``merge``: merge its LoRA into the base's weights; otherwise it stays separate, as ``LoraLinear``.
+    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``.
     Raises InputError.
     """
     hf = adopt(load_hf(folder), calibrated or {})
     identity = BaseIdentity.of(folder, hf.config)
-    opened = open_adapter(adapter, identity) if adapter is not None else None
+    opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
     settings = opened.settings if opened is not None else None
     if opened is not None and opened.has_lora:
         hf = merge_lora(hf, opened.folder) if merge else attach_lora(hf, opened.folder)

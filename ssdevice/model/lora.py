@@ -1,4 +1,4 @@
-"""LoRA beside the base's linears instead of merged into them: what an app brings stays apart from what apps share."""
+"""LoRA of PEFT, merged into the base's linears or kept beside them so that several apps can share the base."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ssdevice.errors import InputError, UnsupportedModelError
+from ssdevice.errors import InputError, UnsupportedModelError, first_line
 from ssdevice.model.peft_files import check_peft
 from ssdevice.model.streams import LowRank
 
-# PEFT does not check its configuration: what is wrong with it shows where it is used.
+# PEFT does not check its configuration, so mistakes in it surface as any of these.
 REFUSALS = (
     OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, re.error,
 )  # fmt: skip
 
 
 class LoraLinear(nn.Module):
-    """``base(x) + up(down(x))``; PEFT's scaling is part of ``adapter.up``, so that ranks are all that differs."""
+    """``base(x) + up(down(x))``. ``adapter.up`` includes PEFT's scaling, so that apps differ only in their ranks."""
 
     def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
     try:
         return wrapped.merge_and_unload().eval()
     except REFUSALS as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({_reason(error)})") from error
+        raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})") from error
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter's linears as ``LoraLinear``; raises InputError, UnsupportedModelError.
 
-    Only plain LoRA of linears can stand apart, see ``ssdevice.adapters.lora_options``.
+    Only a plain LoRA of linears can stay separate, see ``ssdevice.adapters.lora_options``.
     """
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
@@ -68,16 +68,11 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 
 
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
-    """PEFT's model of a base and an adapter folder, to be merged or to stand ``apart``; raises InputError."""
+    """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises InputError."""
     check_peft(adapter, apart)
     from peft import PeftModel
 
     try:
         return PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
     except (*REFUSALS, SafetensorError) as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({_reason(error)})") from error
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines and lines[0] else type(error).__name__
+        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})") from error

@@ -1,7 +1,7 @@
-"""What a target computes in its own way, as explicit hooks of the layers: attention, rotary embedding, norms, masks.
+"""Explicit hooks for what a target computes in its own way: attention, rotary embedding, norms, masks.
 
-A form (``ssdevice.export.forms``) is made of a model under the operators of its target. The Hugging Face classes, their
-modules and the model itself stay as they are: ``under`` gives a second set of module objects over the same weights.
+A form (``ssdevice.export.forms``) is built from a model under its target's operators. The Hugging Face classes, their
+modules and the model itself stay unchanged: ``under`` returns a second set of module objects over the same weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ssdevice.model.step import StreamModel
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
-"""What every Hugging Face family calls its rotary embedding; attention calls it by this name alone."""
+"""The name of the rotary embedding in every Hugging Face family; attention calls it only by this name."""
 
 Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """``rotary(x [1, heads, R, hd], cos [1, R, hd], sin [1, R, hd], interleaved)``: see ``rotate``."""
@@ -31,11 +31,11 @@ Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 @dataclass(frozen=True)
 class Operators:
-    """The hooks; by default everything is computed as the Hugging Face layers do.
+    """The hooks. By default everything is computed as in the Hugging Face layers.
 
-    ``attention``: see ``ssdevice.model.attention``. ``rotary``: takes the place of a family's own function where both
-    compute the same. ``norm``: the module to run in place of a module of the layers, None for those that stay.
-    ``mask_value``: additive mask of an invisible row.
+    ``attention``: see ``ssdevice.model.attention``. ``rotary``: replaces a family's own function if both compute the
+    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``mask_value``: additive mask of
+    an invisible row.
     """
 
     attention: Attention = attend
@@ -45,7 +45,7 @@ class Operators:
 
 
 def under(model: StreamModel, operators: Operators) -> StreamModel:
-    """The same model under other operators: modules of its own, over the very tensors of ``model``."""
+    """The same model under other operators: new modules that share the tensors of ``model``."""
     tensors = (*model.parameters(), *model.buffers())
     shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     shared[id(model.backbone.config)] = model.backbone.config
@@ -67,10 +67,10 @@ def _replace_norms(backbone: Backbone, norm: Callable[[nn.Module], nn.Module | N
 
 
 def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:
-    """Let every attention module call ``rotary`` where its class calls the family's function.
+    """Make every attention module call ``rotary`` where its class calls the family's function.
 
-    The class finds that function among the globals of its Python module. The module objects of this backbone get a
-    ``forward`` of the same code over globals of their own, so nothing that others see is replaced.
+    The class finds that function among the globals of its Python module. So the modules of this backbone get a
+    ``forward`` with the same code over separate globals, and nothing that others see is replaced.
     """
     tables = [table for pair in backbone.rope_tables().values() for table in pair]
     for part in backbone.layers.modules():
@@ -91,7 +91,7 @@ def _through(
     rotary: Rotary, original: Callable[..., tuple[Tensor, Tensor]], interleaved: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        if cos.shape[-1] != q.shape[-1]:  # some families cut the turning part out in here
+        if cos.shape[-1] != q.shape[-1]:  # some families slice the rotated part in this function
             return original(q, k, cos, sin)
         return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
 
@@ -99,9 +99,9 @@ def _through(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: each pair of elements is turned.
+    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: each pair of elements is rotated.
 
-    Pairs are neighbours (``interleaved``), or elements half a head apart.
+    A pair is two neighbours (``interleaved``) or two elements half a head apart.
     """
     half = x.shape[-1] // 2
     if interleaved:
@@ -114,7 +114,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotary_kind(apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> bool | None:
     """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None).
 
-    Found by computing: families give one name to several formulas.
+    Both are tried on numbers, because families use the same name for different formulas.
     """
     if head_dim % 2:
         return None
@@ -135,7 +135,7 @@ def rotary_kind(apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> b
 
 
 def _paired(table: Tensor, interleaved: bool) -> bool:
-    """Whether a table holds each angle twice, where the formula expects it; half of it is then enough."""
+    """Whether a table holds each angle twice, as the formula expects, so that half of it is enough."""
     if table.shape[-1] % 2:
         return False
     first, second = (table[:, 0::2], table[:, 1::2]) if interleaved else table.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What a PEFT adapter's files must be before PEFT reads them, which allocates by the configuration it finds."""
+"""Checks of a PEFT adapter's files before PEFT reads them, because PEFT trusts their configuration."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ssdevice.errors import InputError
 
 LORA = "LORA"
 SLACK = 4
-"""A configuration may name a rank that no tensor has, where patterns replace it; not one that fills memory."""
+"""A configuration may name a rank that no tensor has (patterns can replace it), but not one that fills memory."""
 
 
 def check_peft(folder: Path, apart: bool = False) -> None:
-    """Raise InputError unless a folder holds a LoRA whose ranks are those of its tensors, all of them finite.
+    """Raise InputError unless a folder holds a LoRA with finite tensors of the configured ranks.
 
-    ``apart``: it is to stand beside the base, see ``ssdevice.adapters.lora_options``.
+    ``apart``: it will stay separate from the base, see ``ssdevice.adapters.lora_options``.
 
-    Without this a rank in the configuration decides how much memory is taken, a missing file is looked for on the hub
-    by its folder's name, and a NaN is merged into the base.
+    Without this check the configured rank decides how much memory is allocated, a missing file is looked up on the hub
+    under the folder's name, and a NaN is merged into the base.
     """
     file = folder / PEFT_CONFIG
     config = read_json(file)
@@ -46,7 +46,7 @@ def check_peft(folder: Path, apart: bool = False) -> None:
 
 
 def _check_weights(file: Path) -> int:
-    """The largest rank of a LoRA's tensors; raises InputError for values that are not finite."""
+    """The largest rank of a LoRA's tensors. Raises InputError for values that are not finite."""
     largest = 0
     try:
         with safe_open(str(file), framework="pt") as tensors:

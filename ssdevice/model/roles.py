@@ -1,4 +1,4 @@
-"""What every weight of a function is, told from the model object once: no pass over a graph reads it out of a name."""
+"""The role of every weight of a function, taken from the model object, so that no pass has to parse names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdevice.model.streams import LowRank
 
 
 class Part(Enum):
-    """Where in the model a weight belongs; a head that is tied to the embedding counts as the embedding."""
+    """The part of the model that a weight belongs to. A head that is tied to the embedding counts as the embedding."""
 
     EMBEDDING = auto()
     POSITIONS = auto()
@@ -26,10 +26,10 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """The part a weight belongs to. Of a factor of a low-rank term also whose it is (``kind``), the term's name in the
-    adapter folder (``source``), and whether it is the second of the two (``up``).
+    """The role of a weight.
 
-    ``permuted``: a graph holds its outputs by heads in another order than the model.
+    For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), and whether it is
+    the second factor (``up``). ``permuted``: the graph orders its outputs' heads differently from the model.
     """
 
     part: Part
@@ -40,7 +40,7 @@ class Role:
 
 
 def low_rank_terms(model: StreamModel) -> dict[nn.Module, tuple[SlotKind, str]]:
-    """Every low-rank term of an app, with its name in the adapter folder: PEFT's for a LoRA, the streams' own else."""
+    """Every low-rank term of an app with its kind and its name in the adapter folder."""
     found: dict[nn.Module, tuple[SlotKind, str]] = {}
     backbone = model.backbone
     for name, part in backbone.layers.named_modules():
@@ -54,7 +54,7 @@ def low_rank_terms(model: StreamModel) -> dict[nn.Module, tuple[SlotKind, str]]:
 
 
 def roles_of(form: nn.Module) -> dict[str, Role]:
-    """The roles of a form's weights and tables by the names they have in it, and so in what is traced of it."""
+    """The roles of a form's weights and tables by their names in it, which its traced graphs keep."""
     model = next(part for part in form.modules() if isinstance(part, StreamModel))
     backbone = model.backbone
     tables = chain(*backbone.rope_tables().values(), (v for n, v in backbone.named_buffers() if n == "position_table"))

@@ -27,9 +27,9 @@ Masks = dict[int | None, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gives: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit.
+    """The outputs of a step: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit.
 
-    ``logits [T, V]``: what the main stream chose its token from at every node; most callers have no use for them.
+    ``logits [T, V]``: the main stream's logits at every node, which most callers ignore.
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a prefill gives: ``token [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
+    """The outputs of a prefill: ``token [1]``, ``drafts [γ, k]`` and C rows per layer to commit."""
 
     token: Tensor
     drafts: Tensor
@@ -49,9 +49,9 @@ class Prefill:
 
 
 class StreamModel(nn.Module):
-    """A backbone with its streams: step, prefill, training and reference decoding are made of this.
+    """A backbone with its streams, from which step, prefill and training are built.
 
-    ``streams``: None for plain decoding. ``gamma``: how many streams run; those deeper than the tree are dropped.
+    ``streams``: None for plain decoding. ``gamma``: the number of streams that run; deeper ones are dropped.
     """
 
     def __init__(self, backbone: Backbone, streams: Streams | None, gamma: int) -> None:
@@ -64,7 +64,7 @@ class StreamModel(nn.Module):
         self.take_draft_rows()
 
     def take_draft_rows(self) -> None:
-        """Take the LM head's rows of the draft vocabulary; to be called when that changed."""
+        """Copy the LM head's rows of the draft vocabulary. Call this whenever the vocabulary changes."""
         if self.streams is not None and self.streams.config.draft_vocabulary:
             self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
@@ -82,10 +82,10 @@ class StreamModel(nn.Module):
     def stream_pass(
         self, h: Tensor, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
     ) -> Tensor:
-        """The MSA layers on the streams of n nodes alone (2402.11131 eq. 2 and 3).
+        """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3).
 
         ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows
-        that streams may see, as ``visible [B or 1, 1, n * γ, rows]`` says. Returns ``[B, n * γ, D]``.
+        that streams may see, masked by ``visible [B or 1, 1, n * γ, rows]``. Returns ``[B, n * γ, D]``.
         """
         backbone, streams = self.backbone, self.streams
         assert streams is not None
@@ -97,9 +97,9 @@ class StreamModel(nn.Module):
         return s
 
     def draft_after(self, h: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int) -> Tensor:
-        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, at layer N - N_s in state ``h [1, 1, D]``.
+        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose state at layer N - N_s is ``h [1, 1, D]``.
 
-        ``rows``: the new rows at positions ``length`` and on, of which ``0..last`` are the node's path and itself.
+        ``rows``: the new rows from position ``length`` on, of which ``0..last`` are the node's path and itself.
         """
         new = rows[0][0].shape[2]
         offsets = torch.arange(new, dtype=torch.int32, device=h.device)
@@ -114,7 +114,7 @@ class StreamModel(nn.Module):
         return self.best(self.stream_pass(h, node_at[None], visible, runs), k)
 
     def best(self, s: Tensor, k: int) -> Tensor:
-        """The k likeliest tokens of each stream ``[1, γ, D] -> [γ, k]``; only these rows meet the LM head."""
+        """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head."""
         best = top_k(self.draft_logits(s)[0], k)
         if self.draft_head is None or self.streams is None:
             return best
@@ -149,7 +149,7 @@ class StepModule(nn.Module):
     def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
         """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
-        # The tree: tokens gathered from the drafts, one position per depth, eyes on the past and on ancestors.
+        # The tree: tokens gathered from the drafts, one position per depth; a node sees the past and its ancestors.
         tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.slots)
         positions = length + self.depths
         masks = self._main_masks(positions, length, past[0][0].shape[2])
@@ -162,7 +162,7 @@ class StepModule(nn.Module):
         else:
             h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
 
-        # Verify: the main stream's own choice at every node decides which path stands.
+        # Verify: the main stream's own choice at every node decides which path is accepted.
         logits = model.backbone.head(h)[0]
         predicted = argmax(logits)
         end = self._verify(tokens, predicted)
@@ -181,7 +181,7 @@ class StepModule(nn.Module):
         return Step(predicted.index_select(0, path), depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
-        """``[1, 1, T, P + T]``: committed rows, then ancestors and the node itself, by window (2402.11131 eq. 4)."""
+        """``[1, 1, T, P + T]`` by window: committed rows, then ancestors and the node itself (2402.11131 eq. 4)."""
         masks = {}
         for window in self.model.backbone.windows():
             tree = self.ancestors & within(self.depths, self.depths, window)
@@ -190,10 +190,10 @@ class StepModule(nn.Module):
         return masks
 
     def _verify(self, tokens: Tensor, predicted: Tensor) -> Tensor:
-        """``[1]``: the deepest node all of whose path agrees with the prediction at its parent; lowest index wins."""
+        """``[1]``: the deepest node whose whole path agrees with the predictions; the lowest index wins a tie."""
         if self.tree.size == 1:
             return torch.zeros(1, dtype=torch.int32)
-        # The root is the main stream's own token and always stands, so its column is left out.
+        # The root is the main stream's own token and always accepted, so its column is left out.
         agrees = tokens[1:] == predicted.index_select(0, self.parents[1:])
         wrong = torch.where(agrees, 0.0, 1.0)[:, None]
         rejected = torch.matmul(self.ancestors[:, 1:].to(wrong.dtype), wrong)[:, 0]
@@ -257,14 +257,14 @@ class PrefillModule(nn.Module):
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Index of the largest value in the last dimension, the lowest among equals, as int32."""
+    """Index of the largest value in the last dimension as int32; the lowest index wins a tie."""
     return torch.argmax(scores, dim=-1).to(torch.int32)
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first, the lowest id among equals.
+    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie.
 
-    k rounds of argmax: torch's topk leaves the order of equals open and some targets turn it into a full sort.
+    This takes k rounds of argmax: torch's topk does not define the order of ties, and some targets turn it into a sort.
     """
     ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     taken: list[Tensor] = []

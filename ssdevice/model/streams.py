@@ -1,8 +1,5 @@
-"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows.
-
-The latter is of its successor, *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream
-Attention*, appendix H.2.
-"""
+"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (*Speculative Streaming:
+Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ssdevice.model.backbone import Backbone
 
 @dataclass
 class RowSplit:
-    """How many leading rows of the running layer call are main rows; None: all of them."""
+    """How many leading rows of the current layer call are main rows; None: all of them."""
 
     main: int | None = None
 
@@ -44,7 +41,7 @@ class LowRank(nn.Module):
 
 
 class StreamRowAdapter(nn.Module):
-    """A base module that stream rows see with a low-rank term added, or replaced by it; main rows never see it."""
+    """A base module to which stream rows add a low-rank term, or which the term replaces; main rows never use it."""
 
     def __init__(self, base: nn.Module, adapter: LowRank, split: RowSplit, replace: bool) -> None:
         super().__init__()
@@ -55,7 +52,7 @@ class StreamRowAdapter(nn.Module):
         self.folded: nn.Linear | None = None
 
     def fold(self) -> None:
-        """Give stream rows a weight of their own with the low-rank term folded in; they compute the same."""
+        """Give stream rows a separate weight with the low-rank term added; they compute the same."""
         if self.replace or not isinstance(self.base, nn.Linear):
             return
         base = self.base
@@ -85,16 +82,16 @@ class StreamRowAdapter(nn.Module):
 
 
 def check_draft_ids(ids: Tensor, vocab: int) -> None:
-    """Raise InputError unless ``ids`` are tokens of a vocabulary of ``vocab``, ascending, each once."""
+    """Raise InputError unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
-        raise InputError(f"the draft vocabulary of {len(ids)} tokens is not of ascending ids from 0 to {vocab - 1}")
+        raise InputError(f"the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}")
 
 
 class Streams(nn.Module):
     """Stream identifier embeddings P, the transformation f and the stream adapters.
 
-    Building it in lossless mode wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
-    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter, once. ``draft_ids [n] int32``: the tokens streams choose
+    In lossless mode the constructor wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
+    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. ``draft_ids [n] int32``: the tokens that streams choose
     among, ascending; only with ``config.draft_vocabulary``.
     """
 
@@ -113,14 +110,14 @@ class Streams(nn.Module):
             self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.adapters = nn.ModuleDict()
-        self._rows: list[StreamRowAdapter] = []  # a plain list: they are modules of the layers, not of this one
+        self._rows: list[StreamRowAdapter] = []  # a plain list, because they are submodules of the layers
         if config.mode is Mode.LOSSLESS:
             for i in range(backbone.num_layers - config.msa_layers, backbone.num_layers):
                 self._wrap(backbone.layers[i], i)
 
     @contextmanager
     def rows_after(self, main: int) -> Iterator[None]:
-        """Within this context the layers run on ``main`` main rows followed by stream rows."""
+        """In this context the layers run on ``main`` main rows followed by stream rows."""
         self.split.main = main
         try:
             yield
@@ -128,16 +125,16 @@ class Streams(nn.Module):
             self.split.main = None
 
     def start(self, h: Tensor, gamma: int) -> Tensor:
-        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, streams of one node together."""
+        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node."""
         if self.transform is not None:
             h = h + self.transform(h)
         batch, nodes, width = h.shape
         return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
 
     def fold(self) -> bool:
-        """Fold stream adapters into second weights of the MSA layers; whether there were any.
+        """Fold stream adapters into second weights of the MSA layers; returns whether there were any.
 
-        For graphs whose streams run on their own: one product in place of three, for a copy of these layers' weights.
+        For graphs whose streams run separately: one product instead of three, for a copy of these layers' weights.
         """
         rows = [row for row in self._rows if not row.replace]
         for row in rows:

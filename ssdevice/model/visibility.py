@@ -1,4 +1,4 @@
-"""Which rows may see which: boolean tables and the additive masks made of them."""
+"""Which rows see which: boolean tables, and the additive masks made from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def additive(visible: Tensor, value: float) -> Tensor:
 
 
 def committed(positions: Tensor, length: Tensor, past_rows: int, window: int | None) -> Tensor:
-    """``[R, P]`` bool: row at ``positions [R]`` sees cache row j if j < length and j lies in its window."""
+    """``[R, P]`` bool: the row at ``positions [R]`` sees cache row j if j < length and j is in its window."""
     row = torch.arange(past_rows, dtype=torch.int32, device=positions.device)
     seen = (row < length)[None].expand(positions.shape[0], -1)
     return seen if window is None else seen & (positions[:, None] - row[None] < window)
 
 
 def within(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
-    """``[R, n]`` bool: whether rows at ``others [n]`` lie in the window of rows at ``positions [R]``, order aside."""
+    """``[R, n]`` bool: whether rows at ``others [n]`` are in the window of rows at ``positions [R]``, not causally."""
     if window is None:
         return torch.ones(positions.shape[0], others.shape[0], dtype=torch.bool, device=positions.device)
     return positions[:, None] - others[None] < window
@@ -33,6 +33,6 @@ def own_streams(nodes: int, gamma: int, device: torch.device | None = None) -> T
 
 
 def stream_positions(positions: Tensor, gamma: int) -> Tensor:
-    """Position of stream j of a node is the node's plus j: ``[.., n] -> [.., n * γ]``."""
+    """Positions of streams, the node's plus j for stream j: ``[.., n] -> [.., n * γ]``."""
     ahead = torch.arange(1, gamma + 1, dtype=positions.dtype, device=positions.device)
     return (positions[..., None] + ahead).flatten(-2)

@@ -1,4 +1,4 @@
-"""Tokenized examples and batches of similar length, in an order that a seed and a position fix."""
+"""Tokenized examples and batches of similar length, in an order that depends only on a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdevice.errors import InputError
 from ssdevice.text.tokenizer import ChatTokenizer
 
 WIDTH_MULTIPLE = 16
-"""Few distinct shapes let the memory allocator reuse its blocks: on CPUs that is worth more than the padding costs."""
+"""With few distinct shapes the memory allocator reuses its blocks, which on CPUs saves more than the padding costs."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Batch:
     lengths: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
+        """The batch on another device."""
         return Batch(self.tokens.to(device), self.prompts.to(device), self.lengths.to(device))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order the loss takes them."""
+        """The arguments of the loss, in order."""
         return self.tokens, self.prompts, self.lengths
 
 
@@ -64,10 +64,10 @@ def tokenize(
 
 
 class BatchOrder:
-    """Which samples form batch number i: fixed by the seed, so that a resumed run sees what the first one would.
+    """The samples of batch number i. The seed fixes them, so that a resumed run sees the same batches.
 
-    Every epoch shuffles, sorts by length within pools of many batches, and shuffles the batches, so padding is short
-    and order is still random.
+    Every epoch shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches. So
+    padding is short and the order is still random.
     """
 
     POOL = 50
@@ -77,7 +77,7 @@ class BatchOrder:
         self.per_epoch = -(-len(samples) // size)
 
     def from_position(self, position: int) -> Iterator[list[Sample]]:
-        """Batches from number ``position`` on, without end."""
+        """Endless batches from number ``position`` on."""
         epoch, offset = divmod(position, self.per_epoch)
         while True:
             for group in self._epoch(epoch)[offset:]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole or not at all, so that a killed run goes on where it was."""
+"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = ".training"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``step``: optimizer steps done. ``history``: by step its number and the loss of each stream."""
+    """``step``: optimizer steps done. ``history``: for each step its number and the loss of each stream."""
 
     step: int
     weights: dict[str, torch.Tensor]
@@ -28,7 +28,7 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write to a temporary file, then rename: a kill or a full disk leaves the last checkpoint or the new one."""
+    """Write to a temporary file and rename it: a kill or a full disk leaves the old checkpoint or the new one."""
     target = folder / FOLDER / "checkpoint.pt"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
@@ -50,14 +50,14 @@ def claim(folder: Path, fingerprint: str) -> None:
     if file.is_file() and file.read_text("utf-8") != fingerprint:
         raise InputError(
             f"{folder} holds an unfinished run with other options or data; "
-            f"repeat its command to finish it, or delete {file.parent} to begin anew"
+            f"repeat its command to finish it, or delete {file.parent} to start over"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(fingerprint, "utf-8")
 
 
 def release(folder: Path) -> None:
-    """Take the mark of a run back that wrote nothing, so that its command can be corrected."""
+    """Remove the mark of a run that wrote nothing, so that its command can be corrected."""
     left = folder / FOLDER
     if [file.name for file in left.iterdir()] == ["run"]:
         shutil.rmtree(left)
@@ -72,5 +72,5 @@ def load(folder: Path) -> Checkpoint | None:
 
 
 def remove(folder: Path) -> None:
-    """Forget the checkpoint of a finished run."""
+    """Delete the checkpoint of a finished run."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Many answers at once: continuous batches over one cache. Teachers write with it, and dev rows are answered by it.
+"""Continuous batching over one cache, for self-distillation and for dev rows.
 
-Answers end at different lengths, so a slot whose answer ended takes the next prompt. Prompts go in order of length,
-those that start together are padded on the right, and rows beyond a slot's length are masked until they are written.
+Answers end at different lengths, so a slot whose answer has ended takes the next prompt. Prompts are taken in order of
+length, those that start together are padded on the right, and rows beyond a slot's length are masked.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ssdevice.model.backbone import Backbone
 from ssdevice.model.visibility import additive, within
 
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
-"""``(logits [n, V], requests [n], places [n])``: the token of each row, answer number and place in it given."""
+"""``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's number and place."""
 SLOTS = 64
 PREFILL_TOKENS = 2048
-"""Padded tokens of prompts that are read together: bounds the memory of their attention scores."""
+"""Padded tokens per prefill: this bounds the memory of the attention scores."""
 REFILL = 4
-"""New prompts start when one slot in so many is free: a prefill of few rows costs almost what one of many does."""
+"""New prompts start when one in so many slots is free: a prefill of few rows costs almost as much as one of many."""
 VISIBLE_MULTIPLE = 32
 
 
 def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
-    """The likeliest token, the lowest among equals."""
+    """The likeliest token; the lowest id wins a tie."""
     return logits.argmax(-1).tolist()
 
 
 def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> Choose:
-    """Sampling from the likeliest tokens that have ``top_p`` of the probability together, ``most`` of them at most.
+    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, at most ``most`` of them.
 
-    A token depends on the seed, the request's number and the place: not on what else is in the batch.
+    A token depends on the seed, the request's number and the place, not on the rest of the batch.
     """
 
     def choose(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
@@ -62,7 +62,7 @@ def decode(
 ) -> Iterator[tuple[int, list[int]]]:
     """``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
 
-    ``names``: what the prompts are called when ``choose`` is asked (default: their numbers).
+    ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
     """
     return _Batch(backbone, prompts, stop, most, choose, slots, names or range(len(prompts))).run()
 
@@ -141,7 +141,7 @@ class _Batch:
     def _step(self) -> None:
         """One more token for every slot."""
         backbone, n = self.backbone, len(self.requests)
-        # The last token of an answer has no row yet: its place is the number of rows.
+        # The last token of an answer has no row yet, so its position is the number of rows.
         lengths = [len(self.prompts[r]) + len(a) - 1 for r, a in zip(self.requests, self.answers, strict=True)]
         visible = min(self.rows, -(-max(lengths) // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE)
         at = torch.tensor(lengths, dtype=torch.int32, device=self.device)[:, None]
@@ -170,7 +170,7 @@ class _Batch:
             answer.append(token)
 
     def _drop(self, slot: int) -> None:
-        """Free a slot; the last one moves there, so that those in use stay together."""
+        """Free a slot by moving the last one there, so that slots in use stay contiguous."""
         last = len(self.requests) - 1
         if slot != last:
             held = len(self.prompts[self.requests[last]]) + len(self.answers[last])
@@ -181,5 +181,5 @@ class _Batch:
         del self.requests[last], self.answers[last]
 
     def _room(self, like: Tensor) -> Tensor:
-        """Zeros, not whatever was in memory: a masked row that is not a number would spoil the sum."""
+        """Zeros, because a NaN in a masked row would spoil the sum."""
         return like.new_zeros(self.slots, like.shape[1], self.rows, like.shape[3])

@@ -1,4 +1,4 @@
-"""What a model writes for training: its own greedy answers, and prompts of its own, in files that outlive a kill."""
+"""What a model writes for its own training: greedy answers and prompts, in files that survive a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdevice.train.decoding import decode
 from ssdevice.train.place import Place
 
 Key = int | tuple[int, ...]
-"""What an answer belongs to: the ids of its prompt, or the number of an attempt."""
+"""The key of an answer: the ids of its prompt, or the number of an attempt."""
 Progress = Callable[[int, int], None]
 
 
@@ -48,10 +48,10 @@ def written(
     write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]],
     progress: Progress,
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from ``store`` where it has them, else as ``write`` makes them.
+    """The ids for every key, from ``store`` if it has them, otherwise from ``write``.
 
-    Each process writes its share to a file of its own beside the store, line by line; the first process puts them
-    together. Whatever a kill leaves is used by the next run, of any number of processes.
+    Each process writes its share line by line to a separate file beside the store; the first process merges them. The
+    next run, with any number of processes, uses whatever a kill has left.
     """
     if place.main:
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def _part(store: Path, rank: int) -> Path:
 
 
 def _gather(store: Path) -> None:
-    """Put the processes' files into the store, each line once; then they go."""
+    """Merge the files of all processes into the store and delete them."""
     parts = sorted(store.parent.glob(f"{store.stem}.*.part"))
     if not parts:
         return
@@ -93,7 +93,7 @@ def _gather(store: Path) -> None:
 
 
 def _read(file: Path) -> dict[Key, list[int]]:
-    """What a file holds; a line cut by a kill is dropped."""
+    """The contents of a file, without a last line that a kill cut short."""
     if not file.is_file():
         return {}
     text = file.read_text("utf-8")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssdevice.data import Example
 from ssdevice.model import loading
+from ssdevice.progress import Report
 from ssdevice.ranks import count_paths, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
@@ -41,9 +41,9 @@ def evaluate(
     dev_examples: list[Example],
     train_samples: list[Sample],
     tokenizer: ChatTokenizer,
-    report: Callable[[str, int, int, str], None],
+    report: Report,
 ) -> DevResult | None:
-    """The saved adapter's DevResult; None in processes other than the first, which only help to decode."""
+    """The DevResult of the saved adapter; None in processes other than the first, which only help to decode."""
     loaded = loading.load(folder, options.out, options.max_length)
     model = loaded.model.to(place.device)
     dev, _ = tokenize(dev_examples, tokenizer, options.instruction, options.max_length // 2)

@@ -1,8 +1,9 @@
 """The Speculative Streaming loss (2402.11131 eq. 5): next token on main rows, the γ after it on streams.
 
-Streams start at the last prompt token, whose main row predicts the first completion token, and run in segments of
-completion tokens (appendix I of the successor paper): only one segment's streams are in memory at a time, so the peak
-does not grow with γ times the sequence.
+Streams start at the last prompt token, whose main row predicts the first completion token. They run in segments of
+completion tokens (*Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*,
+appendix I): only the streams of one segment are in memory at a time, so the peak does not grow with γ times the
+sequence.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class LossWeights:
 
 
 class StreamingLoss(nn.Module):
-    """``forward(tokens, prompts, lengths)`` gives the weighted loss and the mean loss of each stream ``[1 + γ]``.
+    """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each stream ``[1 + γ]``.
 
-    ``segment``: completion tokens whose streams run together. Losses are means over the predicted tokens of their
-    stream, in nats; tokens outside the draft vocabulary are not predicted by streams. Main rows are run without
-    gradients when nothing in them learns (α0 = 0). ``recompute``: keep one hidden state a layer for the backward pass
-    and compute the rest again.
+    Losses are means over the predicted tokens of their stream, in nats. Streams do not predict tokens outside the draft
+    vocabulary. Main rows run without gradients if nothing in them is trained (α0 = 0). ``segment``: completion tokens
+    whose streams run in one pass. ``recompute``: keep one hidden state per layer for the backward pass and recompute
+    the rest.
     """
 
     place: Tensor
@@ -49,7 +50,7 @@ class StreamingLoss(nn.Module):
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
             place.fill_(IGNORE)[ids] = torch.arange(len(ids))
-        self.register_buffer("place", place, persistent=False)  # by token: its row of the streams' head
+        self.register_buffer("place", place, persistent=False)  # token -> its row in the streams' head
 
     def forward(
         self,
@@ -61,8 +62,8 @@ class StreamingLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
 
-        ``counts [1 + γ]``: what to divide the sums by, where this batch is part of a larger one (see ``counts``).
-        ``known``: hidden states at layer N - N_s and the MSA layers' rows, where α0 = 0 and they are at hand.
+        ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the method ``counts``).
+        ``known``: hidden states at layer N - N_s and the MSA layers' rows, if α0 = 0 and they are already computed.
         """
         nodes = completion_rows(prompts, lengths)
         if counts is None:
@@ -122,7 +123,7 @@ class StreamingLoss(nn.Module):
     def _layers(
         self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks, past: Sequence[Sequence[KeyValue]]
     ) -> tuple[Tensor, list[KeyValue]]:
-        """``Backbone.run``, layer by layer from memory of their inputs only if so asked."""
+        """``Backbone.run``; with ``recompute`` layer by layer, keeping only their inputs."""
         run = self.model.backbone.run
         if not self.recompute or not torch.is_grad_enabled():
             return run(first, last, h, rope, masks, past)
@@ -159,7 +160,7 @@ class StreamingLoss(nn.Module):
         return self.model.stream_pass(h, at.to(torch.int32), self._visible(at, width), context + [[kv] for kv in rows])
 
     def _visible(self, at: Tensor, width: int) -> Masks:
-        """Streams of the node in row i see rows 0..i, in each window of their own position."""
+        """Masks by window: streams of the node in row i see the rows 0..i that are in the window of their position."""
         gamma = self.model.gamma
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
@@ -173,7 +174,7 @@ class StreamingLoss(nn.Module):
 
 
 def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
-    """``[B, n]`` row numbers from the last prompt token to the last but one token; -1 where a sequence has fewer."""
+    """``[B, n]`` row numbers from the last prompt token to the last token but one; -1 beyond a shorter sequence."""
     first, last = prompts - 1, lengths - 2
     offsets = torch.arange(int((last - first).max()) + 1, device=prompts.device)
     rows = first[:, None] + offsets
@@ -181,7 +182,7 @@ def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tensor:
-    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for no node."""
+    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for node -1."""
     where = nodes + ahead
     inside = (nodes >= 0) & (where < lengths[:, None])
     return torch.where(inside, tokens.gather(1, where.clamp(0, tokens.shape[1] - 1)), IGNORE)

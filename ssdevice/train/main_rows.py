@@ -1,4 +1,4 @@
-"""Main rows of a frozen base, kept from one epoch to the next: nothing in them learns, so they stay what they were."""
+"""Main rows of a frozen base, kept between epochs: nothing in them is trained, so they never change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = tuple[Tensor, list[KeyValue]]
 
 
 class MainRows:
-    """Rows by sample in the CPU's memory, of ``limit`` bytes at most; what does not fit is computed each time."""
+    """Rows by sample in CPU memory, up to ``limit`` bytes; what does not fit is recomputed each time."""
 
     def __init__(self, loss: StreamingLoss, limit: int) -> None:
         self.loss, self.left = loss, limit
@@ -25,14 +25,14 @@ class MainRows:
 
     @torch.no_grad()
     def of(self, samples: Sequence[Sample], batch: Batch) -> Rows:
-        """The main rows of ``batch``, which ``samples`` were collated to."""
+        """The main rows of ``batch``, which is ``samples`` collated."""
         found = [self.kept.get(sample) for sample in samples]
         if any(rows is None for rows in found):
             middle, _, rows = self.loss.run_main(batch.tokens)
             self._keep(samples, middle, rows)
             return middle, rows
         width = batch.tokens.shape[1]
-        # Rows beyond a sample's length are seen by nobody.
+        # Rows beyond a sample's length are always masked.
         joined = torch.stack([pad(rows, (0, 0, 0, width - len(rows))) for rows in found if rows is not None])
         return self._split(joined.to(batch.tokens.device))
 

@@ -1,4 +1,4 @@
-"""What a training run is given."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER_TOKENS = 192
 
 @dataclass(frozen=True)
 class SelfPrompt:
-    """How the model writes its own prompts: so many, sampled at this temperature from this share of probability."""
+    """How the model writes its own prompts: their number, the sampling temperature and top-p."""
 
     prompts: int
     temperature: float = 0.8
@@ -32,24 +32,24 @@ class SelfPrompt:
 
     def __post_init__(self) -> None:
         if self.prompts < 1:
-            raise ConfigError(f"--self-prompt {self.prompts}: ask for 1 or more")
+            raise ConfigError(f"--self-prompt {self.prompts}: expected 1 or more")
         if not (self.temperature > 0 and 0 < self.top_p <= 1):
-            raise ConfigError("--temperature is above 0, --top-p above 0 and at most 1")
+            raise ConfigError("--temperature must be above 0, --top-p above 0 and at most 1")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One run. ``steps`` 0: ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps.
+    """The options of one run.
 
-    ``alpha_main``/``alpha_stream``: α0 and αj of eq. 5; None: 1 and 0.1 in shared mode, 0 and 1 in lossless mode.
-    ``self_distill``: train on the model's own greedy completions. ``limit``: use the first rows only (0: all).
-    ``init``: adapter folder to go on from; with ``self_distill`` it is also whose completions are learned.
-    ``self_prompt``: no data; the model writes the prompts as well. ``answer_tokens``: most tokens of an own answer
-    (None: as the longest of the data, or ANSWER_TOKENS). ``batch_size``: per process.
-    ``draft_vocabulary``: tokens that streams choose among (0: all, None: see vocabulary.default_size).
-    ``precision``: of products: bf16, fp32, or auto: bf16 where the hardware has it. ``base_precision``: how the frozen
-    base is held in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for main rows that lossless
-    training keeps between epochs.
+    ``steps``: 0 for ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
+    ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1 in shared mode, 0 and 1 in lossless mode. ``limit``: use
+    only the first rows (0: all). ``init``: adapter folder to continue from; with ``self_distill`` its completions are
+    learned. ``self_distill``: train on the model's own greedy completions. ``self_prompt``: no data, the model also
+    writes the prompts. ``answer_tokens``: longest generated answer (None: the longest completion of the data, or
+    ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of tokens that streams choose among
+    (0: all, None: see vocabulary.default_size). ``precision``: of matrix products; auto is bf16 if the hardware has it.
+    ``base_precision``: of the frozen base in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for
+    the main rows that lossless training keeps between epochs.
     """
 
     model: str
@@ -87,15 +87,15 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
-            raise ConfigError("batch size, accumulation and segment are 1 or more, max length is 2 or more")
+            raise ConfigError("batch size, accumulation and segment must be 1 or more, max length 2 or more")
         if self.answer_tokens is not None and self.answer_tokens < 1:
-            raise ConfigError(f"--answer-tokens {self.answer_tokens}: answers have 1 or more")
+            raise ConfigError(f"--answer-tokens {self.answer_tokens}: expected 1 or more")
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):
-            raise ConfigError("give either --data FILE or --self-prompt N, with which the model writes its own prompts")
+            raise ConfigError("give either --data FILE, or --self-prompt N to let the model write its own prompts")
         if self.lr <= 0 or (self.steps <= 0 and self.epochs <= 0):
-            raise ConfigError("lr and the number of epochs or steps are above 0")
+            raise ConfigError("lr and the number of epochs or steps must be above 0")
         if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
             raise ConfigError("next-token training changes main rows: it has no lossless mode")
 
@@ -110,9 +110,9 @@ class TrainOptions:
         return main, stream
 
     def fingerprint(self, base_sha256: str, world: int) -> str:
-        """Identifies the run: equal options, data and base continue a checkpoint, others must not.
+        """A hash of options, data and base: a checkpoint may only be continued by a run with the same one.
 
-        ``world``: processes; two with half the batch each continue what one began.
+        ``world``: number of processes; two with half the batch each may continue what one began.
         """
         fixed = {
             k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit", "keep_gb")

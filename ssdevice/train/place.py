@@ -1,4 +1,4 @@
-"""Where a run computes: its device and precision, and its share when several processes train together."""
+"""The device and precision of a run, and its share of the work when several processes train together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
-"""How long processes wait for each other: one may still be writing answers when the others are done."""
+"""How long processes wait for each other: one may still be generating answers when the others are done."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Place:
 
     @classmethod
     def find(cls, precision: str) -> Place:
-        """The accelerator of this process, or the CPU; processes are those of ``accelerate launch`` or ``torchrun``."""
+        """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start several processes."""
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
-        # Several processes that find no GPU must be told that the CPU is meant; one alone may have a GPU of Apple's.
+        # Several processes without CUDA must be told to use the CPU; a single one may have an Apple GPU.
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.cuda.is_available())
         state = PartialState(cpu=cpu, timeout=PATIENCE) if several else PartialState(cpu=cpu)
@@ -42,24 +42,24 @@ class Place:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes the files and speaks for all."""
+        """Whether this process writes the files and reports."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This process's part of what all have in common."""
+        """This process's share of the items."""
         return list(items[self.rank :: self.world])
 
     def wait(self) -> None:
-        """Go on when all processes are here."""
+        """Wait for all processes."""
         self.state.wait_for_everyone()
 
     def leave(self) -> None:
-        """Part from the other processes."""
+        """Leave the group of processes."""
         if self.world > 1:
             self.state.destroy_process_group()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Products in bfloat16 within this context, if that is the precision."""
+        """A context in which products are bfloat16, if that is the precision."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     def parallel(self, module: nn.Module) -> nn.Module:
@@ -77,7 +77,7 @@ class Place:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16; CPUs without that emulate it, some thirty times slower than float32."""
+    """Whether the hardware multiplies bfloat16. CPUs that do not emulate it, about 30 times slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What streams would have drafted along given continuations."""
+"""What streams would have drafted along given completions."""
 
 from __future__ import annotations
 

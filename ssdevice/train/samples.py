@@ -1,16 +1,16 @@
-"""What a run learns from: rows of the data, or what the model says itself."""
+"""The samples of a training run: rows of the data, or what the model writes itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
 from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
-from ssdevice.model.adapter import BaseIdentity
 from ssdevice.model.lora import merge_lora
+from ssdevice.progress import Report
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import Sample, tokenize
@@ -18,8 +18,6 @@ from ssdevice.train.distill import own_completions
 from ssdevice.train.options import ANSWER_TOKENS, TrainOptions
 from ssdevice.train.place import Place
 from ssdevice.train.self_prompt import self_prompts, write_rows
-
-Report = Callable[[str, int, int, str], None]
 
 
 def read_samples(
@@ -31,7 +29,7 @@ def read_samples(
     tokenizer: ChatTokenizer,
     report: Report,
 ) -> list[Sample]:
-    """What is learned: the data's completions, or the model's own, to the data's prompts or to its own."""
+    """The samples: completions of the data or the model's own ones, to prompts of the data or the model's own ones."""
     work = options.out / checkpoint.FOLDER
     own = options.self_prompt
     teacher = None
@@ -66,6 +64,6 @@ def read_samples(
 
 
 def _teacher(options: TrainOptions, folder: Path, hf: Any) -> Any:
-    """Whose answers are learned: the base, or ``init``'s LoRA merged into a copy of it."""
-    init = loading.open_adapter(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
+    """The model whose answers are learned: the base, or a copy of it with the LoRA of ``init`` merged."""
+    init = AdapterFolder.open(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
     return merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf

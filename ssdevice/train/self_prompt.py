@@ -1,7 +1,7 @@
-"""A drafter from nothing: the model writes the user's turns too, so training needs no data.
+"""Training without data: the model also writes the user's turns.
 
-An instruct model that is given its template up to where the user's words begin goes on with what users say to it. Its
-greedy answers to those prompts are then what its streams learn to guess.
+Given its chat template up to the point where the user's text begins, an instruct model continues with a typical prompt.
+Its greedy answers to such prompts are what its streams learn to predict.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ssdevice.train.place import Place
 
 FILE = "self_prompts.jsonl"
 PROMPT_TOKENS = 160
-"""Longer user turns are dropped: they seldom end at all."""
+"""Longer user turns are dropped: they rarely end at all."""
 ATTEMPTS = 4
-"""Attempts per wanted prompt before a model counts as one that cannot write prompts."""
+"""Attempts per prompt before the model is considered unable to write prompts."""
 LEAST_WORDS = 3
 LEAST_VARIETY = 0.4
-"""Distinct words over words; below it a text goes in circles."""
+"""Smallest share of distinct words; a text below it repeats itself."""
 
 
 def self_prompts(
@@ -42,8 +42,8 @@ def self_prompts(
 ) -> list[str]:
     """``options.prompts`` distinct prompts, each sampled as a user's turn (after ``instruction``, if there is one).
 
-    Which ones depends on the options and the seed only. Raises ConfigError for a chat template that does not end a
-    user's turn with a special token, InputError if the model repeats itself or never ends its turns.
+    They depend only on the options and the seed. Raises ConfigError for a chat template that does not end a user's
+    turn with a special token, InputError if the model repeats itself or never ends its turns.
     """
     opening, end = tokenizer.user_opening(instruction)
     choose = sampling(seed, options.temperature, options.top_p)
@@ -63,15 +63,15 @@ def self_prompts(
             return prompts[: options.prompts]
         if attempts >= ATTEMPTS * options.prompts + 64:
             raise InputError(
-                f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and whole: ask for fewer "
+                f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and complete: ask for fewer "
                 "with --self-prompt, raise --temperature, or give --data with --self-distill"
             )
-        # Rounds of fixed sizes, so that a resumed run asks for the same attempts.
+        # The size of a round is fixed, so that a resumed run makes the same attempts.
         attempts += options.prompts - len(prompts) + 16
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
-    """Texts that can serve as prompts, each once, spaces and case aside."""
+    """Texts that can serve as prompts, each once, ignoring spaces and case."""
     kept: dict[str, str] = {}
     for text in texts:
         text = text.strip()
@@ -85,7 +85,7 @@ def distinct(texts: Iterable[str]) -> list[str]:
 def write_rows(
     out: Path, prompts: Sequence[str], samples: Sequence[Sample], decoded: Callable[[Sequence[int]], str]
 ) -> None:
-    """Prompts and answers as JSON Lines that ``--data`` reads, in the output folder; empty answers are left out."""
+    """Write prompts and answers to the output folder, as JSON Lines for ``--data``; empty answers are left out."""
     with (out / FILE).open("w", encoding="utf-8") as file:
         for prompt, sample in zip(prompts, samples, strict=True):
             answer = decoded(sample.ids[sample.prompt :])
@@ -94,7 +94,7 @@ def write_rows(
 
 
 def check_template(tokenizer: ChatTokenizer, instruction: str) -> None:
-    """Raise ConfigError early, before weights are loaded, for a model that cannot prompt itself."""
+    """Raise ConfigError, before weights are loaded, for a model that cannot write its own prompts."""
     try:
         tokenizer.user_opening(instruction)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The training run: base and fresh adapter in, adapter folder out, resumable at any moment."""
+"""The training run: from a base and a fresh adapter to an adapter folder, resumable at any moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdevice.adapters.settings import SETTINGS, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 from ssdevice.model import loading
-from ssdevice.model.adapter import AdapterSettings, BaseIdentity, load_streams, write_streams
+from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.lora import open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report
@@ -35,10 +36,10 @@ from ssdevice.train.vocabulary import covered, default_size, draft_ids
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
-    """Train one app's adapter into ``options.out``; the dev result is None without dev data or streams.
+    """Train one app's adapter into ``options.out``. The dev result is None without dev data or streams.
 
-    Started by ``accelerate launch`` or ``torchrun``, every process trains on its share of each batch; the first one
-    writes the files, and only it returns a dev result.
+    Under ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first one
+    writes the files and returns a dev result.
     """
     folder = loading.resolve_folder(options.model)
     tokenizer = ChatTokenizer.open(folder)
@@ -49,7 +50,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     examples = read_examples(options.data, limit=options.limit or None) if options.data else []
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
-        raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: leave --base-precision out")
+        raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
     if not place.main:
         report = _silent
     elif tokenizer.plain:
@@ -85,14 +86,14 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
 
 
 def _silent(stage: str, done: int, total: int, detail: str) -> None:
-    """The first process reports for all."""
+    """The report of all processes but the first."""
 
 
 def _with_vocabulary(options: TrainOptions, identity: BaseIdentity) -> TrainOptions:
-    """The options with the size of the draft vocabulary settled: as asked, as in ``init``, or the default."""
+    """The options with the size of the draft vocabulary filled in: as given, from ``init``, or the default."""
     size = options.draft_vocabulary
     if size is None and options.init is not None:
-        init = loading.open_adapter(options.init, identity)
+        init = AdapterFolder.open(options.init, identity)
         size = init.settings.streams.draft_vocabulary if init.settings is not None else None
     if size is None:
         size = default_size(identity.vocab) if options.objective is Objective.STREAMING else 0
@@ -104,25 +105,25 @@ def _with_vocabulary(options: TrainOptions, identity: BaseIdentity) -> TrainOpti
 def _choose_vocabulary(
     model: StreamModel, options: TrainOptions, samples: list[Sample], tokenizer: ChatTokenizer, report: Report
 ) -> None:
-    """Fill in the tokens that streams choose among, unless they came with ``init``."""
+    """Set the tokens that streams choose among, unless ``init`` brought them."""
     streams = model.streams
     if streams is None or not streams.config.draft_vocabulary:
         return
-    if options.init is None or not loading.has_streams(options.init):
+    if options.init is None or not (options.init / SETTINGS).is_file():
         ids = draft_ids(samples, tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()
     share = covered(samples, streams.draft_ids.tolist())
-    report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of what is said")
+    report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions")
 
 
 def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[Any, StreamModel]:
-    """The PEFT model (None in lossless mode) and the StreamModel around the same layers; only adapters learn."""
+    """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
     hf.requires_grad_(False)
     wrapped = None
-    init = loading.open_adapter(options.init, identity) if options.init is not None else None
+    init = AdapterFolder.open(options.init, identity) if options.init is not None else None
     if init is not None and init.has_lora and not options.streams.lora_rank:
-        raise InputError(f"--init {options.init} has a LoRA: main rows would change, which lossless mode rules out")
+        raise InputError(f"--init {options.init} has a LoRA, which changes main rows; lossless mode forbids that")
     if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -142,7 +143,7 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
     model = loading.build(hf, config, options.max_length)
     if init is not None and init.settings is not None and model.streams is not None:
         if init.settings.streams != config:
-            raise InputError(f"--init {options.init}: its streams are {init.settings.streams}, asked for is {config}")
+            raise InputError(f"--init {options.init}: its streams are {init.settings.streams}, requested are {config}")
         load_streams(init.folder, model.streams)
     return wrapped, model.train()
 
@@ -150,7 +151,7 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
 def _optimize(
     loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report
 ) -> list[list[float]]:
-    """AdamW with a linear schedule from the last checkpoint to the end; the history of (step, main, streams...)."""
+    """AdamW with a linear schedule from the last checkpoint to the end. Returns the history (step, main, streams..)."""
     learned = {name: p for name, p in loss.named_parameters() if p.requires_grad}
     if not learned:
         raise InputError("nothing to train: the LoRA rank is 0 and there are no streams")
@@ -207,16 +208,16 @@ def _backward(
     pad: int,
     kept: MainRows | None,
 ) -> Tensor:
-    """Gradients of one step over ``groups`` of samples, one group after another; this process's part of the losses.
+    """Accumulate the gradients of one step over ``groups`` of samples; returns this process's part of the losses.
 
-    Losses are means over the whole step: of all groups, and of all processes, each of which sees its share of a group.
-    So n processes compute what one with n times the batch would.
+    Losses are means over the whole step: over all groups and all processes, each of which sees its share of a group.
+    So n processes compute the same as one with n times the batch.
     """
     counts = sum(loss.counts(*collate(group, pad).to(place.device).tensors) for group in groups)
     parts: Tensor | None = None
     for number, group in enumerate(groups, 1):
         share = place.share(group)
-        # A process without a sample still takes part in the averaging: with one that counts for nothing.
+        # A process without a sample takes part in the averaging with a sample of weight 0.
         batch = collate(share or group[:1], pad).to(place.device)
         weight = 1.0 if share else 0.0
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(groups)

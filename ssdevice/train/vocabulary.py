@@ -1,4 +1,4 @@
-"""Which tokens streams choose among: those that answers are made of."""
+"""The draft vocabulary: the tokens that streams choose among, which are those that answers use most."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ssdevice.train.batches import Sample
 
 DEFAULT = 8192
 LEAST_FACTOR = 4
-"""A vocabulary of less than this many times DEFAULT is used whole: there is little to save."""
+"""A vocabulary smaller than this many times DEFAULT is used whole, because there is little to save."""
 
 
 def default_size(vocab: int) -> int:
-    """How many tokens streams choose among unless asked otherwise; 0: all."""
+    """The default number of tokens that streams choose among; 0: all."""
     return DEFAULT if vocab >= LEAST_FACTOR * DEFAULT else 0
 
 
 def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab: int) -> list[int]:
-    """``size`` ids, ascending: ``always``, then the most frequent of completions, then of prompts, then the lowest.
+    """``size`` ascending ids: ``always``, then the most frequent in completions, then in prompts, then the lowest.
 
-    Answers repeat words of their prompts, and low ids are frequent ones wherever tokens were merged by frequency.
+    Answers repeat words of their prompts, and low ids are frequent if tokens were merged by frequency.
     """
     completions = Counter(token for sample in samples for token in sample.ids[sample.prompt :])
     prompts = Counter(token for sample in samples for token in sample.ids[: sample.prompt])
@@ -32,7 +32,7 @@ def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab
 
 
 def covered(samples: Sequence[Sample], ids: Sequence[int]) -> float:
-    """The share of completion tokens that are in the list."""
+    """The share of completion tokens that are in ``ids``."""
     known = set(ids)
     tokens = [token for sample in samples for token in sample.ids[sample.prompt :]]
     return sum(token in known for token in tokens) / max(1, len(tokens))

@@ -37,9 +37,9 @@ def write(folder: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(("option", "value"), SET)
 def test_what_only_a_merge_takes_into_account_is_refused_apart(option: str, value: Any, tmp_path: Path) -> None:
     folder = write(tmp_path, **{option: value})
-    with pytest.raises(UnsupportedModelError, match=f"{option}.* cannot stand in a slot of a shared base"):
+    with pytest.raises(UnsupportedModelError, match=f"{option}.* does not fit into a slot of a shared base"):
         AdapterWeights.read(folder)  # slots of ONNX and ExecuTorch, and apps added to a bundle
-    with pytest.raises(UnsupportedModelError, match=f"{option}.* cannot stand in a slot of a shared base"):
+    with pytest.raises(UnsupportedModelError, match=f"{option}.* does not fit into a slot of a shared base"):
         attach_lora(None, folder)  # functions of Core ML, and what gates compare with
     check_peft(folder)  # merging and training leave it to PEFT
 

@@ -58,7 +58,7 @@ def test_spread_of_rounds() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(InputError, match=r"values: expected one value or more in a row, found shape \[0\]"):
+    with pytest.raises(InputError, match=r"values: expected a vector of one value or more, found shape \[0\]"):
         spread([])
     with pytest.raises(InputError, match="paired samples have 2 and 1 values"):
         speedup([1, 2], [1])

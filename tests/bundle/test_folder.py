@@ -91,7 +91,7 @@ FOLDER_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "linked manifest": (lambda f: link(f / "manifest.json", "tokenizer.json"), "manifest.json: cannot be read"),
     "pipe": (lambda f: os.mkfifo(f / "pipe"), "'pipe' is not a plain file"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "is not a bundle: it has no manifest.json"),
-    "deep": (lambda f: (f / "/".join("d" * 20)).mkdir(parents=True), "lies too deep"),
+    "deep": (lambda f: (f / "/".join("d" * 20)).mkdir(parents=True), "nested too deeply"),
 }
 
 
@@ -134,13 +134,13 @@ MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "huge number": ({"geometry|vocab": 10**4000}, "vocab is 1000"),
     "deep tree": ({"geometry|tree": [[0]] * 300}, "tree has 300 entries, expected 0 to 255"),
     "unordered tree": ({"geometry|tree": [[1], [0]]}, "breadth-first"),
-    "repeated path": ({"geometry|tree": [[0], [0]]}, "stands twice"),
+    "repeated path": ({"geometry|tree": [[0], [0]]}, "appears twice"),
     "other shape": ({"functions|0|inputs|1|shape": [4, 2]}, "step.inputs[1] is 'drafts' 'int32' [4, 2]"),
     "other name": ({"functions|2|name": "run"}, "expected some of step, prefill, step_plain"),
     "no streams": ({"mode": None, "msa_layers": 0}, "'mode' is missing"),
     "too many MSA layers": ({"msa_layers": 2}, "msa_layers is 2, the model has 2 layers"),
     "foreign base": ({"apps|1|base_sha256": "0" * 64}, "app 'sql' is for another base"),
-    "app twice": ({"apps|0|name": "SQL"}, "app 'sql' stands twice"),
+    "app twice": ({"apps|0|name": "SQL"}, "app 'sql' appears twice"),
     "no such default": ({"default_app": "chat"}, "default_app 'chat' is not one of the apps base, sql"),
     "app's file": ({"apps|1|files": ["b"]}, "app 'sql': 'b' is not in files"),
     "app's folder": ({"apps|1|folder": "adapters/other"}, "no file in its folder 'adapters/other'"),
@@ -189,7 +189,7 @@ def test_bytes_that_are_no_manifest_are_refused(folder: Path) -> None:
         (b"", "not JSON (line 1"),
         (b"[]", "not a JSON object"),
         (good[:-5], "not JSON"),
-        (twice, "key 'target' stands twice"),
+        (twice, "key 'target' appears twice"),
         (b"\xff" + good, "not UTF-8 text (byte 0)"),
         (b"[" * 100_000, "nested deeper than 32 levels"),
         (b'{"a": "' + b"[" * 100 + b'"}', "'schema_version' is missing"),

@@ -47,7 +47,7 @@ def test_another_token_is_no_near_tie_unless_its_logit_is_near(answers: list[lis
     (found,) = result.differences
     assert (found.prompt, found.position, found.expected, found.found) == (2, at, changed[2][at], answers[2][at])
     assert found.margin is not None and found.margin > 0
-    assert len(result.faults()) == 1 and "no near-tie" in result.faults()[0]
+    assert len(result.faults()) == 1 and "not a near-tie" in result.faults()[0]
 
 
 def agreement(change: float, margin: float, *precisions: Precision) -> Agreement:

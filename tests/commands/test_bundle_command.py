@@ -135,7 +135,7 @@ def test_an_app_needs_a_slot(folder: Path, capsys: pytest.CaptureFixture[str]) -
     error = capsys.readouterr().err
     assert "no slot" in error and "ssdevice export --slots --adapter tables=adapters/tables" in error
     assert call("add-app", folder, "tables") == 2
-    assert "NAME=ADAPTER" in capsys.readouterr().err
+    assert "NAME=DIR" in capsys.readouterr().err
     assert call("add-app", folder, "sql=adapters/tables") == 2
     assert "has an app 'sql'" in capsys.readouterr().err
 

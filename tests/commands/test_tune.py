@@ -46,7 +46,7 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
         conversation = engine.new_conversation()
         emitted += len(answer(conversation, prompt, speculative, (), 30)) - 1
         steps += cache_of(conversation).steps
-    # A candidate that stands twice counts at its first rank, though the tree may hold only the second.
+    # A candidate that appears twice counts at its first rank, though the tree may hold only the second.
     assert tokens_per_step(ranks, tree) <= emitted / steps + 1e-9
     if tree.width == 1:
         single = [[[rank if rank == 0 else 9 for rank in row] for row in rows] for rows in ranks]

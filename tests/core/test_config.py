@@ -195,7 +195,7 @@ def test_enum_members_print_as_they_are_written_in_files(enum: type[Mode]) -> No
         (b"\xff", "not UTF-8 text .byte 0"),
         (b"[" * 100_000, "nested too deeply"),
         (b"1" * 5000, "not JSON this tool can use"),
-        (b'{"a": {"b": 1, "b": 2}}', "'b' stands twice"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' appears twice"),
     ],
 )
 def test_read_json_names_file_and_fault(tmp_path: Path, content: bytes, message: str) -> None:

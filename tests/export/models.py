@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
 from ssdevice.config import Mode, StreamConfig
-from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+from ssdevice.model.adapter import write_streams
 from ssdevice.model.loading import build, load_hf
 
 VOCAB = 300

@@ -13,8 +13,8 @@ def tokens(base: Path, adapter: Path) -> list[int]:
     """Greedy tokens after PROMPT with the streams' drafts verified, and the last drafts; raises SSDeviceError."""
     from ssdevice.config import Schedule
     from ssdevice.model.loading import load
-    from ssdevice.model.reference import Reference
     from ssdevice.tree import Tree
+    from tests.model.reference import Reference
 
     model = load(base, adapter, CONTEXT).model
     tree = Tree.of([[0], [1]]) if model.gamma else Tree.root_only()

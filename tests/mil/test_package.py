@@ -158,7 +158,7 @@ DAMAGE = {
     "path leaves": (_path("../../../etc/passwd"), "leaves the package"),
     "path is absolute": (_path("/etc/passwd"), "leaves the package"),
     "path is a number": (_path(7), "has no path"),
-    "model missing": (lambda p: (p / MODEL).unlink(), "model.mlmodel is named in Manifest.json and missing"),
+    "model missing": (lambda p: (p / MODEL).unlink(), "model.mlmodel is named in Manifest.json but missing"),
     "model cut": (_cut(MODEL, -40), "not a usable model file"),
     "model empty": (_cut(MODEL, 0), "holds no ML program"),
     "weights missing": (lambda p: (p / WEIGHTS).unlink(), "cannot read the weight file"),

@@ -12,23 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ssdevice.adapters.settings import PEFT_CONFIG, SETTINGS, WEIGHTS, AdapterSettings, BaseIdentity, read_settings
 from ssdevice.config import Mode, Schedule, StreamConfig, StreamMLP
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
-from ssdevice.model.adapter import (
-    PEFT_CONFIG,
-    SETTINGS,
-    WEIGHTS,
-    AdapterSettings,
-    BaseIdentity,
-    load_streams,
-    read_settings,
-    write_streams,
-)
+from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.loading import load
 from ssdevice.model.lora import LoraLinear
-from ssdevice.model.reference import Reference
 from ssdevice.model.streams import Streams
 from ssdevice.tree import Tree
+from tests.model.reference import Reference
 from tests.model.tiny import tiny_model
 
 CONTEXT = 32
@@ -202,7 +194,7 @@ def test_fewer_streams_than_trained_may_be_kept_but_not_more(base: Path, tmp_pat
 def test_lossless_and_a_lora_exclude_each_other(base: Path, tmp_path: Path) -> None:
     write(base, tmp_path, CONFIGS["lossless"])
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
-    with pytest.raises(InputError, match="lossless adapter leaves main rows alone but has a adapter_config.json"):
+    with pytest.raises(InputError, match="lossless adapter must not change main rows but has a adapter_config.json"):
         load(base, tmp_path, CONTEXT)
 
 

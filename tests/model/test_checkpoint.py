@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssdevice.adapters.settings import SETTINGS, read_settings
 from ssdevice.config import Schedule
 from ssdevice.data import read_examples
-from ssdevice.model.adapter import SETTINGS, read_settings
 from ssdevice.model.loading import load, load_hf
-from ssdevice.model.reference import Reference
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
+from tests.model.reference import Reference
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "models" / "base-7m"

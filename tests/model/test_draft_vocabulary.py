@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ssdevice.adapters.settings import WEIGHTS, AdapterSettings, BaseIdentity
 from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.errors import ConfigError, InputError
-from ssdevice.model.adapter import WEIGHTS, AdapterSettings, BaseIdentity, load_streams, write_streams
+from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.loading import build, load
-from ssdevice.model.reference import Reference
 from ssdevice.model.step import StreamModel, top_k
 from ssdevice.tree import Tree
+from tests.model.reference import Reference
 from tests.model.tiny import VOCAB, tiny_model
 
 CONFIG = StreamConfig(mode=Mode.LOSSLESS, gamma=3, msa_layers=2, adapter_rank=2, draft_vocabulary=20)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.errors import ContextOverflowError, InputError
+from ssdevice.export.parity.reference import Cache
 from ssdevice.model.loading import build
-from ssdevice.model.reference import Cache, Reference, until
 from ssdevice.model.step import Past, Step
 from ssdevice.tree import Tree
 from tests.conformance.oracle import force_drafts, force_everywhere
+from tests.model.reference import Reference, until
 from tests.model.tiny import VOCAB, tiny_model
 
 CONTEXT = 40

@@ -49,15 +49,15 @@ def call(made: Conversation, function: str) -> object:
 @pytest.mark.parametrize(
     ("function", "lies", "message"),
     [
-        (STEP, {COUNT: [0]}, "step gives 0 tokens, expected 1 to 4"),
-        (STEP, {COUNT: [5]}, "step gives 5 tokens"),
-        (STEP, {COUNT: [-1]}, "step gives -1 tokens"),
-        (STEP, {COUNT: [2], TOKENS: [1, VOCAB, 0, 0]}, "step gives token 11, the model has 11"),
-        (STEP, {TOKENS: [-1] * 4}, "step gives token -1"),
-        (STEP, {NEXT_DRAFTS: [[1], [2], [VOCAB]]}, "step gives token 11"),
-        (PREFILL, {NEXT_ROOT: [-5]}, "prefill gives token -5"),
-        (PREFILL, {NEXT_DRAFTS: [[-1], [0], [0]]}, "prefill gives token -1"),
-        (PLAIN, {TOKENS: [1 << 30]}, "step_plain gives token 1073741824"),
+        (STEP, {COUNT: [0]}, "step returned 0 tokens, expected 1 to 4"),
+        (STEP, {COUNT: [5]}, "step returned 5 tokens"),
+        (STEP, {COUNT: [-1]}, "step returned -1 tokens"),
+        (STEP, {COUNT: [2], TOKENS: [1, VOCAB, 0, 0]}, "step returned token 11, the model has 11"),
+        (STEP, {TOKENS: [-1] * 4}, "step returned token -1"),
+        (STEP, {NEXT_DRAFTS: [[1], [2], [VOCAB]]}, "step returned token 11"),
+        (PREFILL, {NEXT_ROOT: [-5]}, "prefill returned token -5"),
+        (PREFILL, {NEXT_DRAFTS: [[-1], [0], [0]]}, "prefill returned token -1"),
+        (PLAIN, {TOKENS: [1 << 30]}, "step_plain returned token 1073741824"),
     ],
 )
 def test_impossible_outputs_are_refused_and_not_committed(function: str, lies: dict[str, Any], message: str) -> None:

@@ -140,7 +140,7 @@ def test_an_answer_takes_the_cache_when_its_first_piece_is_asked_for() -> None:
     session = make_session(TREE)
     expected = {prompt: "".join(make_session(TREE).generate(prompt, max_tokens=20)) for prompt in ("hello", "b")}
     first, second = session.generate("hello", max_tokens=20), session.generate("b", max_tokens=20)
-    with pytest.raises(InputError, match="nothing was generated"):
+    with pytest.raises(InputError, match="nothing has been generated"):
         _ = session.last
     next(first)
     assert session.last.prompt_tokens == len(session.prompt_ids("hello"))
@@ -221,7 +221,7 @@ def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]
 
 def test_bad_requests_are_refused_before_anything_runs() -> None:
     session = make_session(TREE, context=20)
-    with pytest.raises(InputError, match="nothing was generated"):
+    with pytest.raises(InputError, match="nothing has been generated"):
         _ = session.last
     with pytest.raises(InputError, match="empty"):
         session.generate("  ")

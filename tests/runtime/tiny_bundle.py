@@ -50,7 +50,8 @@ def _write_adapter(out: Path) -> None:
     import torch
     from transformers import AutoConfig
 
-    from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.model.adapter import write_streams
     from ssdevice.model.loading import build, load_hf
 
     config = StreamConfig(gamma=3, msa_layers=1, lora_rank=0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,17 @@ def test_a_name_is_one_target_s(monkeypatch: pytest.MonkeyPatch) -> None:
     targets.register("toy", "toy.export", "toy.runtime")
     with pytest.raises(ConfigError, match="target 'onnx' is registered twice"):
         targets.register("onnx", "toy.export", "toy.runtime")
+
+
+@pytest.mark.parametrize("content", ["raise RuntimeError('out of order')", "import missing_package", "TARGETS = 1"])
+def test_a_target_that_cannot_be_loaded_is_named_in_one_line(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_target.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_target", raising=False)
+    monkeypatch.setattr(targets, "_registered", dict(targets._registered))
+    targets.register("broken", "broken_target", "broken_target")
+    assert main(["export", "--help"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ssdevice: error: broken_target cannot be loaded (") and said.count("\n") == 1

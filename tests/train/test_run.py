@@ -160,7 +160,7 @@ def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, dat
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"), [(["--msa-layers", "1"], "asked for is"), (["--mode", "lossless"], "lossless mode rules out")]
+    ("extra", "message"), [(["--msa-layers", "1"], "requested are"), (["--mode", "lossless"], "lossless mode forbids")]
 )
 def test_an_adapter_to_go_on_from_must_fit(
     base: Path, data: Path, tmp_path: Path, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]

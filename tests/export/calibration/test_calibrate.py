@@ -26,11 +26,11 @@ from ssdevice.export.onnx.reference import simulated  # noqa: E402
 from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
 from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan  # noqa: E402
 from ssdevice.model.loading import load  # noqa: E402
-from ssdevice.model.reference import Reference  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
 from ssdevice.text.tokenizer import ChatTokenizer  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.deep import VOCAB, deep_model  # noqa: E402
+from tests.model.reference import Reference  # noqa: E402
 
 BASE = Path(__file__).resolve().parents[3] / "models" / "base-7m"
 WORDS = "abcdefghijklmnopqrstuvwxyz"

@@ -58,7 +58,8 @@ def write_adapter(folder: Path, base: Path, app: str, mode: Mode) -> Path:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig
 
-    from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.model.adapter import write_streams
     from ssdevice.model.loading import build, load_hf
 
     torch.manual_seed(len(app))

@@ -182,4 +182,4 @@ def test_a_width_that_blocks_do_not_divide_is_in_the_manifest(tmp_path: Path):
         chunk=tiny_bundle.CHUNK,
     )
     notes = export_bundle(options, lambda *_: None).manifest.notes
-    assert any("has 48 inputs, no multiple of 32: int8 per channel, not int4" in note for note in notes)
+    assert any("has 48 inputs, not a multiple of 32: int8 per channel, not int4" in note for note in notes)

@@ -70,7 +70,8 @@ def write_streams_alone(folder: Path, base: Path) -> Path:
     """An adapter of streams that draft at random, made from a base of the same width and one layer more than theirs."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from ssdevice.model.adapter import AdapterSettings, BaseIdentity, write_streams
+    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.model.adapter import write_streams
     from ssdevice.model.loading import build
 
     small = Qwen2Config(**{**SIZES, "num_hidden_layers": STREAMS.msa_layers + 1, "vocab_size": 64})

@@ -44,7 +44,7 @@ def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, schem
 def test_a_width_that_blocks_do_not_divide_is_noted():
     plan = plan_weights([weight((64, 48), LINEAR)], Quant.INT4, False, vocab=100)
     assert list(plan.schemes.values()) == [Scheme.INT8]
-    assert plan.notes == ("w has 48 inputs, no multiple of 32: int8 per channel, not int4",)
+    assert plan.notes == ("w has 48 inputs, not a multiple of 32: int8 per channel, not int4",)
 
 
 @pytest.mark.parametrize("length", [0, 3, 9])

@@ -152,7 +152,7 @@ def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: byte
     ("change", "said"),
     [
         ({"target": "onnx"}, "--delegate and --logits are ExecuTorch's"),
-        ({"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))}, "--kv-write is the coreml target's"),
+        ({"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))}, "--kv-write belongs to the coreml"),
     ],
 )
 def test_what_cannot_go_together_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:

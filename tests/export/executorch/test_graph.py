@@ -13,9 +13,9 @@ from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functio
 from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import tidy
 from ssdevice.export.forms import function_module
-from ssdevice.export.state_form import InternalCacheForm, state_names, state_shape
+from ssdevice.export.parity.reference import int32
+from ssdevice.export.state_form import InternalCacheForm, state_shape
 from ssdevice.model.loading import build
-from ssdevice.model.reference import int32
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
 from tests.model.tiny import VOCAB, tiny_model
@@ -73,6 +73,10 @@ def small(name: str = "llama") -> tuple[StreamModel, Geometry]:
     return model, Geometry(3, backbone.kv_heads, backbone.head_dim, VOCAB, 2, 2, TREE, 40, 8)
 
 
+def state_names(geometry: Geometry) -> list[str]:
+    return [f"{state}.{layer}" for state in ("keys", "values") for layer in range(geometry.layers)]
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("name", [STEP, PREFILL, PLAIN])
 def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) -> None:
@@ -80,8 +84,8 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
     module = function_module(name, model, geometry, Schedule.DEFERRED)
     form = InternalCacheForm(name, module, geometry, stacked=stacked)
     spec = functions(geometry, CacheForm.INTERNAL, "float32")[name]
-    states = {key: value for key, value in form.named_buffers() if key in state_names(geometry, stacked)}
-    assert list(states) == state_names(geometry, stacked)
+    names = ["keys", "values"] if stacked else state_names(geometry)
+    assert [key for key, _ in form.named_buffers() if key in names] == names
     noise = torch.randn(2, *state_shape(geometry), generator=torch.Generator().manual_seed(0))
     given = [torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs]
     given[-1] = int32(9)
@@ -129,6 +133,6 @@ def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None
     for mine, theirs in zip(out, expected, strict=True):
         assert torch.equal(mine, theirs)
     states = dict(ran.named_buffers())
-    for key in state_names(geometry, False):
+    for key in state_names(geometry):
         torch.testing.assert_close(states[key], after[key], rtol=0, atol=2e-5)
     assert operators(program)["aten.index_put_.default"] == 2 * geometry.layers

@@ -17,7 +17,6 @@ from ssdevice.cli import main
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
-from ssdevice.export import stages
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.logits import LogitsEngine
@@ -243,11 +242,11 @@ def test_a_wrong_artifact_is_deleted(
 def test_an_interrupted_export_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException, code: int
 ) -> None:
-    def stop(export: stages.Export) -> None:
-        (export.folder / "half").write_text("x")
+    def stop(self: OnnxExporter, job: ExportJob, folder: Path) -> TargetResult:
+        (folder / "half").write_text("x")
         raise ending
 
-    monkeypatch.setattr(stages, "STAGES", (("stop", stop, 100),))
+    monkeypatch.setattr(OnnxExporter, "export", stop)
     assert main(export(base, tmp_path / "b")) == code
     assert os.listdir(tmp_path) == []
 

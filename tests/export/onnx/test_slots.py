@@ -263,7 +263,7 @@ def test_an_adapter_without_a_slots_tensors_is_not_run(
     document["files"][sql] = document["files"][peft]
     (copy / "manifest.json").write_text(json.dumps(document))
     assert main(["run", str(copy), "--app", "sql", "--prompt", "a b", "--quiet"]) == 2
-    assert "asks for" in capsys.readouterr().err
+    assert "needs" in capsys.readouterr().err
 
 
 def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class Impostor:
 @pytest.mark.parametrize(
     ("schema", "error", "message"),
     [
-        (SCHEMA_VERSION + 1, "", "a program of schema 2, this runtime reads 1; export it again"),
+        (SCHEMA_VERSION + 1, "", "a program with schema 2, this runtime reads 1; export it again"),
         (SCHEMA_VERSION, "loading method failed with error 0x14", "an operator of the program is not in this runtime"),
         (SCHEMA_VERSION, "loading method failed with error 0x20", "the program's delegate is not in this runtime"),
     ],

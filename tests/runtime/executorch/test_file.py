@@ -47,7 +47,7 @@ def test_an_operator_that_is_missing_is_named(file: Path, monkeypatch: pytest.Mo
     names = [name for name in PORTABLE._get_operator_names() if "index_put" not in name]
     monkeypatch.setattr(PORTABLE, "_get_operator_names", lambda: names)
     message = loaded.explain(file, PLAIN, RuntimeError("loading method failed with error 0x14"))
-    assert message.endswith("libraries must be loaded before (aten::index_put_))") and "\n" not in message
+    assert message.endswith("load its libraries first (aten::index_put_))") and "\n" not in message
 
 
 @pytest.mark.parametrize("part", [0, 3, 8, 30, 0.001, 0.1, 0.5, 0.99])

@@ -17,7 +17,6 @@ from ssdevice.contract import FUNCTIONS
 from ssdevice.errors import BundleError, InputError
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.model.loading import load
-from ssdevice.model.reference import Reference
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.generation import Reason
@@ -25,6 +24,7 @@ from ssdevice.runtime.loop import MODES, prefill
 from ssdevice.runtime.onnx.cache import BUCKET, LANES, RowCache
 from ssdevice.runtime.onnx.engine import BINDINGS, OnnxCache, OnnxEngine
 from ssdevice.runtime.session import Session
+from tests.model.reference import Reference
 from tests.runtime import tiny_bundle as tiny
 from tests.runtime.scripted import make_geometry
 

@@ -1,10 +1,10 @@
-"""Reference decoding in torch: the same modules as every export, driven by the same fifteen lines.
+"""Reference decoding in torch: the modules that every export traces, driven by the loop of the runtime.
 
-Where an answer ends, in plain and speculative decoding alike: after a stop token, at ``max_tokens``, or when the
-cache is full. A step may run while fewer than ``context`` tokens are committed, and of what it emits only the first
-``context - length`` tokens count. So a prompt of p tokens gives at most 1 + context - p tokens: prefill's and one for
-each row that is still free, the last of which never enters the cache. After every step the committed rows are those of
-the prompt and of all emitted tokens but the last.
+An answer ends, in plain and speculative decoding alike, after a stop token, at ``max_tokens``, or when the cache is
+full. A step may run while fewer than ``context`` tokens are committed, and only the first ``context - length`` of its
+tokens count. So a prompt of p tokens gives at most 1 + context - p tokens: one from prefill and one for each free row,
+the last of which never enters the cache. After every step the committed rows are those of the prompt and of all
+emitted tokens but the last.
 """
 
 from __future__ import annotations
@@ -17,29 +17,9 @@ from torch import Tensor
 
 from ssdevice.config import Schedule
 from ssdevice.errors import ContextOverflowError, InputError
-from ssdevice.model.attention import KeyValue
+from ssdevice.export.parity.reference import Cache, int32
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 from ssdevice.tree import Tree
-
-
-@dataclass
-class Cache:
-    """Committed rows, ``[layers, 2, 1, kv_heads, capacity, head_dim]``, and how many are valid."""
-
-    rows: Tensor
-    length: int = 0
-
-    def past(self) -> list[KeyValue]:
-        """Per layer (keys, values) of the valid rows, rounded up so that there is always one."""
-        end = max(self.length, 1)
-        return [(layer[0][:, :, :end], layer[1][:, :, :end]) for layer in self.rows]
-
-    def commit(self, rows: Sequence[KeyValue], count: int) -> None:
-        """Append the first ``count`` of the new rows of every layer."""
-        for layer, (keys, values) in zip(self.rows, rows, strict=True):
-            layer[0, :, :, self.length : self.length + count] = keys[:, :, :count]
-            layer[1, :, :, self.length : self.length + count] = values[:, :, :count]
-        self.length += count
 
 
 @dataclass(frozen=True)
@@ -122,11 +102,6 @@ class Reference:
         if result.tokens[-1] in stop:
             return 0
         return max(0, min(max_tokens - len(result.tokens), self.context - cache.length))
-
-
-def int32(value: int) -> Tensor:
-    """A contract integer: shape [1]."""
-    return torch.tensor([value], dtype=torch.int32)
 
 
 def until(tokens: list[int], stop: Sequence[int]) -> list[int]:
