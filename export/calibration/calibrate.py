@@ -41,7 +41,7 @@ def calibrate(
                 raise SSDeviceError(f"calibration: layer {number} gives values that are not finite; see the rows' text")
             together = torch.cat([part.weight for part in group])
             values = calibrated(together, moments[group[0]], grids[group[0]])
-            for part, own in zip(group, values.split([part.out_features for part in group]), strict=True):
+            for part, own in zip(group, torch.split(values, [part.out_features for part in group]), strict=True):
                 part.weight.data = own.clone()
         passing.run(number, advance=True)
 

@@ -62,7 +62,8 @@ def _feedback(moments: Tensor, order: Tensor) -> Tensor:
     ordered = moments[order][:, order].double()
     ordered.diagonal().add_(DAMPING * ordered.diagonal().mean().clamp_min(1e-12))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
 
 
 def _fed_back(weight: Tensor, forced: Tensor, scale: Tensor, feedback: Tensor, grid: Grid) -> Tensor:

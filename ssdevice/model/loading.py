@@ -103,15 +103,16 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     config = read_config(folder)
     stored_parameters(folder)
+    wanted: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        hf, found = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, **wanted
+        )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error
+    hf, found = loaded
     for name, stored, asked in sorted(found["mismatched_keys"]):
         raise InputError(f"{folder}: {name} is {list(stored)} in the weights and {list(asked)} by config.json")
     if found["missing_keys"]:
