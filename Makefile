@@ -1,4 +1,4 @@
-# make demo | demo-smollm2 | test | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | demo-smollm2 | test | lowering | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,7 +18,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test check format conformance readme fuzz soak bench clean
+.PHONY: demo demo-smollm2 test lowering check format conformance readme fuzz soak bench clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -30,7 +30,10 @@ demo-smollm2: $(VENV)/smollm2.stamp
 	$(BIN)/ssdevice demo --smollm2 $(if $(ADAPTER),--adapter '$(ADAPTER)')
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow and not lowering" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+lowering: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m "lowering and not slow"
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

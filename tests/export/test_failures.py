@@ -13,6 +13,7 @@ from ssdevice.commands import export as command
 from ssdevice.errors import SSDeviceError
 from ssdevice.export import stages
 from ssdevice.export.cost import Cost, Prediction, available_memory
+from ssdevice.export.onnx.exporter import OnnxExporter
 from ssdevice.export.target import export_target
 
 GB = 1_000_000_000
@@ -23,18 +24,17 @@ def export(base: Path, out: Path, *flags: str) -> int:
 
 
 def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
-    """Every stage writes a file; the one of this number then fails."""
+    """The stage of this number fails as it begins; the ones before it do nothing but leave a file."""
 
-    def stage(at: int) -> None:
-        def run(made: stages.Export) -> None:
-            (made.folder / f"half-{at}").write_text("x")
-            if at == number:
-                raise error
+    def begin(_: stages.Whole, name: str) -> None:
+        if list(stages.STAGES).index(name) == number:
+            raise error
 
-        return run
-
-    names = [(name, stage(i), share) for i, (name, _, share) in enumerate(stages.STAGES)]
-    monkeypatch.setattr(stages, "STAGES", tuple(names))
+    monkeypatch.setattr(stages.Whole, "begin", begin)
+    monkeypatch.setattr(stages.ChatTokenizer, "open", lambda folder: None)
+    monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
+    monkeypatch.setattr(OnnxExporter, "prepare", lambda _, job: job)
+    monkeypatch.setattr(OnnxExporter, "export", lambda _, job, folder: (folder / "half").write_text("x"))
 
 
 @pytest.mark.parametrize("number", range(len(stages.STAGES)))

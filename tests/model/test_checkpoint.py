@@ -41,7 +41,11 @@ def test_the_base_decodes_as_transformers_does(shared_data: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-@pytest.mark.parametrize("adapter", ADAPTERS or [pytest.param("none", marks=pytest.mark.skip("no adapters shipped"))])
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param(a, marks=pytest.mark.slow if "gsm8k" in a else ()) for a in ADAPTERS]
+    or [pytest.param("none", marks=pytest.mark.skip("no adapters shipped"))],
+)
 def test_an_adapter_drafts_what_its_model_says(shared_data: Path, adapter: str, schedule: Schedule) -> None:
     folder = ROOT / "models" / "adapters" / adapter
     settings = read_settings(folder)

@@ -165,7 +165,7 @@ def test_a_prompt_may_fill_the_context_and_no_more() -> None:
 def test_a_later_turn_that_does_not_fit_says_what_is_taken() -> None:
     conversation = start(Tree.chain(2), context=20)
     prefill(conversation, [1] * 15)
-    with pytest.raises(ContextOverflowError, match="6 tokens after 15 of the conversation"):
+    with pytest.raises(ContextOverflowError, match="6 tokens after 15 tokens of the conversation"):
         prefill(conversation, [1] * 6)
     assert conversation.length == 15
 

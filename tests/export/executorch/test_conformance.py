@@ -36,6 +36,7 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
 
 
+@pytest.mark.lowering
 def test_speculative_output_of_an_app_in_slots_is_plain_output() -> None:
     """In INT8, which makes levels of what FP32 would hide in its last bit."""
     conform(open_engine(programs.slots(), "one", EngineOptions()))

@@ -33,6 +33,8 @@ from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
 from tests.once import made_once
 
+pytestmark = pytest.mark.lowering
+
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 DELEGATE = ExecutorchOptions(Delegate.COREML)
 QUICK = (Quant.INT8, Mode.SHARED, Schedule.FUSED)

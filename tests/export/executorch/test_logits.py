@@ -20,6 +20,7 @@ from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
 from tests.export.executorch import programs
 
 
+@pytest.mark.lowering
 def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = programs.slots()
     assert GIVES_LOGITS not in bundle.manifest.notes

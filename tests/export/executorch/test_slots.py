@@ -33,6 +33,8 @@ from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 from tests.export.models import write_adapter, write_lora
 
+pytestmark = pytest.mark.lowering
+
 PROMPT = "a b"
 SWITCH_SECONDS = 0.25
 """Far above what a switch takes, far below what loading takes."""
