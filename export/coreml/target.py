@@ -22,8 +22,8 @@ class CoreMLTarget(ExportTarget):
     name = "coreml"
     extra = "coreml"
     options = (CoreMLOptions,)
-    # SmolLM2-135M (30 layers, 3 graphs), INT4: 199 s and 2.5 GB.
-    cost = Cost(start=15, graph_layer=1.0, weight=0.7, memory=1000, weight_bytes=11)
+    # SmolLM2-135M (30 layers, 3 graphs), INT4: 870 s of CPU time beside other work, and 2.5 GB.
+    cost = Cost(start=30, graph_layer=4.0, weight=2.5, memory=1000, weight_bytes=11)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.coreml.exporter import CoreMLExporter
