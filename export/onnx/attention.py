@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.graph import Editor, constant_of, producer, role_of, shape_of
+from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of
 from ssdevice.export.onnx.linears import LINEAR, Array
 
 SUFFIX = "~heads"

@@ -13,7 +13,7 @@ from onnx_ir.passes import common as passes
 from ssdevice.adapters.slots import Variant
 from ssdevice.contract import PLAIN, PREFILL, STEP, FunctionSpec
 from ssdevice.errors import SSDeviceError
-from ssdevice.export.onnx.graph import CONTRIB
+from ssdevice.export.onnx.editor import CONTRIB
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
 
 INLINE = 1024

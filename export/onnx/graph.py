@@ -7,200 +7,31 @@ up to the order of the columns inside a merged product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
-from ssdevice.model.roles import Role
+from ssdevice.export.onnx.editor import (
+    CONTRIB,
+    Editor,
+    Shape,
+    clean,
+    constant_of,
+    producer,
+    role_of,
+    shape_of,
+    source_of,
+)
 
-CONTRIB = "com.microsoft"
 VOCABULARY = 256
 """An argmax over fewer values is not worth a TopK."""
 LOGITS = "logits"
 """Name, inside the graphs, of the main rows' logits: what decides the tokens."""
-ROLE = "ssdevice.role"
-"""Metadata of a graph's weights while it is rewritten: their ``Role``."""
 READS = "<-"
 """In the name of a product's output, between the weight's name and that of the rows it reads."""
-Shape = tuple[int | None, ...]
-Rule = Callable[["Editor", ir.Node], bool]
-
-
-@dataclass
-class Marked:
-    """A linear's product: the parameter's name, the rows it reads and what comes out."""
-
-    weight: str
-    source: ir.Value
-    output: ir.Value
-
-
-class Editor:
-    """One graph being rewritten: constants, new nodes, replacements."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        self.graph = model.graph
-        self.products: list[Marked] = []
-        self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
-        self._made = 0
-
-    def constant(self, array: np.ndarray[Any, Any], name: str | None = None, role: Role | None = None) -> ir.Value:
-        """An initializer with this content; small equal ones without a name are shared."""
-        key = (array.tobytes() if name is None else b"", str(array.dtype), array.shape)
-        if name is None and key in self._constants:
-            known = self._constants[key]
-            if known.name not in self.graph.initializers:  # removed, when nothing used it any more
-                self.graph.register_initializer(known)
-            return known
-        chosen = name or self._name("const")
-        value = ir.Value(
-            name=chosen,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=ir.Tensor(array, name=chosen),
-        )
-        if role is not None:
-            value.meta[ROLE] = role
-        self.graph.register_initializer(value)
-        if name is None:
-            self._constants[key] = value
-        return value
-
-    def ints(self, *values: int) -> ir.Value:
-        """An int64 vector."""
-        return self.constant(np.array(values, np.int64))
-
-    def scalar(self, value: float) -> ir.Value:
-        """A float32 number."""
-        return self.constant(np.array(value, np.float32))
-
-    def append(
-        self,
-        kind: str,
-        inputs: Sequence[ir.Value | None],
-        shape: Sequence[int | None] | None = None,
-        dtype: ir.DataType | None = None,
-        attributes: dict[str, Any] | None = None,
-        domain: str = "",
-        outputs: int = 1,
-    ) -> ir.Value:
-        """``insert`` at the end of the graph."""
-        return self.insert(None, kind, inputs, shape, dtype, attributes, domain, outputs)
-
-    def insert(
-        self,
-        before: ir.Node | None,
-        kind: str,
-        inputs: Sequence[ir.Value | None],
-        shape: Sequence[int | None] | None = None,
-        dtype: ir.DataType | None = None,
-        attributes: dict[str, Any] | None = None,
-        domain: str = "",
-        outputs: int = 1,
-    ) -> ir.Value:
-        """A new node before another (None: at the end); its (first) output, with shape and element type if given."""
-        node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
-        if before is None:
-            self.graph.append(node)
-        else:
-            self.graph.insert_before(before, node)
-        for value in node.outputs:
-            value.name = self._name(kind.lower())
-        out = node.outputs[0]
-        if shape is not None:
-            out.shape = ir.Shape([size if size is not None else None for size in shape])
-        if dtype is not None:
-            out.type = ir.TensorType(dtype)
-        return out
-
-    def reshape(self, before: ir.Node | None, value: ir.Value, shape: Shape) -> ir.Value:
-        """``value`` with another shape of which at most one size is unknown."""
-        if shape_of(value) == shape and None not in shape:
-            return value
-        target = self.ints(*(-1 if size is None else size for size in shape))
-        return self.insert(before, "Reshape", [value, target], shape, value.dtype)
-
-    def transpose(self, before: ir.Node | None, value: ir.Value, perm: Sequence[int]) -> ir.Value:
-        """``value``, of known rank, with its dimensions in another order."""
-        shape = shape_of(value)
-        assert shape is not None
-        return self.insert(before, "Transpose", [value], [shape[d] for d in perm], value.dtype, {"perm": list(perm)})
-
-    def replace(self, node: ir.Node, new: ir.Value) -> None:
-        """Use ``new`` wherever the only output of ``node`` was used, and remove the node."""
-        self.replace_value(node.outputs[0], new)
-        self.graph.remove(node, safe=True)
-
-    def replace_value(self, old: ir.Value, new: ir.Value) -> None:
-        """Use ``new`` wherever ``old`` was used."""
-        if new.shape is None or None in (shape_of(new) or (None,)):
-            new.shape = old.shape
-        if new.type is None:
-            new.type = old.type
-        if old.is_graph_output():
-            name = old.name
-            old.name = self._name("replaced")
-            if new.is_graph_output() or new.producer() is None:
-                producer = old.producer()
-                assert producer is not None
-                new = self.insert(producer, "Identity", [new], None, new.dtype)
-                new.shape = old.shape
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-            new.name = name
-        else:
-            ir.convenience.replace_all_uses_with(old, new)
-        for product in self.products:
-            product.source = new if product.source is old else product.source
-            product.output = new if product.output is old else product.output
-
-    def _name(self, stem: str) -> str:
-        self._made += 1
-        return f"{stem}~{self._made}"
-
-
-def shape_of(value: ir.Value | None) -> Shape | None:
-    """Sizes of a value, None for those unknown until run time; None if not even the rank is known."""
-    if value is None or value.shape is None:
-        return None
-    return tuple(size if isinstance(size, int) else None for size in value.shape)
-
-
-def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """The content of a constant."""
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return None if tensor is None else tensor.numpy()
-
-
-def tag(model: ir.Model, roles: Mapping[str, Role]) -> None:
-    """Note on the weights of a traced graph what they are."""
-    for name, value in model.graph.initializers.items():
-        if name in roles:
-            value.meta[ROLE] = roles[name]
-
-
-def role_of(value: ir.Value | None) -> Role | None:
-    """What a weight is; None for what no module of the model holds."""
-    role: Role | None = value.meta.get(ROLE) if value is not None else None
-    return role
-
-
-def source_of(node: ir.Node, index: int = 0) -> ir.Value:
-    """An input that a node of its kind always has."""
-    value = node.inputs[index]
-    assert value is not None
-    return value
-
-
-def producer(value: ir.Value | None, kind: str) -> ir.Node | None:
-    """The node that makes a value, if it is of this kind."""
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == kind else None
+Rule = Callable[[Editor, ir.Node], bool]
 
 
 def views_as_reshapes(edit: Editor, node: ir.Node) -> bool:
@@ -523,11 +354,6 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
                     changed = True
                     break
         clean(edit.model)
-
-
-def clean(model: ir.Model) -> None:
-    """Remove unused nodes and initializers."""
-    passes.RemoveUnusedNodesPass()(model)
 
 
 def finish(edit: Editor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.graph import Editor, Marked, constant_of, role_of, shape_of
+from ssdevice.export.onnx.editor import Editor, Marked, constant_of, role_of, shape_of
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 

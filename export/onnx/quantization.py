@@ -18,7 +18,7 @@ import onnx_ir as ir
 from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.graph import CONTRIB, Editor, clean, constant_of, role_of, shape_of
+from ssdevice.export.onnx.editor import CONTRIB, Editor, clean, constant_of, role_of, shape_of
 from ssdevice.export.onnx.linears import (
     SMALL,
     Linear,

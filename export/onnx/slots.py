@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
 from ssdevice.contract import FunctionSpec, TensorSpec
-from ssdevice.export.onnx.graph import CONTRIB, Editor, constant_of, producer, role_of, shape_of
+from ssdevice.export.onnx.editor import CONTRIB, Editor, constant_of, producer, role_of, shape_of
 from ssdevice.export.onnx.linears import LINEAR, Linear, Part
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role

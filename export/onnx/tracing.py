@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.onnx.graph import Editor
+from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
 
 OPSET = 23

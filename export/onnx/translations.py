@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from ssdevice.export import forms
-from ssdevice.export.onnx.graph import CONTRIB, Editor, Shape, shape_of
+from ssdevice.export.onnx.editor import CONTRIB, Editor, Shape, shape_of
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 
 aten, own = torch.ops.aten, torch.ops.ssdevice

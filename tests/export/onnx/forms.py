@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
 from ssdevice.adapters.weights import LEVELS, int8_factors
-from ssdevice.export.onnx.graph import CONTRIB, Editor, finish, tag
+from ssdevice.export.onnx.editor import CONTRIB, Editor, tag
+from ssdevice.export.onnx.graph import finish
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.quantization import ZERO_POINT, WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook

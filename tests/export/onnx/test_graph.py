@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ssdevice.export.onnx.graph import Editor, simplify
+from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.graph import simplify
 
 RNG = np.random.default_rng(0)
 

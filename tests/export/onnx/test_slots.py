@@ -22,8 +22,8 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import InputError
+from ssdevice.export.onnx.editor import CONTRIB, Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE
-from ssdevice.export.onnx.graph import CONTRIB, Editor
 from ssdevice.export.onnx.slots import int8_down, up
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.model.loading import load_hf

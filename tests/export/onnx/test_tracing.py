@@ -14,7 +14,8 @@ from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, Geometry, T
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx.attention import permuted_heads
-from ssdevice.export.onnx.graph import Editor, finish, simplify
+from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.graph import finish, simplify
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
