@@ -67,19 +67,6 @@ class Editor:
         """A float32 number."""
         return self.constant(np.array(value, np.float32))
 
-    def append(
-        self,
-        kind: str,
-        inputs: Sequence[ir.Value | None],
-        shape: Sequence[int | None] | None = None,
-        dtype: ir.DataType | None = None,
-        attributes: dict[str, Any] | None = None,
-        domain: str = "",
-        outputs: int = 1,
-    ) -> ir.Value:
-        """``insert`` at the end of the graph."""
-        return self.insert(None, kind, inputs, shape, dtype, attributes, domain, outputs)
-
     def insert(
         self,
         before: ir.Node | None,
@@ -118,6 +105,18 @@ class Editor:
         shape = shape_of(value)
         assert shape is not None
         return self.insert(before, "Transpose", [value], [shape[d] for d in perm], value.dtype, {"perm": list(perm)})
+
+    def split(
+        self, before: ir.Node | None, value: ir.Value, widths: ir.Value, shapes: Sequence[Shape | None], axis: int
+    ) -> Sequence[ir.Value]:
+        """Pieces of ``value`` along ``axis``, of ``widths``, which may be an input of the graph; ``shapes``: theirs."""
+        first = self.insert(before, "Split", [value, widths], attributes={"axis": axis}, outputs=len(shapes))
+        node = first.producer()
+        assert node is not None and value.type is not None
+        for piece, shape in zip(node.outputs, shapes, strict=True):
+            piece.shape = ir.Shape(list(shape)) if shape is not None else None
+            piece.type = value.type
+        return node.outputs
 
     def replace(self, node: ir.Node, new: ir.Value) -> None:
         """Use ``new`` wherever the only output of ``node`` was used, and remove the node."""

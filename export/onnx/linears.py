@@ -136,13 +136,7 @@ def _with_bias(edit: Editor, part: Part, value: ir.Value, before: ir.Node) -> ir
 
 def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Sequence[ir.Value]:
     widths = edit.ints(*(part.weight.shape[0] for part in linear.parts))
-    count = len(linear.parts)
-    first = edit.insert(before, "Split", [whole, widths], attributes={"axis": -1}, outputs=count)
-    node = first.producer()
-    assert node is not None
-    for value, part in zip(node.outputs, linear.parts, strict=True):
-        value.shape, value.type = part.output.shape, ir.TensorType(ir.DataType.FLOAT)
-    return node.outputs
+    return edit.split(before, whole, widths, [shape_of(part.output) for part in linear.parts], -1)
 
 
 def plain_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:

@@ -169,13 +169,9 @@ def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> i
     pieces = [whole]
     if len(slot.parts) > 1:
         ranks = graph_input(edit, slot.ranks)
-        axis = {"axis": len(lead) - 1 if single else len(lead)}
-        split = edit.insert(before, "Split", [whole, ranks], None, None, axis, outputs=len(slot.parts)).producer()
-        assert split is not None
-        pieces = list(split.outputs)
-        for piece in pieces:
-            piece.shape = ir.Shape([*lead[:-1], None, 1] if single else [*lead, None])
-            piece.type = ir.TensorType(ir.DataType.FLOAT)
+        shape = (*lead[:-1], None, 1) if single else (*lead, None)
+        axis = len(lead) - 1 if single else len(lead)
+        pieces = list(edit.split(before, whole, ranks, [shape] * len(slot.parts), axis))
     made = []
     for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True):
         weight = graph_input(edit, spec)

@@ -23,10 +23,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.files import IR_VERSION
 from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
 
 OPSET = 23
-IR_VERSION = 11
 EXAMPLE_SIZE = 7
 """Of the dynamic size while tracing; torch treats 0 and 1 as special."""
 
@@ -38,7 +38,7 @@ def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str])
     """
     graph = _record(form, inputs)
     values = [_input(spec) for spec in inputs]
-    made = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="ssdevice")
+    made = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET})
     writer = _Writer(Editor(ir.Model(made, ir_version=IR_VERSION)), form, graph)
     writer.write(values, outputs)
     passes.CommonSubexpressionEliminationPass()(writer.edit.model)
@@ -91,7 +91,7 @@ class _Writer:
         for name, node in zip(outputs, results, strict=True):
             value = self._value(self.known[node])
             if value.producer() is None or value in graph.outputs:
-                value = self.edit.append("Identity", [value], list(value.shape or ()), value.dtype)
+                value = self.edit.insert(None, "Identity", [value], list(value.shape or ()), value.dtype)
             value.name = name
             graph.outputs.append(value)
 

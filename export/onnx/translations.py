@@ -45,7 +45,7 @@ def _one(kind: str, **attributes: Any) -> Translation:
     """An operator of one tensor that is one node."""
 
     def translate(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-        return edit.append(kind, [x], out.shape, out.dtype, attributes)
+        return edit.insert(None, kind, [x], out.shape, out.dtype, attributes)
 
     return translate
 
@@ -54,7 +54,7 @@ def _binary(kind: str) -> Translation:
     """Element by element; operands get the element type that torch computes in."""
 
     def translate(edit: Editor, out: Out, x: Operand, y: Operand) -> ir.Value:
-        return edit.append(kind, _same_type(edit, out, x, y), out.shape, out.dtype)
+        return edit.insert(None, kind, _same_type(edit, out, x, y), out.shape, out.dtype)
 
     return translate
 
@@ -90,7 +90,7 @@ def cast(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Va
     """Another element type."""
     if x.dtype is out.dtype:
         return x
-    return edit.append("Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
+    return edit.insert(None, "Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
 
 
 def transpose(edit: Editor, out: Out, x: ir.Value, first: int, second: int) -> ir.Value:
@@ -102,7 +102,7 @@ def transpose(edit: Editor, out: Out, x: ir.Value, first: int, second: int) -> i
 
 def expand(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
     """Repeat sizes of one; the dynamic size may only stay as it is."""
-    return edit.append("Expand", [x, edit.ints(*(size or 1 for size in out.shape))], out.shape, out.dtype)
+    return edit.insert(None, "Expand", [x, edit.ints(*(size or 1 for size in out.shape))], out.shape, out.dtype)
 
 
 def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -110,7 +110,7 @@ def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.V
     parts = [part for part in parts if 0 not in (shape_of(part) or ())]
     if len(parts) == 1:
         return parts[0]
-    return edit.append("Concat", parts, out.shape, out.dtype, {"axis": dim % len(out.shape)})
+    return edit.insert(None, "Concat", parts, out.shape, out.dtype, {"axis": dim % len(out.shape)})
 
 
 def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -122,7 +122,7 @@ def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir
 
 def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
     """Rows of a dimension by their numbers."""
-    return edit.append("Gather", [x, index], out.shape, out.dtype, {"axis": dim % len(shape_of(x) or ())})
+    return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": dim % len(shape_of(x) or ())})
 
 
 def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
@@ -147,7 +147,7 @@ def cut(
     axis = dim % len(out.shape)
     last = np.iinfo(np.int64).max if end is None else end
     bounds = [edit.ints(value) for value in (start or 0, int(last), axis, step)]
-    return edit.append("Slice", [x, *bounds], out.shape, out.dtype)
+    return edit.insert(None, "Slice", [x, *bounds], out.shape, out.dtype)
 
 
 def split(edit: Editor, out: Out, x: ir.Value, size: int, dim: int = 0) -> Sequence[ir.Value]:
@@ -155,12 +155,8 @@ def split(edit: Editor, out: Out, x: ir.Value, size: int, dim: int = 0) -> Seque
     axis = dim % len(out.shape)
     whole = (shape_of(x) or ())[axis] or 0
     widths = [min(size, whole - at) for at in range(0, whole, size)]
-    first = edit.append("Split", [x, edit.ints(*widths)], attributes={"axis": axis}, outputs=len(widths))
-    node = first.producer()
-    assert node is not None
-    for value, width in zip(node.outputs, widths, strict=True):
-        value.shape, value.type = ir.Shape([*out.shape[:axis], width, *out.shape[axis + 1 :]]), x.type
-    return node.outputs
+    shapes = [(*out.shape[:axis], width, *out.shape[axis + 1 :]) for width in widths]
+    return edit.split(None, x, edit.ints(*widths), shapes, axis)
 
 
 def chunk(edit: Editor, out: Out, x: ir.Value, count: int, dim: int = 0) -> Sequence[ir.Value]:
@@ -170,45 +166,45 @@ def chunk(edit: Editor, out: Out, x: ir.Value, count: int, dim: int = 0) -> Sequ
 
 def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -> ir.Value:
     """Of two, by element."""
-    return edit.append("Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
+    return edit.insert(None, "Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
 
 
 def power(edit: Editor, out: Out, x: ir.Value, exponent: float) -> ir.Value:
     """A constant exponent."""
     if exponent == 2:
         return square(edit, out, x)
-    return edit.append("Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
+    return edit.insert(None, "Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
 
 
 def square(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
     """By itself."""
-    return edit.append("Mul", [x, x], out.shape, out.dtype)
+    return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
 
 
 def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
     """One over the root."""
-    return edit.append("Reciprocal", [edit.append("Sqrt", [x], out.shape, out.dtype)], out.shape, out.dtype)
+    return edit.insert(None, "Reciprocal", [edit.insert(None, "Sqrt", [x], out.shape, out.dtype)], out.shape, out.dtype)
 
 
 def silu(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
     """``x * sigmoid(x)``."""
-    return edit.append("Mul", [x, edit.append("Sigmoid", [x], out.shape, out.dtype)], out.shape, out.dtype)
+    return edit.insert(None, "Mul", [x, edit.insert(None, "Sigmoid", [x], out.shape, out.dtype)], out.shape, out.dtype)
 
 
 def gelu(edit: Editor, out: Out, x: ir.Value, approximate: str = "none") -> ir.Value:
     """Exact or by tanh."""
-    return edit.append("Gelu", [x], out.shape, out.dtype, {"approximate": approximate})
+    return edit.insert(None, "Gelu", [x], out.shape, out.dtype, {"approximate": approximate})
 
 
 def clamp(edit: Editor, out: Out, x: ir.Value, low: float | None = None, high: float | None = None) -> ir.Value:
     """Bounded."""
     bounds = [None if bound is None else number(edit, bound, out.dtype) for bound in (low, high)]
-    return edit.append("Clip", [x, *bounds], out.shape, out.dtype)
+    return edit.insert(None, "Clip", [x, *bounds], out.shape, out.dtype)
 
 
 def mean(edit: Editor, out: Out, x: ir.Value, dims: Sequence[int], keep: bool = False) -> ir.Value:
     """Over dimensions."""
-    return edit.append("ReduceMean", [x, edit.ints(*dims)], out.shape, out.dtype, {"keepdims": int(keep)})
+    return edit.insert(None, "ReduceMean", [x, edit.ints(*dims)], out.shape, out.dtype, {"keepdims": int(keep)})
 
 
 def layer_norm(
@@ -224,30 +220,30 @@ def layer_norm(
     """Over the last dimensions."""
     weight = edit.constant(np.ones(tuple(sizes), np.float32)) if scale is None else scale
     terms = [x, weight, bias] if bias is not None else [x, weight]
-    return edit.append("LayerNormalization", terms, out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps})
+    return edit.insert(None, "LayerNormalization", terms, out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps})
 
 
 def argmax(edit: Editor, out: Out, x: ir.Value, dim: int, keep: bool = False) -> ir.Value:
     """The lowest index among equals."""
-    return edit.append("ArgMax", [x], out.shape, out.dtype, {"axis": dim, "keepdims": int(keep)})
+    return edit.insert(None, "ArgMax", [x], out.shape, out.dtype, {"axis": dim, "keepdims": int(keep)})
 
 
 def size(edit: Editor, out: Out, x: ir.Value, dim: int) -> ir.Value:
     """A size that is known at run time only, as a number."""
-    found = edit.append("Shape", [x], (1,), ir.DataType.INT64, {"start": dim, "end": dim + 1})
+    found = edit.insert(None, "Shape", [x], (1,), ir.DataType.INT64, {"start": dim, "end": dim + 1})
     return edit.reshape(None, found, ())
 
 
 def arange(edit: Editor, out: Out, end: ir.Value, **_: object) -> ir.Value:
     """0, 1, .. up to a size that is known at run time only."""
     bounds = [number(edit, 0, out.dtype), cast(edit, Out((), out.dtype), end), number(edit, 1, out.dtype)]
-    return edit.append("Range", bounds, out.shape, out.dtype)
+    return edit.insert(None, "Range", bounds, out.shape, out.dtype)
 
 
 def linear(edit: Editor, out: Out, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
     """``[.., inputs] -> [.., outputs]``: a placeholder that keeps each weight whole; ``linears`` lowers it."""
     terms = [x, weight] if bias is None else [x, weight, bias]
-    return edit.append(LINEAR, terms, out.shape, out.dtype, domain=LINEAR_DOMAIN)
+    return edit.insert(None, LINEAR, terms, out.shape, out.dtype, domain=LINEAR_DOMAIN)
 
 
 def heads(edit: Editor, out: Out, rows: ir.Value, kv_heads: int) -> ir.Value:
@@ -289,14 +285,14 @@ def attend(
     if softcap:
         cap = edit.scalar(softcap)
         for kind in ("Div", "Tanh", "Mul"):
-            scores = edit.append(kind, [scores] if kind == "Tanh" else [scores, cap], shape_of(scores), out.dtype)
+            scores = edit.insert(None, kind, [scores] if kind == "Tanh" else [scores, cap], shape_of(scores), out.dtype)
     # The mask of one row serves all heads of its group.
     mask = edit.reshape(None, mask, (rows, 1, count))
     if groups > 1:
         mask = expand(edit, Out((rows, groups, count), out.dtype), mask)
     mask = edit.reshape(None, mask, (1, rows * groups, count))
-    masked = edit.append("Add", [scores, mask], shape_of(scores), out.dtype)
-    weights = edit.append("Softmax", [masked], shape_of(scores), out.dtype, {"axis": -1})
+    masked = edit.insert(None, "Add", [scores, mask], shape_of(scores), out.dtype)
+    weights = edit.insert(None, "Softmax", [masked], shape_of(scores), out.dtype, {"axis": -1})
     got = _fused_matmul(edit, [weights, joined[1]], (kv_heads, rows * groups, dim), transB=0, transBatchA=0, alpha=1.0)
     got = edit.transpose(None, edit.reshape(None, got, (kv_heads, rows, groups, dim)), [1, 0, 2, 3])
     return edit.reshape(None, got, out.shape)
@@ -311,7 +307,7 @@ def _flat(run: ir.Value) -> Shape:
 def _fused_matmul(edit: Editor, terms: list[ir.Value], shape: Shape, **attributes: float) -> ir.Value:
     """ONNX Runtime's MatMul with transposed operands; the second one is read by heads."""
     fixed = {"transA": 0, "transBatchB": 1}
-    return edit.append("FusedMatMul", terms, shape, terms[0].dtype, fixed | attributes, CONTRIB)
+    return edit.insert(None, "FusedMatMul", terms, shape, terms[0].dtype, fixed | attributes, CONTRIB)
 
 
 def rotary(edit: Editor, out: Out, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: bool) -> ir.Value:
@@ -323,7 +319,7 @@ def rotary(edit: Editor, out: Out, x: ir.Value, cos: ir.Value, sin: ir.Value, in
     half = Out((1, rows, dim // 2), out.dtype)
     tables = [cut(edit, half, table, 2, 0, last, step) for table in (cos, sin)]
     attributes = {"interleaved": int(interleaved), "num_heads": all_heads}
-    turned = edit.append("RotaryEmbedding", [flat, *tables], shape_of(flat), out.dtype, attributes)
+    turned = edit.insert(None, "RotaryEmbedding", [flat, *tables], shape_of(flat), out.dtype, attributes)
     return edit.transpose(None, edit.reshape(None, turned, (1, rows, all_heads, dim)), [0, 2, 1, 3])
 
 

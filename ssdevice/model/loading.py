@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
@@ -76,19 +75,15 @@ def stored_parameters(folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(length)) if 8 + length <= size else {}
-            ends = [8 + length]
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    sizes[name] = math.prod(int(size) for size in entry["shape"])
-                    ends.append(8 + length + int(entry["data_offsets"][1]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise InputError(f"{file}: not a safetensors file ({error})") from error
-        if max(ends) > size or size < 8:
-            raise InputError(f"{file} has {size} bytes, its header asks for more: it was cut short; get it again")
+            with safe_open(str(file), framework="np") as tensors:
+                sizes |= {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except SafetensorError as error:
+            raise InputError(
+                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)}): "
+                "it was cut short or is something else; get it again"
+            ) from error
     if not sizes:
         raise InputError(f"{folder}: no .safetensors weights")
     return sizes

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
@@ -70,6 +71,17 @@ def linears_model(rows: int, weights: list[Floats], quant: Quant) -> bytes:
     tables = [stored(f"w{i}", weight) for i, weight in enumerate(weights)]
     nodes = [placeholder(x, table, rows, f"y{i}") for i, table in enumerate(tables)]
     return quantized([x], nodes, [node.outputs[0] for node in nodes], tables, quant)
+
+
+def a_single_int4_row_differs() -> bool:
+    """Whether this CPU sums a single row of an INT4 linear in another order (docs/precision.md: AVX2 alone does)."""
+    weight = np.random.default_rng(0).standard_normal((96, 576)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((1, 2, 576)).astype(np.float32)
+    one, two = (
+        ort.InferenceSession(linears_model(rows, [weight], Quant.INT4)).run(None, {"x": x[:, :rows]})[0]
+        for rows in (1, 2)
+    )
+    return not np.array_equal(one[:, :1], two[:, :1])
 
 
 def tied_model(rows: int, table: Floats, quant: Quant) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from ssdevice.bench.equality import compare
+from ssdevice.bench.equality import FORCED, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Schedule
@@ -26,6 +26,7 @@ from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.session import Session
 from ssdevice.text.plain_prompt import NOTE
+from tests.export.onnx import forms
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 
@@ -262,8 +263,14 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
     result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
-    assert result.differences == [] and result.nodes_ended == set(range(4))
-    assert result.largest_change == 0
+    assert result.nodes_ended == set(range(4)) and result.largest_change is not None
+    if quant == "int4" and forms.a_single_int4_row_differs():
+        assert result.unexcused() == [] and result.largest_change < result.ceiling
+        # Through the step every mode computes the same rows in the same way.
+        places = {m: [(d.prompt, d.position) for d in result.differences if d.mode == m] for m in result.modes}
+        assert places["plain_step"] == places["speculative"] == places[FORCED]
+    else:
+        assert result.differences == [] and result.largest_change == 0
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
