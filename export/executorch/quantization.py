@@ -50,7 +50,7 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     for name, part in list(model.named_modules()):
         if isinstance(part, nn.Linear) and id(part) not in low_rank:
             part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)  # unties a tied head
-            whole = quant is Quant.INT8 or part is backbone.lm_head
+            whole = quant is Quant.INT8 or part in (backbone.lm_head, model.draft_head)
             if not whole and part.in_features % GROUP:
                 uneven.append(name)
                 whole = True

@@ -31,7 +31,7 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
         return
     saved: list[tuple[Tensor, Tensor]] = []
     hooks = []
-    embedding, head = model.backbone.embed_tokens, model.backbone.lm_head
+    eight_bits = (model.backbone.embed_tokens, model.backbone.lm_head, model.draft_head)
 
     def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
         if keep:
@@ -49,7 +49,7 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
                 continue
             if part.weight.numel() < SMALL and id(part) not in downs:
                 continue
-            whole = quant is Quant.INT8 or part is embedding or part is head or id(part) in downs
+            whole = quant is Quant.INT8 or part in eight_bits or id(part) in downs
             if isinstance(part, nn.Linear):
                 hooks.append(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
             if id(part.weight) not in done:

@@ -26,6 +26,7 @@ from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.session import Session
 from ssdevice.text.plain_prompt import NOTE
+from tests.export.models import write_adapter
 from tests.export.onnx import forms
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
@@ -271,6 +272,16 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
         assert places["plain_step"] == places["speculative"] == places[FORCED]
     else:
         assert result.differences == [] and result.largest_change == 0
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
+    base: Path, tmp_path: Path, quant: str
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base, draft_vocabulary=200)
+    assert main(export(base, tmp_path / "bundle", "--adapter", f"app={adapter}", "--quant", quant)) == 0
+    manifest = Bundle.open(tmp_path / "bundle").manifest
+    assert manifest.parity["product_error"] < QUANTIZED.product / 2
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
