@@ -55,8 +55,10 @@ class Spread:
         self.artifact, self.twin, self.size = self.artifact + sums[0], self.twin + sums[1], self.size + sums[2]
 
     def logits(self, twin: Array, theirs: Array) -> None:
-        """Record logits ``[rows, V]`` of the same rows."""
+        """Record logits ``[rows, V]`` of the same rows; ids outside a draft vocabulary are -inf and do not count."""
         if len(theirs):
+            among = np.isfinite(theirs[0])
+            twin, theirs = twin[:, among], theirs[:, among]
             self.changes.append(float(np.sqrt(np.square(twin - theirs).mean(axis=-1)).max()))
             self.scale = max(self.scale, float(np.abs(theirs).max()))
 
