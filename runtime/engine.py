@@ -30,12 +30,14 @@ Outputs = Mapping[str, NDArray[Any]]
 class EngineOptions:
     """How an engine runs. ``threads``: 0 for the engine's default. ``spinning``: threads busy-wait between calls.
 
-    ``profile``: record where time is spent inside the target, for engines that can.
+    ``profile``: record where time is spent inside the target, for engines that can. ``kernels``: use the kernels of our
+    own where they were built (``ssdevice kernels``).
     """
 
     threads: int = 0
     spinning: bool = False
     profile: bool = False
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         if self.threads < 0:

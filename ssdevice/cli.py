@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "check a bundle: integrity, then numbers against the reference",
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
+    "kernels": "compile faster kernels for ONNX bundles on this machine",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
     "demo": "export, decode and compare with the shipped checkpoint",
 }

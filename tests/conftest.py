@@ -11,6 +11,7 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MPLBACKEND": "Agg",
+    "SSDEVICE_KERNELS": "/nowhere",  # only tests of the kernels use them
 }.items():
     os.environ.setdefault(_name, _value)
 

@@ -14,6 +14,7 @@ from ssdevice.adapters.slots import Variant
 from ssdevice.contract import PLAIN, PREFILL, STEP, FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.editor import CONTRIB
+from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
 
 INLINE = 1024
@@ -101,6 +102,7 @@ def _strip(model: ir.Model) -> None:
     passes.ClearMetadataAndDocStringPass()(model)
     model.opset_imports.pop(LINEAR_DOMAIN, None)
     model.opset_imports[CONTRIB] = 1
+    add_functions(model)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = PRODUCER, None
     model.graph.name = PRODUCER

@@ -17,7 +17,7 @@ from ssdevice.export.onnx.editor import Editor, Marked, constant_of, role_of, sh
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 
-LINEAR_DOMAIN = "ssdevice"
+LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
 SMALL = 1 << 14
 """Weights of fewer elements are not quantized: quantizing their input costs more than the product."""

@@ -19,6 +19,7 @@ from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import CONTRIB, Editor, clean, constant_of, role_of, shape_of
+from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import (
     SMALL,
     Linear,
@@ -32,10 +33,10 @@ from ssdevice.export.onnx.linears import (
 from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.roles import Part
+from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT = 128
-BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -241,15 +242,9 @@ class _Int4Product:
         weight = self.store.as_int4(linear.name, linear.weight())
         packed = _named(edit, f"{linear.name}.int4", weight.packed)
         scale = _named(edit, f"{linear.name}.scale", weight.scale)
-        attributes = {
-            "K": linear.inputs,
-            "N": linear.outputs,
-            "bits": 4,
-            "block_size": BLOCK,
-            "accuracy_level": 4,
-        }
+        sizes = {"K": linear.inputs, "N": linear.outputs}
         inputs = [linear.source, packed, scale]
-        return edit.insert(before, "MatMulNBits", inputs, out_shape(linear), ir.DataType.FLOAT, attributes, CONTRIB)
+        return edit.insert(before, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
 
 
 def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:

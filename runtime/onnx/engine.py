@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from ssdevice.contract import FUNCTIONS, PAST, ROWS, STEP, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs
+from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.cache import RowCache
 from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, kernel_times
@@ -94,6 +95,12 @@ class OnnxEngine(Engine):
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)
         file = self.files[function]
+        if self.options.kernels and (built := kernels.library()) is not None:
+            try:
+                options.register_custom_ops_library(str(built))
+            except Exception as error:
+                again = "build it again with `ssdevice kernels`, or pass --no-kernels"
+                raise BundleError(f"{built}: ONNX Runtime cannot load it ({first_line(error)}); {again}") from error
         try:
             return ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself

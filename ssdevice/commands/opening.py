@@ -52,13 +52,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spinning", action="store_true", help="threads busy-wait: faster on an idle machine, slower on a shared one"
     )
+    parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
 
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """The options that ``add_engine`` declared."""
     from ssdevice.runtime.engine import EngineOptions
 
-    return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile)
+    return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile, kernels=not args.no_kernels)
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:

@@ -52,9 +52,7 @@ def write_adapter(
     """Streams with random identifiers and, in lossless mode, adapters that do something."""
     torch.manual_seed(1)
     hf = load_hf(base)
-    config = StreamConfig(
-        mode=mode, gamma=gamma, msa_layers=msa_layers, lora_rank=0, draft_vocabulary=draft_vocabulary
-    )
+    config = StreamConfig(mode=mode, gamma=gamma, msa_layers=msa_layers, lora_rank=0, draft_vocabulary=draft_vocabulary)
     model = build(hf, config, 128)
     assert model.streams is not None
     for name, value in model.streams.named_parameters():

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, Editor, tag
+from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.graph import finish
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.quantization import ZERO_POINT, WeightStore, quantize
@@ -61,6 +62,7 @@ def quantized(
     tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
     finish(edit)
+    add_functions(edit.model)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
     return content
 

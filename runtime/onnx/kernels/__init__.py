@@ -1,0 +1,63 @@
+"""Kernels of our own for ONNX Runtime, compiled on the machine that runs them: ``ssdevice kernels``.
+
+Graphs call their operators by name in ``DOMAIN`` and hold, for each, an ONNX function of standard operators that
+computes the same up to rounding (``ssdevice.export.onnx.functions``). ONNX Runtime takes the kernel where it is
+registered and the function where not, so every bundle runs without the kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ssdevice.errors import InputError, first_line
+
+DOMAIN = "ssdevice"
+INT4_LINEAR = "Int4Linear"
+"""``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; linears.cpp says what it computes."""
+
+FOLDER = "SSDEVICE_KERNELS"
+"""Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
+SOURCES = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+"""No contraction: a fused multiply-add would round once where another CPU rounds twice."""
+
+
+def library() -> Path | None:
+    """The compiled kernels of this version, if they were built for this machine."""
+    file = _place()
+    return file if file.is_file() else None
+
+
+def build() -> Path:
+    """Compile the kernels and put them where ``library`` finds them. Raises InputError."""
+    chosen = os.environ.get("CXX")
+    compiler = chosen or next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None or shutil.which(compiler) is None:
+        wanted = f"CXX is {chosen}, which is not there" if chosen else f"there is no {', '.join(COMPILERS)}"
+        raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
+    file = _place()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+        done = subprocess.run([compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True)
+        if done.returncode:
+            raise InputError(f"{compiler} cannot compile the kernels ({first_line(done.stderr)})")
+        os.replace(made, file)  # whole or not at all, also for a process that looks now
+    return file
+
+
+def _place() -> Path:
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(path.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
+    name = f"kernels-{digest.hexdigest()[:16]}-{platform.system()}-{platform.machine()}.so"
+    return Path(os.environ.get(FOLDER) or cache) / name

@@ -1,0 +1,411 @@
+// Products of few rows with quantized weights: what verifying a draft tree needs. The weights are read once for all
+// rows, and every row is computed in the same way however many there are, so its bits do not depend on the others.
+//
+// Int4Linear(x [.., R, K] float, codes [N, K / 32, 16] uint8, scales [N, K / 32] float) -> [.., R, N] float: the operands of
+// com.microsoft::MatMulNBits with bits = 4 and block_size = 32, zero at code 8. Per row r and block b of 32 inputs:
+//   a[r, b] = max |x| / 127,  q = round to even(x * (127 / max |x|)),  d[r, n, b] = sum of q * (code - 8), an integer
+//   y[r, n] = sum over b, in order, of d * (scales[n, b] * a[r, b]), every operation rounded to float
+// Kernels for different CPUs only differ in how they compute d, so all give the same bits.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "interface.h"
+
+#if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
+#include <immintrin.h>
+#define SSDEVICE_AVX2 1
+#endif
+
+namespace {
+
+constexpr int kBlock = 32;    // inputs that share a scale
+constexpr int kColumns = 8;   // columns computed side by side: floats of 256 bits
+constexpr int kTile = 5;      // rows whose sums stay in registers
+constexpr int kZero = 8;      // the code of zero
+constexpr float kLeast = 1e-35f;  // rows below are zeros: 127 / kLeast is still a number
+constexpr int kUnit = 4 * kColumns * 4 + 4 * kColumns;  // bytes of a block of eight columns: codes, then scales
+
+int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1) / kBlock); }
+
+// ---- Weights: eight columns side by side, four inputs of a column in a row, so that sums need no shuffling ----------
+
+// For each group of eight columns and each block: 4 vectors of 32 bytes and 8 scales. Byte 4 * c + j of vector v holds input
+// 4 * v + j of column c in its low half and input 16 + 4 * v + j in its high half.
+struct Weights {
+  int64_t outputs, inputs;
+  std::vector<uint8_t> storage;
+  uint8_t* units;
+
+  int Groups() const { return static_cast<int>((outputs + kColumns - 1) / kColumns); }
+  size_t Size() const { return static_cast<size_t>(Groups()) * Blocks(inputs) * kUnit; }
+
+  Weights(int64_t outputs, int64_t inputs, const uint8_t* codes, const float* scales)
+      : outputs(outputs), inputs(inputs) {
+    storage.assign(Size() + 31, 0);
+    units = storage.data() + (32 - reinterpret_cast<uintptr_t>(storage.data()) % 32) % 32;
+    const int blocks = Blocks(inputs);
+    for (int64_t n = 0; n < outputs; ++n) {
+      const int c = static_cast<int>(n % kColumns);
+      for (int b = 0; b < blocks; ++b) {
+        uint8_t* unit = units + ((n / kColumns) * blocks + b) * kUnit;
+        const uint8_t* from = codes + (n * blocks + b) * 16;  // two inputs a byte, the first in the low half
+        for (int k = 0; k < 16; ++k) {
+          const uint8_t low = from[k / 2] >> (4 * (k % 2)) & 15;
+          const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
+          unit[32 * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
+        }
+        std::memcpy(unit + 128 + 4 * c, scales + n * blocks + b, 4);
+      }
+    }
+  }
+};
+
+// The functions of a bundle are graphs that share their weights; so do their kernels.
+std::shared_ptr<const Weights> Shared(std::shared_ptr<const Weights> made) {
+  static std::mutex lock;
+  static std::multimap<uint64_t, std::weak_ptr<const Weights>> known;
+  const size_t size = made->Size();
+  uint64_t key = static_cast<uint64_t>(made->outputs) * 1000003 + static_cast<uint64_t>(made->inputs);
+  for (size_t at = 0; at + 8 <= size; at += 8 * 61) {
+    uint64_t word;
+    std::memcpy(&word, made->units + at, 8);
+    key = (key ^ word) * 0x9E3779B97F4A7C15ull;
+  }
+  const std::lock_guard<std::mutex> guard(lock);
+  auto [first, last] = known.equal_range(key);
+  while (first != last) {
+    const auto other = first->second.lock();
+    if (other == nullptr) {
+      first = known.erase(first);
+      continue;
+    }
+    const bool same = other->outputs == made->outputs && other->inputs == made->inputs;
+    if (same && std::memcmp(other->units, made->units, size) == 0) return other;
+    ++first;
+  }
+  known.emplace(key, made);
+  return made;
+}
+
+// ---- Rows ------------------------------------------------------------------------------------------------------------
+
+// Rows in eight bits: codes [R, blocks * 32], and by block the scale and the amount that the zero code adds to a product.
+struct Rows {
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  std::vector<int32_t> zeros;
+};
+
+void QuantizeBlock(const float* x, int count, int8_t* codes, float* scale, int32_t* zero) {
+  float peak = 0;
+  for (int k = 0; k < count; ++k) peak = std::max(peak, std::fabs(x[k]));
+  const float inverse = peak > kLeast ? 127.0f / peak : 0.0f;
+  int32_t sum = 0;
+  for (int k = 0; k < kBlock; ++k) {
+    codes[k] = k < count ? static_cast<int8_t>(std::nearbyint(x[k] * inverse)) : 0;
+    sum += codes[k];
+  }
+  *scale = peak * (1.0f / 127.0f);
+  *zero = kZero * sum;
+}
+
+#ifdef SSDEVICE_AVX2
+__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, int8_t* codes, float* scale, int32_t* zero) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  __m256 v[4], most = _mm256_setzero_ps();
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm256_loadu_ps(x + 8 * i);
+    most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[i]));
+  }
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  half = _mm_max_ss(half, _mm_movehdup_ps(half));
+  const float peak = _mm_cvtss_f32(half);
+  const __m256 inverse = _mm256_set1_ps(peak > kLeast ? 127.0f / peak : 0.0f);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+  const __m256i total = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(bytes, order));
+  *scale = peak * (1.0f / 127.0f);
+  *zero = kZero * _mm_cvtsi128_si32(sum);
+}
+#endif
+
+// ---- Products: R rows with eight columns -------------------------------------------------------------------------------
+
+struct Tile {
+  const uint8_t* units;
+  int blocks;
+  const int8_t* codes;
+  const float* scales;
+  const int32_t* zeros;
+};
+
+using Product = void (*)(const Tile&, float (*out)[kColumns]);
+
+template <int R>
+void Portable(const Tile& t, float (*out)[kColumns]) {
+  for (int r = 0; r < R; ++r) std::fill(out[r], out[r] + kColumns, 0.0f);
+  for (int b = 0; b < t.blocks; ++b) {
+    const uint8_t* unit = t.units + static_cast<size_t>(b) * kUnit;
+    float scales[kColumns];
+    std::memcpy(scales, unit + 128, sizeof scales);
+    for (int r = 0; r < R; ++r) {
+      const int8_t* q = t.codes + (static_cast<size_t>(r) * t.blocks + b) * kBlock;
+      const float scale = t.scales[r * t.blocks + b];
+      for (int c = 0; c < kColumns; ++c) {
+        int32_t d = -t.zeros[r * t.blocks + b];
+        for (int k = 0; k < 16; ++k) {
+          const uint8_t both = unit[32 * (k / 4) + 4 * c + k % 4];
+          d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
+        }
+        out[r][c] += static_cast<float>(d) * (scales[c] * scale);
+      }
+    }
+  }
+}
+
+#ifdef SSDEVICE_AVX2
+// Eight products of codes up to 15 with codes up to 127, two by two, add up to at most 30480: sixteen bits hold them.
+template <int R>
+__attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns]) {
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256 sums[R];
+  for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_ps();
+  const uint8_t* unit = t.units;
+  for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
+    __m256i w[8];
+    for (int i = 0; i < 4; ++i) {
+      const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit + 32 * i));
+      w[i] = _mm256_and_si256(both, low);
+      w[i + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    }
+    const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(unit + 128));
+    for (int r = 0; r < R; ++r) {
+      const int8_t* codes = t.codes + (static_cast<size_t>(r) * t.blocks + b) * kBlock;
+      __m256i pairs = _mm256_setzero_si256();
+      for (int i = 0; i < 8; ++i) {
+        int32_t four;
+        std::memcpy(&four, codes + 4 * i, 4);
+        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], _mm256_set1_epi32(four)));
+      }
+      const __m256i zero = _mm256_set1_epi32(t.zeros[r * t.blocks + b]);
+      const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs, ones), zero));
+      const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(t.scales[r * t.blocks + b]));
+      sums[r] = _mm256_add_ps(sums[r], _mm256_mul_ps(d, scale));
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], sums[r]);
+}
+
+const bool kAvx2 = __builtin_cpu_supports("avx2");
+constexpr Product kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
+#else
+constexpr bool kAvx2 = false;
+#endif
+constexpr Product kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
+
+const Product* Products() {
+#ifdef SSDEVICE_AVX2
+  if (kAvx2) return kAvx2Products;
+#endif
+  return kPortableProducts;
+}
+
+void Quantize(const float* x, int64_t rows, int64_t inputs, Rows* out) {
+  const int blocks = Blocks(inputs);
+  out->codes.resize(static_cast<size_t>(rows) * blocks * kBlock);
+  out->scales.resize(static_cast<size_t>(rows) * blocks);
+  out->zeros.resize(static_cast<size_t>(rows) * blocks);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int b = 0; b < blocks; ++b) {
+      const size_t at = static_cast<size_t>(r) * blocks + b;
+      const float* from = x + r * inputs + static_cast<int64_t>(b) * kBlock;
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
+#ifdef SSDEVICE_AVX2
+      if (kAvx2 && count == kBlock) {
+        QuantizeBlockAvx2(from, &out->codes[at * kBlock], &out->scales[at], &out->zeros[at]);
+        continue;
+      }
+#endif
+      QuantizeBlock(from, count, &out->codes[at * kBlock], &out->scales[at], &out->zeros[at]);
+    }
+  }
+}
+
+// A call's work, cut into parts of neighbouring groups of columns.
+struct Call {
+  const Weights& weights;
+  const Rows& rows;
+  int64_t count;
+  int parts;
+  float* y;
+
+  static void Part(void* call, size_t part) { static_cast<const Call*>(call)->Run(static_cast<int>(part)); }
+
+  void Run(int part) const {
+    const int groups = weights.Groups(), blocks = Blocks(weights.inputs);
+    const Product* products = Products();
+    const int64_t tiles = (count + kTile - 1) / kTile;
+    float out[kTile][kColumns];
+    for (int g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
+      const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - static_cast<int64_t>(g) * kColumns);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
+        const size_t at = static_cast<size_t>(first) * blocks;
+        const Tile t{weights.units + static_cast<size_t>(g) * blocks * kUnit, blocks, rows.codes.data() + at * kBlock,
+                     rows.scales.data() + at, rows.zeros.data() + at};
+        products[last - first - 1](t, out);
+        for (int64_t r = first; r < last; ++r)
+          std::copy(out[r - first], out[r - first] + columns, y + r * weights.outputs + g * kColumns);
+      }
+    }
+  }
+};
+
+// ---- The operator ------------------------------------------------------------------------------------------------------
+
+struct Failure {
+  ort::Status* status;
+};
+
+void Check(ort::Status* status) {
+  if (status != nullptr) throw Failure{status};
+}
+
+std::vector<int64_t> SizesOf(const ort::Api& api, const ort::Value* value) {
+  ort::Shape* shape = nullptr;
+  Check(api.ShapeOf(value, &shape));
+  size_t rank = 0;
+  ort::Status* status = api.Rank(shape, &rank);
+  std::vector<int64_t> sizes(rank);
+  if (status == nullptr) status = api.Sizes(shape, sizes.data(), rank);
+  api.Release(shape);
+  Check(status);
+  return sizes;
+}
+
+template <typename T>
+T* DataOf(const ort::Api& api, const ort::Value* value) {
+  void* data = nullptr;
+  Check(api.Data(value, &data));
+  return static_cast<T*>(data);
+}
+
+struct Kernel {
+  ort::Api api;
+  std::shared_ptr<const Weights> weights;
+};
+
+// Runs what may throw, and turns whatever it throws into a status: no exception may pass the C interface.
+template <typename Work>
+ort::Status* Guarded(const ort::Api& api, Work work) {
+  try {
+    work();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (const std::bad_alloc&) {
+    return api.CreateStatus(1, "Int4Linear: no memory");
+  } catch (const std::exception& error) {
+    return api.CreateStatus(1, error.what());
+  }
+}
+
+ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
+  const ort::Api api(table);
+  return Guarded(api, [&] {
+    const ort::Value *codes = nullptr, *scales = nullptr;
+    int constant[2] = {0, 0};
+    Check(api.ConstantInput(info, 1, &constant[0], &codes));
+    Check(api.ConstantInput(info, 2, &constant[1], &scales));
+    if (!constant[0] || !constant[1]) Check(api.CreateStatus(2, "Int4Linear: its weights are no constants"));
+    const auto sizes = SizesOf(api, codes), scale_sizes = SizesOf(api, scales);
+    int64_t count = 1;
+    for (const int64_t size : scale_sizes) count *= size;
+    if (sizes.size() != 3 || sizes[2] != kBlock / 2 || count != sizes[0] * sizes[1])
+      Check(api.CreateStatus(2, "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]"));
+    auto made = std::make_shared<const Weights>(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes),
+                                                DataOf<const float>(api, scales));
+    *out = new Kernel{api, Shared(std::move(made))};
+  });
+}
+
+ort::Status* Compute(void* self, ort::KernelContext* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(self);
+  const ort::Api& api = kernel.api;
+  return Guarded(api, [&] {
+    const Weights& weights = *kernel.weights;
+    const ort::Value* x = nullptr;
+    Check(api.Input(context, 0, &x));
+    auto sizes = SizesOf(api, x);
+    const int64_t inputs = sizes.empty() ? 0 : sizes.back();
+    if (Blocks(inputs) != Blocks(weights.inputs))
+      Check(api.CreateStatus(2, "Int4Linear: the rows have another width than the weights"));
+    int64_t count = 1;
+    for (size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
+    sizes.back() = weights.outputs;
+    ort::Value* y = nullptr;
+    Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
+    if (count == 0) return;
+    thread_local Rows rows;
+    Quantize(DataOf<const float>(api, x), count, inputs, &rows);
+    const int parts = std::clamp(weights.Groups() / 4, 1, 32);
+    Call call{weights, rows, count, parts, DataOf<float>(api, y)};
+    Check(api.ParallelFor(context, Call::Part, static_cast<size_t>(parts), &call));
+  });
+}
+
+const ort::CustomOp kInt4Linear = [] {
+  ort::CustomOp op{};
+  op.version = ort::kVersion;
+  op.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return nullptr; };  // CPU
+  op.GetInputType = [](const ort::CustomOp*, size_t index) { return index == 1 ? ort::kUint8 : ort::kFloat; };
+  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
+  op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
+  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };   // required
+  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };  // required
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };       // default
+  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.CreateKernelV2 = Create;
+  op.KernelComputeV2 = Compute;
+  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
+  op.GetEndVersion = [](const ort::CustomOp*) { return 1 << 30; };
+  return op;
+}();
+
+}  // namespace
+
+extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  const void* const* table = base->GetApi(ort::kVersion);
+  if (table == nullptr) return nullptr;  // an older runtime, which will not find the operator
+  const ort::Api api(table);
+  static std::mutex lock;
+  static ort::Domain* domain = nullptr;  // it must outlive every session
+  const std::lock_guard<std::mutex> guard(lock);
+  if (domain == nullptr) {
+    ort::Domain* made = nullptr;
+    if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
+    if (ort::Status* status = api.Add(made, &kInt4Linear)) return status;
+    domain = made;
+  }
+  return api.Add(options, domain);
+}

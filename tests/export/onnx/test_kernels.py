@@ -1,0 +1,153 @@
+"""Kernels of our own: the same bits as NumPy for any number of rows, on any CPU, and bundles that run without them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from ssdevice.bench.equality import compare
+from ssdevice.bundle.folder import Bundle
+from ssdevice.cli import main
+from ssdevice.errors import BundleError, InputError
+from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.quantization import Int4Weight
+from ssdevice.export.plan import Quant
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.onnx import kernels
+from ssdevice.runtime.session import Session
+from tests.export.onnx import forms
+from tests.export.onnx.test_export import export
+from tests.once import made_once
+
+COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)")
+SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
+"""Inputs and outputs; blocks and groups of columns that are not full among them."""
+ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)
+
+
+@pytest.fixture(scope="module", params=["this CPU's", "portable"])
+def library(request: pytest.FixtureRequest) -> Path:
+    """The compiled kernels: as users get them, and with nothing but standard C++."""
+    flags = ["-DSSDEVICE_PORTABLE"] if request.param == "portable" else []
+
+    def make(file: Path) -> Path:
+        sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
+        warnings = ["-Wall", "-Wextra", "-Werror"]
+        subprocess.run([str(COMPILER), *kernels.FLAGS, *warnings, *flags, "-o", str(file), *sources], check=True)
+        return file
+
+    return made_once(f"kernels/{'portable' if flags else 'native'}.so", make)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels built by the command, where engines find them."""
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv(kernels.FOLDER, str(folder))
+    assert main(["kernels"]) == 0
+    return folder
+
+
+def session(model: bytes, library: Path | None, threads: int = 1) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
+    """What linears.cpp says at its top, in NumPy: ``x [R, K]`` -> ``[R, N]``."""
+    blocks = weight.scale.shape[1]
+    padded = np.zeros((len(x), blocks * 32), np.float32)
+    padded[:, : x.shape[1]] = x
+    grouped = padded.reshape(len(x), blocks, 32)
+    peak = np.abs(grouped).max(axis=2)
+    inverse = np.float32(127) / np.where(peak > 1e-35, peak, np.float32(np.inf))
+    codes = np.rint(grouped * inverse[..., None]).astype(np.int32)
+    scales = peak * np.float32(1 / 127)
+    values = np.stack([weight.packed & 15, weight.packed >> 4], axis=-1).reshape(*weight.scale.shape, 32)
+    y = np.zeros((len(x), len(weight.packed)), np.float32)
+    for b in range(blocks):
+        sums = codes[:, b] @ (values[:, b].astype(np.int32) - 8).T
+        y += sums.astype(np.float32) * (weight.scale[None, :, b] * scales[:, b, None])
+    return y
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_every_row_has_numpys_bits_among_any_number_of_rows(
+    library: Path, inputs: int, outputs: int, threads: int
+) -> None:
+    rng = np.random.default_rng(inputs)
+    weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    weight[0] = 0
+    x = (rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))).astype(np.float32)
+    x[1], x[2], x[4] = 0, 1e-38, np.sign(x[4])
+    expected = int4_linear(x, Int4Weight.of(weight.T))
+    for rows in ROWS:
+        model = forms.linears_model(rows, [weight], Quant.INT4)
+        (found,) = session(model, library, threads).run(None, {"x": x[None, :rows]})
+        np.testing.assert_array_equal(found[0], expected[:rows])
+
+
+def test_without_the_kernels_a_graph_computes_the_same_up_to_rounding(library: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((96, 576)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((1, 5, 576)).astype(np.float32)
+    model = forms.linears_model(5, [weight], Quant.INT4)
+    ours, standard = (session(model, file).run(None, {"x": x})[0] for file in (library, None))
+    assert not np.array_equal(ours, standard)  # so the kernel did run
+    np.testing.assert_allclose(ours, standard, atol=1e-5 * np.abs(ours).max())
+
+
+def test_rows_of_another_width_are_an_error_and_no_crash(library: Path) -> None:
+    model = onnx.load_from_string(forms.linears_model(2, [np.ones((256, 64), np.float32)], Quant.INT4))
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 96
+    del model.functions[:]  # whose rules for shapes would already refuse it
+    with pytest.raises(Exception, match="rows have another width than the weights"):
+        session(model.SerializeToString(), library).run(None, {"x": np.ones((1, 2, 96), np.float32)})
+
+
+def test_with_the_kernels_int4_steps_have_the_bits_of_plain_decoding_on_every_cpu(
+    base: Path, adapter: Path, tmp_path: Path, installed: Path
+) -> None:
+    flags = ("--adapter", f"app={adapter}", "--quant", "int4", "--tree", "chain:3")
+    assert main(export(base, tmp_path / "bundle", *flags)) == 0
+    bundle = Bundle.open(tmp_path / "bundle")
+    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
+    result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    assert result.differences == [] and result.nodes_ended == set(range(4))
+    assert result.largest_change == 0
+
+
+def test_a_library_that_is_broken_is_one_line_and_can_be_left_out(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(export(base, tmp_path / "bundle", "--quant", "int4")) == 0
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(kernels, "library", lambda: broken)
+    with pytest.raises(BundleError, match=r"ssdevice kernels"):
+        list(Session.open(tmp_path / "bundle").generate("a b c", max_tokens=2))
+    assert main(["run", str(tmp_path / "bundle"), "--prompt", "a b c", "--max-tokens", "2", "--no-kernels"]) == 0
+
+
+def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(kernels.FOLDER, str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"CXX is no-such-compiler.*apt-get install g\+\+"):
+        kernels.build()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(InputError, match="false cannot compile the kernels"):
+        kernels.build()
+    assert list(tmp_path.iterdir()) == [] and kernels.library() is None
