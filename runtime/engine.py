@@ -28,14 +28,14 @@ Outputs = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs. ``threads``: 0 for the engine's default. ``spinning``: threads busy-wait between calls.
+    """How an engine runs. ``threads``: 0 for the engine's default.
 
-    ``profile``: record where time is spent inside the target, for engines that can. ``kernels``: use the kernels of our
-    own where they were built (``ssdevice kernels``).
+    ``spinning``: threads busy-wait for work, during a call but not between calls. ``profile``: record where time is
+    spent inside the target, for engines that can. ``kernels``: use those that ``ssdevice kernels`` built.
     """
 
     threads: int = 0
-    spinning: bool = False
+    spinning: bool = True
     profile: bool = False
     kernels: bool = True
 

@@ -13,6 +13,7 @@ from onnx_ir.passes import common as passes
 from ssdevice.model.roles import Role
 
 CONTRIB = "com.microsoft"
+OPSET = 23
 ROLE = "ssdevice.role"
 """Metadata of a graph's weights while it is rewritten: their ``Role``."""
 Shape = tuple[int | None, ...]

@@ -22,7 +22,7 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
-from ssdevice.export.onnx.attention import permuted_heads
+from ssdevice.export.onnx.attention import attention_in_one, permuted_heads
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.graph import finish, simplify
@@ -161,7 +161,7 @@ def write_graph(
     """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
     simplify(edit, (permuted_heads,))
     quantize(edit, quant, store, book)
-    finish(edit)
+    finish(edit, (attention_in_one,))
     more = slot_inputs(edit, spec, book) if book is not None else ()
     save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
 

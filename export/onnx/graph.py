@@ -356,9 +356,13 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
         clean(edit.model)
 
 
-def finish(edit: Editor) -> None:
-    """Rewrites of a graph whose linears have been lowered; products and the main rows' logits get their names."""
+def finish(edit: Editor, more: Sequence[Rule] = ()) -> None:
+    """Rewrites of a graph whose linears have been lowered; products and the main rows' logits get their names.
+
+    ``more``: further rules, for graphs whose views are merged.
+    """
     apply(edit, FINISH)
+    apply(edit, more)
     for product in edit.products:
         if not product.output.is_graph_output():
             product.output.name = f"{product.weight}{READS}{product.source.name}"

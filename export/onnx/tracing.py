@@ -22,11 +22,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
 from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
 
-OPSET = 23
 EXAMPLE_SIZE = 7
 """Of the dynamic size while tracing; torch treats 0 and 1 as special."""
 

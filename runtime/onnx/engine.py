@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PROVIDER = "CPUExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
+STOP_SPINNING = "session.force_spinning_stop"
+"""At the end of every call."""
 SILENT = 4  # errors are raised, and a log would print them again
 ort.set_default_logger_severity(SILENT)  # allocations do not use a session's logger
 BINDINGS = 256
@@ -91,6 +93,7 @@ class OnnxEngine(Engine):
         options.intra_op_num_threads = self.options.threads
         options.log_severity_level = SILENT
         options.add_session_config_entry(SPINNING, "1" if self.options.spinning else "0")
+        options.add_session_config_entry(STOP_SPINNING, "1")
         if self._profiles is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)

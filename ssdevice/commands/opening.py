@@ -50,7 +50,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``engine_options``."""
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument(
-        "--spinning", action="store_true", help="threads busy-wait: faster on an idle machine, slower on a shared one"
+        "--no-spinning",
+        action="store_true",
+        help="threads sleep while they wait: slower on an idle machine, kinder to other programs",
     )
     parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
 
@@ -59,7 +61,8 @@ def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOpt
     """The options that ``add_engine`` declared."""
     from ssdevice.runtime.engine import EngineOptions
 
-    return EngineOptions(threads=args.threads, spinning=args.spinning, profile=profile, kernels=not args.no_kernels)
+    spinning, kernels = not args.no_spinning, not args.no_kernels
+    return EngineOptions(threads=args.threads, spinning=spinning, profile=profile, kernels=kernels)
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:

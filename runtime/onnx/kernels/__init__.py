@@ -20,6 +20,8 @@ from ssdevice.errors import InputError, first_line
 DOMAIN = "ssdevice"
 INT4_LINEAR = "Int4Linear"
 """``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; linears.cpp says what it computes."""
+TREE_ATTENTION = "TreeAttention"
+"""Grouped-query attention of new rows over the cache and themselves; attention.cpp says how."""
 
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""

@@ -52,6 +52,12 @@ class Api {
   Status* Output(KernelContext* context, size_t index, const int64_t* sizes, size_t rank, Value** out) const {
     return At<Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>(91)(context, index, sizes, rank, out);
   }
+  Status* Attribute(const KernelInfo* info, const char* name, float* out) const {
+    return At<Status*(const KernelInfo*, const char*, float*)>(85)(info, name, out);
+  }
+  Status* Attribute(const KernelInfo* info, const char* name, int64_t* out) const {
+    return At<Status*(const KernelInfo*, const char*, int64_t*)>(86)(info, name, out);
+  }
   void Release(Shape* shape) const { At<void(Shape*)>(99)(shape); }
   Status* ConstantInput(const KernelInfo* info, size_t index, int* constant, const Value** out) const {
     return At<Status*(const KernelInfo*, size_t, int*, const Value**)>(249)(info, index, constant, out);

@@ -13,10 +13,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <vector>
 
-#include "interface.h"
+#include "operator.h"
 
 #if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
 #include <immintrin.h>
@@ -277,52 +276,10 @@ struct Call {
 
 // ---- The operator ------------------------------------------------------------------------------------------------------
 
-struct Failure {
-  ort::Status* status;
-};
-
-void Check(ort::Status* status) {
-  if (status != nullptr) throw Failure{status};
-}
-
-std::vector<int64_t> SizesOf(const ort::Api& api, const ort::Value* value) {
-  ort::Shape* shape = nullptr;
-  Check(api.ShapeOf(value, &shape));
-  size_t rank = 0;
-  ort::Status* status = api.Rank(shape, &rank);
-  std::vector<int64_t> sizes(rank);
-  if (status == nullptr) status = api.Sizes(shape, sizes.data(), rank);
-  api.Release(shape);
-  Check(status);
-  return sizes;
-}
-
-template <typename T>
-T* DataOf(const ort::Api& api, const ort::Value* value) {
-  void* data = nullptr;
-  Check(api.Data(value, &data));
-  return static_cast<T*>(data);
-}
-
 struct Kernel {
   ort::Api api;
   std::shared_ptr<const Weights> weights;
 };
-
-// Runs what may throw, and turns whatever it throws into a status: no exception may pass the C interface.
-template <typename Work>
-ort::Status* Guarded(const ort::Api& api, Work work) {
-  try {
-    work();
-    return nullptr;
-  } catch (const Failure& failure) {
-    return failure.status;
-  } catch (const std::bad_alloc&) {
-    return api.CreateStatus(1, "Int4Linear: no memory");
-  } catch (const std::exception& error) {
-    return api.CreateStatus(1, error.what());
-  }
-}
 
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
@@ -331,12 +288,12 @@ ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::K
     int constant[2] = {0, 0};
     Check(api.ConstantInput(info, 1, &constant[0], &codes));
     Check(api.ConstantInput(info, 2, &constant[1], &scales));
-    if (!constant[0] || !constant[1]) Check(api.CreateStatus(2, "Int4Linear: its weights are no constants"));
+    Require(api, constant[0] && constant[1], "Int4Linear: its weights are no constants");
     const auto sizes = SizesOf(api, codes), scale_sizes = SizesOf(api, scales);
     int64_t count = 1;
     for (const int64_t size : scale_sizes) count *= size;
-    if (sizes.size() != 3 || sizes[2] != kBlock / 2 || count != sizes[0] * sizes[1])
-      Check(api.CreateStatus(2, "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]"));
+    Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && count == sizes[0] * sizes[1],
+            "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]");
     auto made = std::make_shared<const Weights>(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes),
                                                 DataOf<const float>(api, scales));
     *out = new Kernel{api, Shared(std::move(made))};
@@ -348,12 +305,10 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
   const ort::Api& api = kernel.api;
   return Guarded(api, [&] {
     const Weights& weights = *kernel.weights;
-    const ort::Value* x = nullptr;
-    Check(api.Input(context, 0, &x));
+    const ort::Value* x = InputOf(api, context, 0);
     auto sizes = SizesOf(api, x);
     const int64_t inputs = sizes.empty() ? 0 : sizes.back();
-    if (Blocks(inputs) != Blocks(weights.inputs))
-      Check(api.CreateStatus(2, "Int4Linear: the rows have another width than the weights"));
+    Require(api, Blocks(inputs) == Blocks(weights.inputs), "Int4Linear: the rows have another width than the weights");
     int64_t count = 1;
     for (size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
     sizes.back() = weights.outputs;
@@ -368,44 +323,15 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
   });
 }
 
-const ort::CustomOp kInt4Linear = [] {
-  ort::CustomOp op{};
-  op.version = ort::kVersion;
-  op.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
-  op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return nullptr; };  // CPU
-  op.GetInputType = [](const ort::CustomOp*, size_t index) { return index == 1 ? ort::kUint8 : ort::kFloat; };
-  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
-  op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
-  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
-  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };   // required
-  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };  // required
-  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };       // default
-  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
-  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
-  op.CreateKernelV2 = Create;
-  op.KernelComputeV2 = Compute;
-  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
-  op.GetEndVersion = [](const ort::CustomOp*) { return 1 << 30; };
-  return op;
-}();
-
 }  // namespace
 
-extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
-  const void* const* table = base->GetApi(ort::kVersion);
-  if (table == nullptr) return nullptr;  // an older runtime, which will not find the operator
-  const ort::Api api(table);
-  static std::mutex lock;
-  static ort::Domain* domain = nullptr;  // it must outlive every session
-  const std::lock_guard<std::mutex> guard(lock);
-  if (domain == nullptr) {
-    ort::Domain* made = nullptr;
-    if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
-    if (ort::Status* status = api.Add(made, &kInt4Linear)) return status;
-    domain = made;
-  }
-  return api.Add(options, domain);
+const ort::CustomOp* Int4Linear() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Operator(Create, Compute, Destroy<Kernel>);
+    made.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
+    made.GetInputType = [](const ort::CustomOp*, size_t index) { return index == 1 ? ort::kUint8 : ort::kFloat; };
+    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
+    return made;
+  }();
+  return &op;
 }

@@ -24,6 +24,7 @@ from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.runtime.engine import EngineOptions, open_engine
+from ssdevice.runtime.onnx.kernels import TREE_ATTENTION
 from ssdevice.runtime.session import Session
 from ssdevice.text.plain_prompt import NOTE
 from tests.export.models import write_adapter
@@ -291,7 +292,7 @@ def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: st
     assert set(parts.values()) == set(PARTS)
     graph = onnx.load(str(bundle.file(STEP)), load_external_data=False).graph
     assert {node.name for node in graph.node} == set(parts)
-    attention = [parts[node.name] for node in graph.node if node.op_type == "Softmax"]
+    attention = [parts[node.name] for node in graph.node if node.op_type in ("Softmax", TREE_ATTENTION)]
     # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
     assert attention.count("layers") >= bundle.manifest.model.layers
     assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
@@ -15,6 +16,8 @@ from ssdevice.bench.equality import compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.errors import BundleError, InputError
+from ssdevice.export.onnx.editor import CONTRIB, OPSET
+from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
@@ -32,18 +35,21 @@ SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
 ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)
 
 
-@pytest.fixture(scope="module", params=["this CPU's", "portable"])
-def library(request: pytest.FixtureRequest) -> Path:
-    """The compiled kernels: as users get them, and with nothing but standard C++."""
-    flags = ["-DSSDEVICE_PORTABLE"] if request.param == "portable" else []
+def built(portable: bool) -> Path:
+    """The compiled kernels: as users get them, or with nothing but standard C++."""
 
-    def make(file: Path) -> Path:
+    def make(file: Path) -> None:
         sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
-        warnings = ["-Wall", "-Wextra", "-Werror"]
-        subprocess.run([str(COMPILER), *kernels.FLAGS, *warnings, *flags, "-o", str(file), *sources], check=True)
-        return file
+        flags = [*kernels.FLAGS, "-Wall", "-Wextra", "-Werror", *(["-DSSDEVICE_PORTABLE"] if portable else [])]
+        subprocess.run([str(COMPILER), *flags, "-o", str(file), *sources], check=True)
 
-    return made_once(f"kernels/{'portable' if flags else 'native'}.so", make)
+    return made_once(f"kernels/{'portable' if portable else 'native'}.so", make)
+
+
+@pytest.fixture(params=["this CPU's", "portable"])
+def library(request: pytest.FixtureRequest) -> Path:
+    """The compiled kernels, of each kind in turn."""
+    return built(request.param == "portable")
 
 
 @pytest.fixture
@@ -97,6 +103,88 @@ def test_every_row_has_numpys_bits_among_any_number_of_rows(
         model = forms.linears_model(rows, [weight], Quant.INT4)
         (found,) = session(model, library, threads).run(None, {"x": x[None, :rows]})
         np.testing.assert_array_equal(found[0], expected[:rows])
+
+
+KV_HEADS, GROUPS = 3, 2
+ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+"""Of a root with two children, the second of which has one."""
+
+
+def attention_model(rows: int, past: int, dim: int) -> bytes:
+    """TreeAttention as the exporter writes it, with its function."""
+    width = KV_HEADS * dim
+    shapes = {
+        "q": (1, rows, GROUPS * width),
+        "past_keys": (past, width),
+        "keys": (rows, width),
+        "past_values": (past, width),
+        "values": (rows, width),
+        "mask": (1, rows * GROUPS, past + rows),
+    }
+    inputs = [forms.value(name, shape) for name, shape in shapes.items()]
+    attributes = {
+        "kv_heads": KV_HEADS,
+        "scale": dim**-0.5,
+        "heads": [-1, KV_HEADS, dim],
+        "groups": [KV_HEADS, -1, GROUPS, dim],
+        "whole": [1, -1, GROUPS * width],
+    }
+    node = ir.node(kernels.TREE_ATTENTION, inputs, attributes, domain=kernels.DOMAIN)
+    y = node.outputs[0]
+    y.name, y.shape, y.type = "y", ir.Shape([1, rows, GROUPS * width]), ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph(inputs, [y], nodes=[node], opset_imports={"": OPSET, CONTRIB: 1}), ir_version=11)
+    add_functions(model)
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+def attention_inputs(past: int, dim: int, seen: np.ndarray, shown: int) -> dict[str, np.ndarray]:
+    """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in ``seen [R, R]``."""
+    rng, rows, width = np.random.default_rng(past), len(seen), KV_HEADS * dim
+    visible = np.concatenate([np.tile(np.arange(past) < shown, (rows, 1)), seen], axis=1)
+    mask = np.where(visible, np.float32(0), np.float32(-1e9)).repeat(GROUPS, axis=0)[None]
+    drawn = {"q": (1, rows, GROUPS * width), "keys": (rows, width), "values": (rows, width)}
+    drawn |= {"past_keys": (past, width), "past_values": (past, width)}
+    return {"mask": mask, **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in drawn.items()}}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 32, 20])
+@pytest.mark.parametrize(("past", "shown"), [(0, 0), (33, 20), (600, 590)])
+def test_attention_is_that_of_standard_operators_up_to_rounding(library: Path, past: int, shown: int, dim: int) -> None:
+    feeds = attention_inputs(past, dim, ANCESTORS, shown)
+    model = attention_model(4, past, dim)
+    for threads in (1, 2):
+        ours, standard = (session(model, file, threads).run(None, feeds)[0] for file in (library, None))
+        np.testing.assert_allclose(ours, standard, atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int) -> None:
+    feeds = attention_inputs(40, dim, ANCESTORS, 29)
+    (tree,) = session(attention_model(4, 40, dim), library).run(None, feeds)
+    for node, seen in enumerate(ANCESTORS):
+        path = np.flatnonzero(seen)[:-1]
+        past = {  # what the cache holds when plain decoding comes to this node, and a row that is still masked
+            name: np.concatenate([feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]])
+            for name in ("keys", "values")
+        }
+        mask = np.zeros((1, GROUPS, len(past["keys"]) + 1), np.float32)
+        mask[..., -2] = -1e9
+        alone = {"q": feeds["q"][:, node : node + 1], "mask": mask}
+        alone |= {name: feeds[name][node : node + 1] for name in past}
+        alone |= {f"past_{name}": rows for name, rows in past.items()}
+        (row,) = session(attention_model(1, len(past["keys"]), dim), library).run(None, alone)
+        np.testing.assert_array_equal(row[0, 0], tree[0, node])
+
+
+def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits() -> None:
+    models = {dim: (attention_model(4, 300, dim), attention_inputs(300, dim, ANCESTORS, 290)) for dim in (32, 64, 128)}
+    found = [
+        [session(model, built(portable)).run(None, feeds)[0] for model, feeds in models.values()]
+        for portable in (False, True)
+    ]
+    for native, portable in zip(*found, strict=True):
+        np.testing.assert_array_equal(native, portable)
 
 
 def test_without_the_kernels_a_graph_computes_the_same_up_to_rounding(library: Path) -> None:

@@ -1,0 +1,26 @@
+// The library's entry: ONNX Runtime calls it for every session that the library is registered for.
+
+#include <mutex>
+
+#include "operator.h"
+
+const ort::CustomOp* Int4Linear();
+const ort::CustomOp* TreeAttention();
+
+extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  const void* const* table = base->GetApi(ort::kVersion);
+  if (table == nullptr) return nullptr;  // an older runtime, which takes the functions instead
+  const ort::Api api(table);
+  static std::mutex lock;
+  static ort::Domain* domain = nullptr;  // it must outlive every session
+  const std::lock_guard<std::mutex> guard(lock);
+  if (domain == nullptr) {
+    ort::Domain* made = nullptr;
+    if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
+    for (const ort::CustomOp* op : {Int4Linear(), TreeAttention()}) {
+      if (ort::Status* status = api.Add(made, op)) return status;
+    }
+    domain = made;
+  }
+  return api.Add(options, domain);
+}

@@ -1,0 +1,85 @@
+// What the operators share: errors as statuses, shapes and data of tensors, and the fields in which they do not differ.
+#pragma once
+
+#include <exception>
+#include <vector>
+
+#include "interface.h"
+
+struct Failure {
+  ort::Status* status;
+};
+
+inline void Check(ort::Status* status) {
+  if (status != nullptr) throw Failure{status};
+}
+
+inline void Require(const ort::Api& api, bool holds, const char* otherwise) {
+  if (!holds) throw Failure{api.CreateStatus(2, otherwise)};
+}
+
+inline std::vector<int64_t> SizesOf(const ort::Api& api, const ort::Value* value) {
+  ort::Shape* shape = nullptr;
+  Check(api.ShapeOf(value, &shape));
+  size_t rank = 0;
+  ort::Status* status = api.Rank(shape, &rank);
+  std::vector<int64_t> sizes(rank);
+  if (status == nullptr) status = api.Sizes(shape, sizes.data(), rank);
+  api.Release(shape);
+  Check(status);
+  return sizes;
+}
+
+template <typename T>
+T* DataOf(const ort::Api& api, const ort::Value* value) {
+  void* data = nullptr;
+  Check(api.Data(value, &data));
+  return static_cast<T*>(data);
+}
+
+inline const ort::Value* InputOf(const ort::Api& api, const ort::KernelContext* context, size_t index) {
+  const ort::Value* value = nullptr;
+  Check(api.Input(context, index, &value));
+  return value;
+}
+
+// Runs what may throw, and turns whatever it throws into a status: no exception may pass the C interface.
+template <typename Work>
+ort::Status* Guarded(const ort::Api& api, Work work) {
+  try {
+    work();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (const std::exception& error) {  // no memory, most likely
+    return api.CreateStatus(1, error.what());
+  }
+}
+
+template <typename Kernel>
+void Destroy(void* kernel) {
+  delete static_cast<Kernel*>(kernel);
+}
+
+// An operator on the CPU with one float output; its name and its inputs, which are all required, are still to be set.
+inline ort::CustomOp Operator(decltype(ort::CustomOp::CreateKernelV2) create,
+                              decltype(ort::CustomOp::KernelComputeV2) compute, void (*destroy)(void*)) {
+  ort::CustomOp op{};
+  op.version = ort::kVersion;
+  op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return nullptr; };
+  op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
+  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
+  op.KernelDestroy = destroy;
+  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = compute;
+  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
+  op.GetEndVersion = [](const ort::CustomOp*) { return 1 << 30; };
+  return op;
+}
