@@ -27,6 +27,7 @@ demo: $(DEMO_ENV)
 ADAPTER ?=
 
 demo-smollm2: $(VENV)/smollm2.stamp
+	-$(BIN)/ssdevice kernels  # without a compiler it is slower
 	$(BIN)/ssdevice demo --smollm2 $(if $(ADAPTER),--adapter '$(ADAPTER)')
 
 test: $(VENV)/dev.stamp
