@@ -35,8 +35,10 @@ def plain(conversation: Conversation, last: int) -> Sequence[int]:
 
 
 SPECULATIVE = "speculative"
+ADAPTIVE = "adaptive"
+"""Speculative decoding where it pays, else plain: ``ssdevice.runtime.adaptive``, which has a memory of its own."""
 MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, "plain_step": plain_step}
-"""The decoding modes by name."""
+"""The other decoding modes by name."""
 
 
 def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:

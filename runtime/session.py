@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import InputError
+from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
-from ssdevice.runtime.loop import MODES, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, Advance, check_prompt, decode
 from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -49,12 +51,16 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Request:
-    """A valid request. ``conversation``: that of the app in use when the request was made."""
+    """A valid request. ``conversation``: that of the app in use when the request was made.
+
+    ``drafted``: whether the last call verified a draft.
+    """
 
     prompt: Sequence[int]
     max_tokens: int
     output: TextOutput
-    mode: str
+    advance: Advance
+    drafted: Callable[[], bool]
     conversation: Conversation
     turn: _Turn | None
 
@@ -82,6 +88,7 @@ class Session:
         self._running: Generation | None = None  # the answer that owns the cache
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
+        self._adaptive: WeakKeyDictionary[Conversation, Adaptive] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
         self._tokens: list[int] = []  # all but the last are in the cache
         self._messages: Messages = []  # replaced by a new list whenever the conversation continues
@@ -193,9 +200,9 @@ class Session:
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
     def mode(self, speculate: bool) -> str:
-        """The decoding mode, one of MODES, that fits the bundle's functions."""
+        """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
         if speculate and STEP in self.engine.functions:
-            return SPECULATIVE
+            return ADAPTIVE if PLAIN in self.engine.functions else SPECULATIVE
         return "plain" if PLAIN in self.engine.functions else "plain_step"
 
     def runs(
@@ -206,7 +213,7 @@ class Session:
         stop: Sequence[str] = (),
         mode: str = SPECULATIVE,
     ) -> Generator[Run, None, None]:
-        """``generate`` call by call, with tokens and drafts. ``mode``: a decoding mode, one of MODES."""
+        """``generate`` call by call, with tokens and drafts. ``mode``: ADAPTIVE or one of MODES."""
         return self._begin_later(prompt, max_tokens, stop, mode)
 
     def _begin_later(
@@ -215,11 +222,20 @@ class Session:
         """Check a request without changing anything. ``turn``: None starts a new conversation."""
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
-        if mode not in MODES:
-            raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join(MODES)}")
+        if mode not in (ADAPTIVE, *MODES):
+            raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
         shared = _shared(self._tokens, prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
-        return self._runs(_Request(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn))
+        advance, drafted = self._advance(mode)
+        output = self.tokenizer.output(stop)
+        return self._runs(_Request(prompt, max_tokens, output, advance, drafted, self._conversation, turn))
+
+    def _advance(self, mode: str) -> tuple[Advance, Callable[[], bool]]:
+        """What makes the calls of a mode, and whether its last one verified a draft."""
+        if mode != ADAPTIVE:
+            return MODES[mode], lambda: mode == SPECULATIVE
+        adaptive = self._adaptive.setdefault(self._conversation, Adaptive())
+        return adaptive, lambda: adaptive.speculated
 
     def _runs(self, request: _Request) -> Generator[Run, None, None]:
         """An answer. It takes the cache when it begins, and continues as long as it owns it."""
@@ -231,7 +247,7 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
-        steps = decode(conversation, prompt[shared:], MODES[request.mode], request.output.push, request.max_tokens)
+        steps = decode(conversation, prompt[shared:], request.advance, request.output.push, request.max_tokens)
         drafts = None
         try:
             while answer.reason is None:
@@ -239,7 +255,7 @@ class Session:
                     raise InputError(LOST)
                 clock, native = perf_counter(), conversation.native_seconds
                 run = next(steps)
-                run.drafts = drafts
+                run.drafts = drafts if request.drafted() else None
                 if run.reason is not None and run.reason is not Reason.STOP:
                     run.text += request.output.finish()
                 answer.add(run, perf_counter() - clock, conversation.native_seconds - native)
@@ -247,7 +263,7 @@ class Session:
                     self._tokens = list(prompt)
                 self._tokens.extend(run.tokens)
                 yield run
-                drafts = conversation.drafts.copy() if request.mode == SPECULATIVE else None
+                drafts = conversation.drafts.copy()
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:

@@ -1,6 +1,6 @@
 """Linears of an ONNX graph: found, merged where several read the same input, and lowered to MatMul.
 
-``torch`` linears arrive as ``ssdevice.Linear(x, weight [outputs, inputs], bias)`` placeholders under the weights' own
+``torch`` linears arrive as placeholders ``Linear(x, weight [outputs, inputs], bias)`` under the weights' own
 names, so that three graphs agree on what is the same weight and quantization sees each weight whole.
 """
 

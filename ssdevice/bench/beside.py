@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ssdevice.bench.report import TITLES
-from ssdevice.bench.runner import SPECULATIVE, BenchResult
+from ssdevice.bench.runner import BenchResult
 from ssdevice.bench.statistics import speedup
 from ssdevice.errors import InputError
+from ssdevice.runtime.loop import SPECULATIVE
 
 Json = dict[str, Any]
 

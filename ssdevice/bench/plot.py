@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.bench.report import TITLES
-from ssdevice.bench.runner import SPECULATIVE
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.runtime.loop import SPECULATIVE
 
 GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
 

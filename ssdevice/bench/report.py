@@ -9,9 +9,10 @@ from typing import Any
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
 from ssdevice.bench.quality import choose_metric, score
-from ssdevice.bench.runner import SPECULATIVE, BenchOptions, BenchResult, Measured
+from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
 from ssdevice.contract import Geometry
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 Json = dict[str, Any]
 
@@ -117,6 +118,7 @@ TITLES = {
     "plain": "plain (T = 1 graph)",
     "plain_step": "plain (step graph)",
     SPECULATIVE: "speculative",
+    ADAPTIVE: "adaptive (plain where drafts fail)",
 }
 
 

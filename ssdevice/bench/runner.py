@@ -14,9 +14,9 @@ from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.progress import Report
 from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.session import Session
 
-SPECULATIVE = "speculative"
 WARM_UP_PROMPTS = 2
 
 
@@ -102,7 +102,7 @@ class BenchResult:
     @property
     def baseline(self) -> Measured | None:
         """The faster plain mode."""
-        plain = [mode for name, mode in self.modes.items() if name != SPECULATIVE]
+        plain = [mode for name, mode in self.modes.items() if name not in (SPECULATIVE, ADAPTIVE)]
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
@@ -131,7 +131,9 @@ class BenchResult:
 def available_modes(session: Session) -> list[str]:
     """The modes a bundle can run: ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts."""
     names = ["plain"] if PLAIN in session.engine.functions else []
-    return names + (["plain_step", SPECULATIVE] if STEP in session.engine.functions else [])
+    if STEP not in session.engine.functions:
+        return names
+    return [*names, "plain_step", SPECULATIVE, *([ADAPTIVE] if names else [])]
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:

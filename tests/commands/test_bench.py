@@ -58,7 +58,7 @@ def examples(*prompts: str) -> list[Example]:
 def test_arms_run_the_same_prompts_and_agree() -> None:
     session = make_session(Tree.chain(3), oracle=1.0)
     result = measure(session, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
-    assert set(result.modes) == {"plain", "plain_step", "speculative"} and result.equal
+    assert set(result.modes) == {"plain", "plain_step", "speculative", "adaptive"} and result.equal
     for mode in result.modes.values():
         assert [len(answers) for answers in mode.rounds] == [3, 3]
     speculative = result.modes["speculative"]
@@ -74,11 +74,11 @@ def test_arms_run_the_same_prompts_and_agree() -> None:
 def test_two_bundles_are_measured_in_turns_and_compared_by_token() -> None:
     sessions = [make_session(Tree.chain(2)), make_session(Tree.chain(3))]
     results = measure_beside(sessions, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
-    assert [list(result.modes) for result in results] == [["plain", "plain_step", "speculative"]] * 2
+    assert [list(result.modes) for result in results] == [["plain", "plain_step", "speculative", "adaptive"]] * 2
     assert results[0].load is results[1].load
     assert all(len(mode.rounds) == 2 for result in results for mode in result.modes.values())
     found = compare(*results)
-    assert set(found["faster"]) == {"plain", "plain_step", "speculative"}
+    assert set(found["faster"]) == {"plain", "plain_step", "speculative", "adaptive"}
     assert (found["equal_answers"], found["prompts"]) == (3, 3)  # the scripted model is the same, whatever its tree
     text = as_markdown(found, "a", "b")
     assert "## a beside b" in text and "plain answers equal on 3 of 3 prompts" in text
@@ -132,7 +132,7 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     found = json.loads(report.read_text())
     assert found["prompts"] == 2 and found["threads"] == 1 and found["equal"] is True and found["speedup"] > 0
-    assert set(found["arms"]) == {"plain", "plain_step", "speculative"}
+    assert set(found["arms"]) == {"plain", "plain_step", "speculative", "adaptive"}
     for mode in found["arms"].values():
         for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "peak_rss_mb"):
             assert mode[key] > 0, key

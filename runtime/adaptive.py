@@ -1,0 +1,75 @@
+"""Speculative decoding where it pays: plain calls while drafts are rejected, so that no text is slower than plainly.
+
+Both kinds of calls emit the model's own tokens, so the answer does not depend on which is chosen, only its speed does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+
+from ssdevice.runtime.conversation import Conversation
+
+BUDGET = 6.0
+"""Loss, in plain calls, at which speculation pauses."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
+"""Tokens decoded plainly before the next trial; the pause doubles from trial to trial."""
+TRUSTED = 32
+"""Steps without a pause after which pauses are short again."""
+CALIBRATED = 4
+"""Steps before the first plain call, which tells what plain decoding costs."""
+TIMES = 16
+
+
+class Adaptive:
+    """An ``Advance`` (see ``ssdevice.runtime.loop``) that measures what steps and plain calls cost and what steps emit.
+
+    Steps pause when, since their best moment, they have lost more than BUDGET plain calls against plain decoding (a
+    cumulative sum test). It serves one answer after another and remembers what it learned. ``clock``: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._plain: deque[float] = deque(maxlen=TIMES)
+        self._step: deque[float] = deque(maxlen=TIMES)
+        self._lost = 0.0  # plain calls that steps have lost since their best moment
+        self._steps = 0  # since the last plain call
+        self._pause = FIRST_PAUSE
+        self._paused = 0  # tokens to decode plainly from now on
+        self.speculated = False
+        """Whether the last call was a step."""
+
+    def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
+        """The tokens after ``last``, from a step or from a plain call."""
+        self.speculated = self._paused == 0 and (bool(self._plain) or self._steps < CALIBRATED)
+        return self._by_step(conversation, last) if self.speculated else self._plainly(conversation, last)
+
+    def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
+        start = self._clock()
+        token = conversation.step_plain(last)
+        self._plain.append(self._clock() - start)
+        # What follows the draft's first tokens still fits, if that is what the model said.
+        conversation.drafts[:-1] = conversation.drafts[1:].copy()
+        self._paused = max(0, self._paused - 1)
+        self._steps = 0
+        return (token,)
+
+    def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
+        start = self._clock()
+        tokens = conversation.step(last)
+        self._step.append(self._clock() - start)
+        self._steps += 1
+        if self._plain and self._steps > 1:  # the first draft after a plain call is an old one
+            gained = len(tokens) - median(self._step) / median(self._plain)
+            self._lost = max(0.0, self._lost - gained)
+            if self._lost > BUDGET:
+                self._pause_steps()
+            elif self._steps > TRUSTED:
+                self._pause = FIRST_PAUSE
+        return tokens
+
+    def _pause_steps(self) -> None:
+        self._lost, self._paused = 0.0, self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -1,0 +1,92 @@
+"""Speculation pauses where it does not pay, comes back where it does, and changes no token."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from ssdevice.runtime.adaptive import BUDGET, LONGEST_PAUSE, Adaptive
+from ssdevice.runtime.conversation import Conversation
+
+PLAIN_SECONDS = 1.0
+
+
+class Machine:
+    """A conversation whose calls take the time they are said to take; a step emits ``accepted`` drafts and a token."""
+
+    def __init__(self, step_seconds: float, accepted: float) -> None:
+        self.step_seconds, self.accepted = step_seconds, accepted
+        self.now = 0.0
+        self.calls: list[str] = []
+        self.drafts = np.arange(4, dtype=np.int32)[:, None]
+        self._draw = np.random.default_rng(0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self, last: int) -> list[int]:
+        self.calls.append("step")
+        self.now += self.step_seconds
+        return [0] * (1 + min(4, int(self._draw.poisson(self.accepted))))
+
+    def step_plain(self, last: int) -> int:
+        self.calls.append("plain")
+        self.now += PLAIN_SECONDS
+        return 0
+
+    def decode(self, adaptive: Adaptive, tokens: int) -> float:
+        """Tokens per plain call's time."""
+        start, count = self.now, 0
+        while count < tokens:
+            count += len(adaptive(cast(Conversation, self), 0))
+        return count / (self.now - start)
+
+
+def adaptive_on(machine: Machine) -> Adaptive:
+    return Adaptive(machine.clock)
+
+
+@pytest.mark.parametrize("step_seconds", [1.3, 2.0, 3.0])
+def test_text_that_no_draft_fits_costs_three_percent_at_most(step_seconds: float) -> None:
+    machine = Machine(step_seconds, accepted=0)
+    adaptive = adaptive_on(machine)
+    machine.decode(adaptive, 500)
+    assert machine.decode(adaptive, 5000) >= 0.97
+
+
+@pytest.mark.parametrize(("step_seconds", "accepted"), [(1.3, 3), (2.0, 3), (2.5, 3)])
+def test_where_drafts_fit_nearly_all_calls_are_steps(step_seconds: float, accepted: float) -> None:
+    machine = Machine(step_seconds, accepted)
+    adaptive = adaptive_on(machine)
+    fixed = Machine(step_seconds, accepted)
+    best = sum(len(fixed.step(0)) for _ in range(2000)) / fixed.now
+    assert machine.decode(adaptive, 5000) >= 0.97 * best
+    assert machine.calls.count("plain") <= 0.03 * len(machine.calls)
+
+
+def test_speculation_comes_back_when_the_text_changes() -> None:
+    machine = Machine(2.0, accepted=0)
+    adaptive = adaptive_on(machine)
+    machine.decode(adaptive, 4000)
+    machine.accepted = 3
+    machine.decode(adaptive, LONGEST_PAUSE + 100)
+    machine.calls.clear()
+    machine.decode(adaptive, 1000)
+    assert machine.calls.count("step") > 0.9 * len(machine.calls)
+
+
+def test_the_first_loss_is_bounded() -> None:
+    machine = Machine(2.0, accepted=0)
+    adaptive = adaptive_on(machine)
+    machine.decode(adaptive, 40)
+    assert machine.now - 40 * PLAIN_SECONDS <= BUDGET + 6  # and the steps before plain calls had a price
+
+
+def test_a_plain_call_leaves_the_rest_of_the_draft() -> None:
+    machine = Machine(2.0, accepted=0)
+    adaptive = adaptive_on(machine)
+    while "plain" not in machine.calls:
+        adaptive(cast(Conversation, machine), 0)
+    assert machine.drafts[:3, 0].tolist() == [1, 2, 3] and not adaptive.speculated
