@@ -1,15 +1,17 @@
-"""Converts a torch module to Core ML: each function to a separate package, and several packages to one."""
+"""Converts a torch module to Core ML: each function to a separate program, and several programs to one package."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import config as fx_config
 
 from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
@@ -18,14 +20,13 @@ from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import name_inputs, simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
+from ssdevice.export.mlprogram.program import to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct, quiet
 from ssdevice.export.state_form import InternalCacheForm, Write
 from ssdevice.model.step import StreamModel
 
 CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
-MAIN = "main"
-"""The name that coremltools gives the only function of a package."""
 
 
 def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
@@ -41,11 +42,11 @@ def convert(
     write: KVWrite,
     deployment: Deployment = Deployment.IOS18,
 ) -> Any:
-    """One of the contract's functions as an MLModel in float16, with the contract's tensor names."""
+    """One of the contract's functions as a coremltools program in float16, with the contract's tensor names."""
     coreml_ops.register()
     spec = specs(geometry)[name]
     inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), _without_stack_traces():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
@@ -53,26 +54,24 @@ def convert(
         simplify(program, (KEYS, VALUES))
         # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
-        return ct.convert(
-            program,
-            outputs=[ct.TensorType(name=tensor.name) for tensor in outputs],
-            minimum_deployment_target=ct.target[deployment.value],
-            compute_precision=ct.precision.FLOAT16,
-            skip_model_load=True,
-        )
+        return to_program(program, [ct.TensorType(name=tensor.name) for tensor in outputs], deployment)
 
 
-def merge(packages: Mapping[str, Path], out: Path, default: str) -> None:
-    """Merge packages of one function each; equal weights are stored once."""
-    from coremltools.models.utils import MultiFunctionDescriptor, save_multifunction
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """In this context torch does not record the source line of every operation, which nobody reads."""
+    before = fx_config.do_not_emit_stack_traces
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
-    coreml_ops.register()
-    descriptor = MultiFunctionDescriptor()
-    for name, path in packages.items():
-        descriptor.add_function(str(path), src_function_name=MAIN, target_function_name=name)
-    descriptor.default_function_name = default
+
+def save(programs: Mapping[str, Any], out: Path, default: str, deployment: Deployment = Deployment.IOS18) -> None:
+    """Write programs of one function each as the functions of a package; equal weights are stored once."""
     with quiet():
-        save_multifunction(descriptor, str(out))
+        to_model(programs, default, deployment).save(str(out))
 
 
 def release_memory() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -17,14 +17,21 @@ from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
-from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, merge, release_memory
+from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, release_memory, save
 from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
-from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, compress, int4_grid, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import (
+    BITS,
+    ONLY_WEIGHTS,
+    Compressed,
+    compress,
+    int4_grid,
+    matrices,
+    plan_weights,
+)
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -68,14 +75,16 @@ class CoreMLExporter(Exporter):
         plan, package = job.plan, folder / PACKAGE
         table = function_names(plan)
         notes: list[str] = []
-        with tempfile.TemporaryDirectory(prefix="ssdevice-") as scratch:
-            parts = _Parts(job, table, Path(scratch))
-            parts.write()
-            notes += parts.notes
-            job.report("write the graphs", parts.total, parts.total + 1, "merge")
-            names = table[plan.apps[0].name]
-            merge(parts.paths, package, names.get(STEP, names[PREFILL]))
-            release_memory()
+        parts = _Parts(job, table)
+        parts.convert()
+        notes += parts.notes
+        job.report("write the graphs", parts.total, parts.total + 1, "save")
+        names = table[plan.apps[0].name]
+        deployment = plan.options.chosen(CoreMLOptions).deployment
+        save(parts.programs, package, names.get(STEP, names[PREFILL]), deployment)
+        parts.programs.clear()
+        parts.known.clear()
+        release_memory()
         if not plan.merged:
             program = compact(package)
             added = growth(Package.open(package), table, program, parts.adapter_bytes)
@@ -116,41 +125,39 @@ class CoreMLExporter(Exporter):
 
 
 class _Parts:
-    """Every function as a separate package: ``paths`` by function, sizes of the apps' adapters, and notes."""
+    """Every function as a separate program: ``programs`` by function, sizes of the apps' adapters, and notes."""
 
-    def __init__(self, job: ExportJob, table: Mapping[str, Names], scratch: Path) -> None:
-        self.job, self.table, self.scratch = job, table, scratch
+    def __init__(self, job: ExportJob, table: Mapping[str, Names]) -> None:
+        self.job, self.table = job, table
         self.total = len({name for names in table.values() for name in names.values()})
-        self.paths: dict[str, Path] = {}
+        self.programs: dict[str, Any] = {}
+        self.known: Compressed = {}
         self.adapter_bytes: dict[str, int] = {}
         self.notes: list[str] = []
         self.sketches: dict[str, Sketches] = {}
 
-    def write(self) -> None:
+    def convert(self) -> None:
         """Convert and compress the functions of one app after another."""
         for app, one in jobs(self.job):
             model = one.loaded.model
             self.adapter_bytes[app.name] = adapter_bytes(model)
             for function, name in self.table[app.name].items():
-                if name not in self.paths:
-                    self.job.report("write the graphs", len(self.paths), self.total + 1, name)
-                    self.paths[name] = self._function(function, name, model)
+                if name not in self.programs:
+                    self.job.report("write the graphs", len(self.programs), self.total + 1, name)
+                    self.programs[name] = self._function(function, model)
                     release_memory()
-            # Merging needs the memory, and the gate will take the package's values.
+            # Saving needs the memory, and the gate will take the package's values.
             self.sketches[app.name] = drop_matrices(model)
             release_memory()
 
-    def _function(self, function: str, name: str, model: StreamModel) -> Path:
+    def _function(self, function: str, model: StreamModel) -> Any:
         plan, options = self.job.plan, self.job.plan.options
         chosen = options.chosen(CoreMLOptions)
         made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
-        weights = matrices(made.get_spec())
-        schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
+        schemes = plan_weights(matrices(made), options.quant, chosen.per_channel, plan.geometry.vocab)
         self.notes += [note for note in schemes.notes if note not in self.notes]
-        path = self.scratch / f"{name}.mlpackage"
-        with quiet():
-            compress(made, schemes, {weight.name: weight.shape for weight in weights}).save(str(path))
-        return path
+        compress(made, schemes, self.known)
+        return made
 
 
 def _write_settings(plan: ExportPlan, file: Path) -> None:

@@ -23,9 +23,10 @@ from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import CoreMLOptions
+from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct
 from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
-from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import Compressed, compress, matrices, plan_weights
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm
@@ -60,6 +61,7 @@ def lower(
     coreml_ops.register()
     chosen = plan.options.chosen(CoreMLOptions)
     notes: list[str] = []
+    known: Compressed = {}
     compile_specs = CoreMLBackend.generate_compile_specs(
         compute_unit=ct.ComputeUnit[chosen.compute_units.value.upper()],
         minimum_deployment_target=ct.target[chosen.deployment.value],
@@ -69,7 +71,7 @@ def lower(
     )
 
     def convert(program: ExportedProgram, *_: Any, **__: Any) -> Any:
-        made, found = _converted(program, plan)
+        made, found = _converted(program, plan, known)
         notes.extend(note for note in found if note not in notes)
         return made
 
@@ -81,7 +83,7 @@ def lower(
         return finished(edge, list(specs), report), tuple(notes)
 
 
-def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[str, ...]]:
+def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) -> tuple[Any, tuple[str, ...]]:
     """A function's delegate as an MLModel with compressed weights, and notes on deviations."""
     from executorch.exir.dialects.edge._ops import EdgeOpOverload
 
@@ -92,17 +94,12 @@ def _converted(program: ExportedProgram, plan: ExportPlan) -> tuple[Any, tuple[s
     chosen = plan.options.chosen(CoreMLOptions)
     options, nodes = plan.options, {node.name: node for node in program.graph.nodes}
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
-    made = ct.convert(
-        program,
-        # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
-        outputs=[ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs],
-        minimum_deployment_target=ct.target[chosen.deployment.value],
-        compute_precision=ct.precision.FLOAT16,
-        skip_model_load=True,
-    )
-    weights = matrices(made.get_spec())
-    schemes = plan_weights(weights, options.quant, chosen.per_channel, plan.geometry.vocab)
-    return compress(made, schemes, {weight.name: weight.shape for weight in weights}), schemes.notes
+    # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
+    types = [ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs]
+    made = to_program(program, types, chosen.deployment)
+    schemes = plan_weights(matrices(made), options.quant, chosen.per_channel, plan.geometry.vocab)
+    compress(made, schemes, known)
+    return to_model({MAIN: made}, MAIN, chosen.deployment), schemes.notes
 
 
 @contextmanager

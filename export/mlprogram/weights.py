@@ -1,17 +1,20 @@
 """Decides how the weights of a converted Core ML function are compressed, and compresses them.
 
 Only weights are compressed: activations stay float16, so rows stay independent. A weight that cannot be compressed as
-requested is noted, never skipped silently. Functions are compressed one by one before they are merged; equal weights
-become equal bytes, which merging stores once.
+requested is noted, never skipped silently. Functions are compressed one by one before they are joined; equal weights
+become equal bytes, which are stored once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
@@ -68,26 +71,26 @@ class WeightPlan:
     notes: tuple[str, ...]
 
 
-def matrices(spec: Any) -> list[Weight]:
-    """The constant matrices that linears or lookups read, in the protobuf of a converted function."""
-    (function,) = spec.mlProgram.functions.values()
-    (block,) = function.block_specializations.values()
-    readers: dict[str, list[tuple[str, str]]] = {}
-    for operation in block.operations:
-        for parameter, argument in operation.inputs.items():
-            for binding in argument.arguments:
-                readers.setdefault(binding.name, []).append((operation.type, parameter))
+def matrices(program: Any) -> list[Weight]:
+    """The constant matrices that linears or lookups read, in the program of a converted function."""
     found = []
-    for operation in block.operations:
-        if operation.type != "const":
-            continue
+    for operation in _constants(program):
         output = operation.outputs[0]
-        tensor = output.type.tensorType
-        shape = tuple(int(d.constant.size) for d in tensor.dimensions)
-        uses = tuple(readers.get(output.name, ()))
-        if len(shape) == 2 and any(use in (("linear", "weight"), ("gather", "x")) for use in uses):
-            found.append(Weight(output.name, shape, uses))
+        uses = tuple(
+            (reader.op_type, parameter)
+            for reader in dict.fromkeys(output.child_ops)
+            for parameter, value in reader.inputs.items()
+            if value is output
+        )
+        if output.rank == 2 and any(use in (("linear", "weight"), ("gather", "x")) for use in uses):
+            found.append(Weight(output.name, output.shape, uses))
     return found
+
+
+def _constants(program: Any) -> list[Any]:
+    (function,) = program.functions.values()
+    tensors = (operation for operation in function.operations if operation.op_type == "const")
+    return [operation for operation in tensors if isinstance(operation.outputs[0].val, np.ndarray)]
 
 
 def plan_weights(weights: Sequence[Weight], quant: Quant, per_channel: bool, vocab: int) -> WeightPlan:
@@ -116,11 +119,14 @@ def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Sche
     return Scheme.INT4_CHANNEL if per_channel else Scheme.INT4_BLOCK
 
 
-LINEAR: Mapping[Scheme, Mapping[str, Any]] = {
-    Scheme.INT8: {"dtype": "int8", "granularity": "per_channel"},
-    Scheme.INT4_CHANNEL: {"dtype": "int4", "granularity": "per_channel"},
-    Scheme.INT4_BLOCK: {"dtype": "int4", "granularity": "per_block", "block_size": BLOCK},
+LINEAR: Mapping[Scheme, tuple[int, list[int]]] = {
+    Scheme.INT8: (8, [1, 0]),
+    Scheme.INT4_CHANNEL: (4, [1, 0]),
+    Scheme.INT4_BLOCK: (4, [1, BLOCK]),
 }
+"""Bits, and the sizes of the blocks that share a scale; 0: the whole axis."""
+Compressed = dict[Hashable, Any]
+"""What weights became, by scheme and contents: functions that share a weight compress and hold it once."""
 
 
 def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
@@ -131,39 +137,45 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
     return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
 
 
-def compress(model: Any, plan: WeightPlan, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The model with its weights stored as planned. Raises SSDeviceError if a weight is stored otherwise."""
-    import coremltools.optimize.coreml as cto
+def compress(program: Any, plan: WeightPlan, known: Compressed) -> None:
+    """Store the weights of a function's program as planned. Raises SSDeviceError if coremltools cannot."""
+    from coremltools.converters.mil import Builder as mb
 
-    linear, palettes = {}, {}
-    for name, scheme in plan.schemes.items():
-        if scheme in LINEAR:
-            linear[name] = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **LINEAR[scheme])
-        elif scheme is Scheme.PALETTE4:
-            group = next(size for size in PALETTE_GROUPS if shapes[name][0] % size == 0)
-            palettes[name] = cto.OpPalettizerConfig(
-                mode="kmeans", nbits=4, granularity="per_grouped_channel", group_size=group, weight_threshold=0
+    (function,) = program.functions.values()
+    with function:
+        for constant in _constants(program):
+            before = constant.outputs[0]
+            if before.val.size < SMALLEST:
+                continue
+            scheme = plan.schemes.get(before.name, Scheme.FLOAT16)
+            key = (scheme, str(before.dtype), before.shape, sha256(np.ascontiguousarray(before.val)).digest())
+            if scheme is Scheme.FLOAT16:
+                values = known.setdefault(key, before.val)
+                for var in (before, constant.val):
+                    var._sym_val.val = values
+                continue
+            if key not in known:
+                known[key] = _compressed(before.val, scheme)
+            if known[key] is None:
+                raise SSDeviceError(f"weight {before.name} cannot be stored as {scheme}")
+            if scheme is Scheme.PALETTE4:
+                kind, suffix, names = "constexpr_lut_to_dense", "palettized", ("indices", "lut")
+            else:
+                kind, suffix, names = "constexpr_blockwise_shift_scale", "quantized", ("data", "scale")
+            parameters = {name: getattr(known[key], name) for name in names}
+            after = getattr(mb, kind)(**parameters, before_op=constant, name=f"{constant.name}_{suffix}")
+            function.replace_uses_of_var_after_op(
+                anchor_op=constant, old_var=before, new_var=after, no_check_var_types=True
             )
-    if linear:
-        model = cto.linear_quantize_weights(model, cto.OptimizationConfig(op_name_configs=linear))
-    if palettes:
-        model = cto.palettize_weights(model, cto.OptimizationConfig(op_name_configs=palettes))
-    if linear or palettes:
-        _check(model.get_spec(), plan)
-    return model
+            function.remove_ops([constant])
 
 
-def _check(spec: Any, plan: WeightPlan) -> None:
-    """Raise SSDeviceError for a weight that coremltools did not compress, for which it only writes a log message."""
-    (function,) = spec.mlProgram.functions.values()
-    (block,) = function.block_specializations.values()
-    kinds = {operation.outputs[0].name: operation.type for operation in block.operations if operation.outputs}
-    for name, scheme in plan.schemes.items():
-        if scheme is Scheme.FLOAT16:
-            continue
-        expected = "constexpr_blockwise_shift_scale" if scheme in LINEAR else "constexpr_lut_to_dense"
-        found = [kind for output, kind in kinds.items() if output == name or output.startswith(f"{name}_")]
-        if expected not in found:
-            raise SSDeviceError(
-                f"weight {name} should be stored as {scheme}, but coremltools left it as {found or 'nothing'}"
-            )
+def _compressed(values: Any, scheme: Scheme) -> Any:
+    """What coremltools makes of a matrix; None: it cannot."""
+    from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
+
+    if scheme is Scheme.PALETTE4:
+        group = next(size for size in PALETTE_GROUPS if len(values) % size == 0)
+        return palettize_weights.blockwise_compress(values, "KMEANS", 4, [group, 0])
+    bits, blocks = LINEAR[scheme]
+    return linear_quantize_weights.blockwise_compress(values, bits, "LINEAR_SYMMETRIC", True, blocks)

@@ -241,7 +241,7 @@ class RoundedTo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Any, _: object, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
         out = operation(*arguments, **(named or {}))
-        if not isinstance(out, Tensor) or out.dtype is not torch.float32:
+        if not isinstance(out, Tensor) or out.dtype is not torch.float32 or operation.is_view:
             return out
         shifted = out * self.factor  # Veltkamp's splitting
         return torch.where(out.abs() < LARGEST, shifted - (shifted - out), out)

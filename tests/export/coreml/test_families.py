@@ -12,9 +12,8 @@ pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, STEP, TOKENS, VALUES, Geometry
-from ssdevice.export.coreml.convert import MAIN, convert
+from ssdevice.export.coreml.convert import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
-from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build
@@ -37,8 +36,8 @@ def test_rows_of_chained_steps(family: str, tmp_path: Path):
     geometry = Geometry(
         backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, CONTEXT, CHUNK
     )
-    with quiet():
-        convert(STEP, model, geometry, Schedule.FUSED, KVWrite.SLICE).save(str(tmp_path / "step.mlpackage"))
+    made = convert(STEP, model, geometry, Schedule.FUSED, KVWrite.SLICE)
+    save({STEP: made}, tmp_path / "step.mlpackage", STEP)
     reference = TorchDriver(model, TREE, TREE.width, Schedule.FUSED, CONTEXT, CHUNK)
     reference.cache.zero_()
     program = Program(Package.open(tmp_path / "step.mlpackage"))
@@ -47,7 +46,7 @@ def test_rows_of_chained_steps(family: str, tmp_path: Path):
     for i in range(STEPS):
         root, drafts = (7 * i + 3) % vocab, [[1 + i, 2], [3, 4 + i]]
         integers = {ROOT: [root], DRAFTS: drafts, LENGTH: [i]}
-        out = program.run(MAIN, {name: np.array(value, np.int32) for name, value in integers.items()}, state)
+        out = program.run(STEP, {name: np.array(value, np.int32) for name, value in integers.items()}, state)
         expected = reference.step(root, drafts, i)
         count = int(out[COUNT][0])
         agreed += count == expected.count and out[TOKENS][:count].tolist() == expected.tokens[:count]

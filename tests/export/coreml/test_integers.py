@@ -12,10 +12,9 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.contract import FUNCTIONS, Geometry  # noqa: E402
-from ssdevice.export.coreml.convert import convert, merge  # noqa: E402
+from ssdevice.export.coreml.convert import convert, save  # noqa: E402
 from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.mlprogram.options import Deployment, KVWrite  # noqa: E402
-from ssdevice.export.mlprogram.quiet import quiet  # noqa: E402
 from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
@@ -60,13 +59,8 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(hf, 1)
     model = build(hf.eval(), StreamConfig(Mode.SHARED, TREE.depth, 1), GEOMETRY.context).eval()
-    parts = {}
-    for name in FUNCTIONS:
-        parts[name] = tmp_path / f"{name}.mlpackage"
-        made = convert(name, model, GEOMETRY, Schedule.DEFERRED, KVWrite.SLICE, deployment)
-        with quiet():
-            made.save(str(parts[name]))
-    merge(parts, tmp_path / "model.mlpackage", STEP)
+    made = {name: convert(name, model, GEOMETRY, Schedule.DEFERRED, KVWrite.SLICE, deployment) for name in FUNCTIONS}
+    save(made, tmp_path / "model.mlpackage", STEP, deployment)
     program = Program(Package.open(tmp_path / "model.mlpackage"), "fp32")
     mine = EngineDriver(CoreMLEngine(NumPyProgram(program), GEOMETRY, {name: name for name in FUNCTIONS}))
     theirs = TorchDriver(model, TREE, 1, Schedule.DEFERRED, GEOMETRY.context, GEOMETRY.chunk)

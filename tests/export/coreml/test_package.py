@@ -177,10 +177,7 @@ def test_state_persists_and_is_shared_by_the_functions():
 
 @pytest.mark.parametrize("quant", [Quant.FP16, Quant.INT4], ids=lambda quant: quant.value)
 def test_functions_share_their_weights(quant: Quant):
-    weights = {
-        name: part(name, quant, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False) / "Data/com.apple.CoreML/weights"
-        for name in FUNCTIONS
-    }
+    weights = {name: part(name, quant) / "Data/com.apple.CoreML/weights" for name in FUNCTIONS}
     merged = size(package(quant) / "Data/com.apple.CoreML/weights")
     largest = max(size(path) for path in weights.values())
     assert merged < 1.2 * largest

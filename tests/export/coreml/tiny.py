@@ -1,4 +1,4 @@
-"""A tiny random llama converted once and stored in every precision: real packages in seconds."""
+"""A tiny random llama in every precision: real packages in seconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
-from ssdevice.export.coreml.convert import convert, merge
+from ssdevice.export.coreml.convert import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
-from ssdevice.export.mlprogram.quiet import quiet
 from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
@@ -47,14 +46,6 @@ def model(mode: Mode = Mode.SHARED) -> StreamModel:
 
 
 @cache
-def converted(name: str, mode: Mode, schedule: Schedule, write: KVWrite) -> Any:
-    """One function in float16. Only ``step`` depends on the schedule."""
-    if name != STEP and schedule is not Schedule.DEFERRED:
-        return converted(name, mode, Schedule.DEFERRED, write)
-    return convert(name, model(mode), GEOMETRY, schedule, write)
-
-
-@cache
 def package(
     quant: Quant = Quant.FP16,
     mode: Mode = Mode.SHARED,
@@ -62,28 +53,34 @@ def package(
     write: KVWrite = KVWrite.SLICE,
     per_channel: bool = False,
 ) -> Path:
-    """The three functions merged."""
+    """The three functions, each program with its weights stored as an export stores them."""
 
     def make(out: Path) -> None:
-        parts = {name: part(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}
-        merge(parts, out, STEP)
+        save({name: program(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}, out, STEP)
 
     return made_once(f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage", make)
 
 
 @cache
-def part(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Path:
+def part(name: str, quant: Quant) -> Path:
     """One function as a package of its own."""
 
     def make(out: Path) -> None:
-        made = converted(name, mode, schedule, write)
-        weights = matrices(made.get_spec())
-        plan = plan_weights(weights, quant, per_channel, VOCAB)
-        assert plan.notes == ()
-        with quiet():
-            compress(made, plan, {weight.name: weight.shape for weight in weights}).save(str(out))
+        save({name: program(name, quant, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)}, out, name)
 
-    return made_once(f"coreml/{name}-{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage", make)
+    return made_once(f"coreml/{name}-{quant}.mlpackage", make)
+
+
+@cache
+def program(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Any:
+    """One function. Only ``step`` depends on the schedule."""
+    if name != STEP and schedule is not Schedule.DEFERRED:
+        return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)
+    made = convert(name, model(mode), GEOMETRY, schedule, write)
+    plan = plan_weights(matrices(made), quant, per_channel, VOCAB)
+    assert plan.notes == ()
+    compress(made, plan, {})
+    return made
 
 
 __all__ = ["FUNCTIONS", "GEOMETRY", "PLAIN", "PREFILL", "STEP", "TREE", "model", "package", "part"]

@@ -1,0 +1,94 @@
+"""Functions as programs of coremltools: each is converted once, and several become one model that shares weights.
+
+coremltools compresses and joins functions that are saved packages: it reads every package back and converts it again.
+Here the program in memory is compressed (``weights``) and joined, with the same passes and the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from torch.export import ExportedProgram
+
+from ssdevice.export.mlprogram.options import Deployment
+from ssdevice.export.mlprogram.quiet import ct
+
+MAIN = "main"
+"""The name that coremltools gives the only function of a program."""
+
+
+def to_program(program: ExportedProgram, outputs: Sequence[Any], deployment: Deployment) -> Any:
+    """A function as a coremltools ``Program`` in float16, after all passes. ``outputs``: ``ct.TensorType`` each."""
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipeline, PassPipelineManager
+
+    with _unchecked():
+        made = ct.convert(
+            program,
+            convert_to="milinternal",
+            outputs=list(outputs),
+            minimum_deployment_target=ct.target[deployment.value],
+            compute_precision=ct.precision.FLOAT16,
+        )
+        PassPipelineManager.apply_pipeline(made, PassPipeline.get_pipeline("backend_mlprogram"))
+    made.validate(check_essential_scope=True)
+    made._check_early_error_out_for_invalid_program()
+    # Otherwise the model's package would also hold the origin of every operation, for ExecuTorch's debugger.
+    made.functions[MAIN]._essential_scope_sources.clear()
+    return made
+
+
+def to_model(programs: Mapping[str, Any], default: str, deployment: Deployment) -> Any:
+    """An MLModel with these functions, in which equal weights are stored once. ``default``: Core ML's default."""
+    from coremltools.converters.mil.converter import mil_convert
+    from coremltools.converters.mil.mil import Program
+
+    whole = Program()
+    for name, program in programs.items():
+        whole.add_function(name, program.functions[MAIN])
+    whole.default_function_name = default
+    whole.export_as_multifunction = [*programs] != [MAIN]
+    whole.skip_all_passes = True
+    _share(whole)
+    with _unchecked():
+        return mil_convert(
+            whole,
+            convert_from="milinternal",
+            convert_to="mlprogram",
+            compute_units=ct.ComputeUnit.CPU_ONLY,
+            specification_version=ct.target[deployment.value],
+            skip_model_load=True,
+        )
+
+
+def _share(program: Any) -> None:
+    """Give constants with equal contents one identity, under which coremltools stores them once."""
+    for function in program.functions.values():
+        for operation in function.operations:
+            value = operation.outputs[0].val if operation.op_type == "const" else None
+            if isinstance(value, np.ndarray) and operation.weight_id is None:
+                kind = (str(operation.outputs[0].dtype), value.shape)
+                operation.weight_id = f"{kind} {sha256(np.ascontiguousarray(value)).hexdigest()}"
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Without what coremltools does after every pass and what takes longer than the passes.
+
+    That is a check of the whole program, the search for values that compressed weights reach (there are none yet, or no
+    pass follows), and the program as text for a log that nobody reads.
+    """
+    from coremltools.converters.mil.mil import Block, Program
+
+    found = [(Program, "validate"), (Block, "_propagate_nonreplaceable_vars"), (Block, "indented_str")]
+    before = [(kind, name, getattr(kind, name)) for kind, name in found]
+    for kind, name in found:
+        setattr(kind, name, lambda *_, **__: "")
+    try:
+        yield
+    finally:
+        for kind, name, method in before:
+            setattr(kind, name, method)
