@@ -71,7 +71,7 @@ def _share(program: Any) -> None:
             value = operation.outputs[0].val if operation.op_type == "const" else None
             if isinstance(value, np.ndarray) and operation.weight_id is None:
                 kind = (str(operation.outputs[0].dtype), value.shape)
-                operation.weight_id = f"{kind} {sha256(np.ascontiguousarray(value)).hexdigest()}"
+                operation.weight_id = f"{kind} {sha256(np.ascontiguousarray(value).data).hexdigest()}"
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def compress(program: Any, plan: WeightPlan, known: Compressed) -> None:
             if before.val.size < SMALLEST:
                 continue
             scheme = plan.schemes.get(before.name, Scheme.FLOAT16)
-            key = (scheme, str(before.dtype), before.shape, sha256(np.ascontiguousarray(before.val)).digest())
+            key = (scheme, str(before.dtype), before.shape, sha256(np.ascontiguousarray(before.val).data).digest())
             if scheme is Scheme.FLOAT16:
                 values = known.setdefault(key, before.val)
                 for var in (before, constant.val):

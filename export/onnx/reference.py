@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdevice.adapters.weights import LEVELS
+from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import SMALL
-from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight
+from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel

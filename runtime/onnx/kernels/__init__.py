@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from ssdevice.errors import InputError, first_line
+from ssdevice.errors import InputError
 
 DOMAIN = "ssdevice"
 INT4_LINEAR = "Int4Linear"
@@ -51,7 +51,8 @@ def build() -> Path:
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
         done = subprocess.run([compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True)
         if done.returncode:
-            raise InputError(f"{compiler} cannot compile the kernels ({first_line(done.stderr)})")
+            said = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
+            raise InputError(f"{compiler} cannot compile the kernels ({said})")
         os.replace(made, file)  # whole or not at all, also for a process that looks now
     return file
 
