@@ -24,6 +24,8 @@ BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
 APP = "sql"
 QUESTIONS = "prompts/general.jsonl"
 CHAT = "chat-lossless"
+TASKS = {CHAT: ("chat", QUESTIONS), "sql-shared": (APP, PROMPTS)}
+"""Adapters for SmolLM2, the best for a demonstration first: the app, and prompts that fit it."""
 """The adapter of SmolLM2 for any question."""
 TRACED = 3
 
@@ -76,20 +78,18 @@ def _shipped(args: argparse.Namespace) -> Cast:
 
 
 def _smollm2(args: argparse.Namespace) -> Cast:
-    """The adapter for any question, or whichever there is: what is there is found before anything is fetched."""
+    """The adapter for any question, or that of another task: what is there is found before anything is fetched."""
     shipped = args.models / "adapters" / smollm2.NAME
-    adapter = args.adapter or shipped / CHAT
-    if not adapter.is_dir() and args.adapter is None:
-        found = sorted(folder for folder in shipped.glob("*") if folder.is_dir())
-        if not found:
-            raise InputError(
-                f"{shipped} holds no adapter; give --adapter DIR, or train one: "
-                "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
-            )
-        adapter = found[0]
-    if adapter.name != CHAT:
-        print(f"Streams of {adapter.name}, which learned another task: fewer of their drafts fit general questions.")
-    cast = Cast(args.model or smollm2.cached(), adapter, "chat", args.models / QUESTIONS, "int4")
+    adapter = args.adapter or next((shipped / name for name in TASKS if (shipped / name).is_dir()), None)
+    if adapter is None:
+        raise InputError(
+            f"{shipped} holds no adapter; give --adapter DIR, or train one: "
+            "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
+        )
+    if adapter.name not in TASKS:
+        print(f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions.")
+    app, prompts = TASKS.get(adapter.name, TASKS[CHAT])
+    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, "int4")
     if args.model is None:
         smollm2.smollm2(cast.base)
     cast.check()

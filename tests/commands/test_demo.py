@@ -49,7 +49,7 @@ def test_what_smollm2_needs_is_said_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_smollm2_takes_the_adapter_that_is_there_and_says_so(
+def test_smollm2_takes_the_adapter_that_is_there_with_prompts_that_fit_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
     made: list[demo.Cast] = []
@@ -61,13 +61,18 @@ def test_smollm2_takes_the_adapter_that_is_there_and_says_so(
     monkeypatch.setattr(demo, "_export", stop)
     adapters = tmp_path / "adapters" / smollm2.NAME
     (tmp_path / "prompts").mkdir()
-    (tmp_path / demo.QUESTIONS).write_text('{"prompt": "Why?"}\n')
-    for name, said in (("sql-lossless", "Streams of sql-lossless, which learned another task"), (demo.CHAT, "")):
+    for prompts in (demo.QUESTIONS, demo.PROMPTS):
+        (tmp_path / prompts).write_text('{"prompt": "Why?"}\n')
+    for name, prompts in (("sql-shared", demo.PROMPTS), (demo.CHAT, demo.QUESTIONS)):
         (adapters / name).mkdir(parents=True)
         assert call("demo", "--smollm2", "--models", str(tmp_path), "--model", str(tmp_path)) == 130
-        assert made[-1].adapter == adapters / name
-        out = capsys.readouterr().out
-        assert said in out and bool(out) == bool(said)
+        assert (made[-1].adapter, made[-1].prompts) == (adapters / name, tmp_path / prompts)
+    other = tmp_path / "mine"
+    other.mkdir()
+    arguments = ["--smollm2", "--adapter", str(other), "--models", str(tmp_path), "--model", str(tmp_path)]
+    capsys.readouterr()
+    assert call("demo", *arguments) == 130
+    assert "Streams of mine: if they learned another task" in capsys.readouterr().out
 
 
 def test_general_questions_can_be_read(repository: Path) -> None:
