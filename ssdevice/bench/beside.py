@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ssdevice.bench.report import TITLES
-from ssdevice.bench.runner import BenchResult
-from ssdevice.bench.statistics import speedup
+from ssdevice.bench.runner import BenchResult, Measured
+from ssdevice.bench.statistics import Interval, speedup
 from ssdevice.errors import InputError
 from ssdevice.runtime.loop import SPECULATIVE
 
@@ -23,15 +23,8 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
         theirs = other.modes.get(name)
         if theirs is None:
             continue
-        # Answers may differ between the bundles, so times per emitted token are compared, prompt by prompt.
-        pairs = [
-            (b.decode_seconds / sum(b.accepted), a.decode_seconds / sum(a.accepted))
-            for mine_round, their_round in zip(mode.rounds, theirs.rounds, strict=True)
-            for a, b in zip(mine_round, their_round, strict=True)
-            if a.steps and b.steps
-        ]
-        if pairs:
-            ratio = speedup([b for b, _ in pairs], [a for _, a in pairs])
+        ratio = by_token(mode, theirs)
+        if ratio is not None:
             ratios[name] = {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high}
     if not ratios:
         raise InputError("no decoding mode took a step in both bundles")
@@ -42,6 +35,20 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
         "equal_answers": sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)),
         "prompts": len(answers[0]),
     }
+
+
+def by_token(mine: Measured, theirs: Measured) -> Interval | None:
+    """Time of theirs over time of mine per emitted token; None if no prompt took a step in both.
+
+    Answers may differ, so tokens are compared and not answers, prompt by prompt.
+    """
+    pairs = [
+        (b.decode_seconds / sum(b.accepted), a.decode_seconds / sum(a.accepted))
+        for my_round, their_round in zip(mine.rounds, theirs.rounds, strict=True)
+        for a, b in zip(my_round, their_round, strict=True)
+        if a.steps and b.steps
+    ]
+    return speedup([b for b, _ in pairs], [a for _, a in pairs]) if pairs else None
 
 
 def as_markdown(found: Json, mine: str, other: str) -> str:

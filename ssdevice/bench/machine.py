@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -55,26 +56,32 @@ class Load:
 
 
 class LoadWatch:
-    """Context manager that measures the load by other processes while its body runs; ``load`` holds it afterwards."""
+    """Context manager that measures the load by other processes while its body runs; ``load`` holds it afterwards.
 
-    def __init__(self) -> None:
+    ``workers``: ids of processes that belong to the measurement and outlive the body.
+    """
+
+    def __init__(self, workers: Sequence[int] = ()) -> None:
         try:
             import psutil
         except ModuleNotFoundError as error:
             raise MissingExtraError("bench", "psutil") from error
         self._psutil = psutil
+        self._workers = workers
         self.load: Load | None = None
 
     def __enter__(self) -> LoadWatch:
-        self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), _own_seconds()
+        self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), self._own_seconds()
         self._before = _loadavg()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            return  # nothing was measured, and a worker may be gone
         wall = max(perf_counter() - self._clock, 1e-9)
-        others = (self._busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        others = (self._busy_seconds() - self._busy) - (self._own_seconds() - self._own)
         share = others / wall / (os.cpu_count() or 1)
         self.load = Load(min(max(share, 0.0), 1.0), self._before, _loadavg())
 
@@ -87,10 +94,11 @@ class LoadWatch:
             for name in ("idle", "iowait", "guest", "guest_nice")
         )
 
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    def _own_seconds(self) -> float:
+        times = os.times()
+        workers = [self._psutil.Process(pid).cpu_times() for pid in self._workers]
+        own = times.user + times.system + times.children_user + times.children_system
+        return own + sum(float(worker.user + worker.system) for worker in workers)
 
 
 def _loadavg() -> tuple[float, float, float]:

@@ -32,18 +32,23 @@ def peak_rss_mb(
     return float(done.stdout)
 
 
-def main() -> None:
-    """Answer the request on standard input and print the peak."""
+def own_peak_mb() -> float:
+    """Peak MB (10⁶ bytes) of this process."""
     import resource
 
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6  # bytes on macOS, KiB elsewhere
+
+
+def main() -> None:
+    """Answer the request on standard input and print the peak."""
     from ssdevice.runtime.session import Session
 
     request = json.load(sys.stdin)
     with Session.open(request["bundle"], app=request["app"], threads=request["threads"]) as session:
         for _ in session.runs(request["prompt"], max_tokens=request["max_tokens"], mode=request["arm"]):
             pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6)  # bytes on macOS, KiB elsewhere
+    print(own_peak_mb())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -39,6 +39,12 @@ class Measured:
 
     name: str
     rounds: list[list[Generation]] = field(default_factory=list)
+
+    def add(self, number: int, answer: Generation) -> None:
+        """Add the answer to the next prompt of round ``number``, from 0."""
+        if number == len(self.rounds):
+            self.rounds.append([])
+        self.rounds[number].append(answer)
 
     @property
     def answers(self) -> list[Generation]:
@@ -157,23 +163,29 @@ def measure_beside(
     for ids in prompts[:WARM_UP_PROMPTS]:
         for i, name in lanes:
             _answer(sessions[i], ids[i], name, options.max_tokens, None)
-    done, total = 0, options.rounds * len(prompts)
     with LoadWatch() as watch:
-        for number in range(options.rounds):
-            for i, name in lanes:
-                modes[i][name].rounds.append([])
-            for at, ids in enumerate(prompts):
-                turn = (number + at) % len(lanes)
-                for i, name in lanes[turn:] + lanes[:turn]:
-                    counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-                    modes[i][name].rounds[number].append(_answer(sessions[i], ids[i], name, options.max_tokens, counts))
-                done += 1
-                report("bench", done, total, f"round {number + 1}")
+        for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
+            i, name = lanes[lane]
+            counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
+            modes[i][name].add(number, _answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
     assert watch.load is not None
     skipped = len(examples) - len(kept)
     return [
         BenchResult(kept, found, counts, watch.load, skipped) for found, counts in zip(modes, acceptance, strict=True)
     ]
+
+
+def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:
+    """The order of a measurement: (round, prompt, lane), all from 0.
+
+    Every lane runs a prompt before the next prompt begins, and another lane goes first each time.
+    """
+    for number in range(rounds):
+        for at in range(prompts):
+            turn = (number + at) % lanes
+            for lane in (*range(turn, lanes), *range(turn)):
+                yield number, at, lane
+            report("bench", number * prompts + at + 1, rounds * prompts, f"round {number + 1}")
 
 
 def _prompts(

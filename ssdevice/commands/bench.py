@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive
+from ssdevice.commands.peers import add_peers, measure_peers
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
     parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_engine(parser)
+    add_peers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
         if args.metric not in METRICS:
             raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
+    if args.peers is not None and (args.profile or args.plot is not None or args.metric is not None):
+        raise InputError("--peers does not go with --profile, --plot or --metric")
     if args.profile:
         if args.beside is not None:
             raise InputError(f"--profile takes one bundle; leave out {args.beside}")
@@ -68,6 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
     options = BenchOptions(rounds=args.rounds, max_tokens=args.max_tokens, skip_long=args.skip_long)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
+    if args.peers is not None:
+        from ssdevice.bench.peers.table import as_markdown as peers_as_markdown
+
+        with Progress(args.quiet) as progress:
+            report = measure_peers(args, folders, examples, options, progress.report)
+        _finish(args, report, peers_as_markdown(report))
+        return 0
     with ExitStack() as stack:
         sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
         progress = stack.enter_context(Progress(args.quiet))
@@ -76,18 +87,24 @@ def run(args: argparse.Namespace) -> int:
     report = reports[0]
     if len(reports) > 1:
         report["beside"] = compare(*results) | {"report": reports[1]}
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
     if args.plot is not None:
         from ssdevice.bench.plot import plot
 
         plot(report, args.plot)
-    print("\n\n".join(as_markdown(one) for one in reports))
+    texts = [as_markdown(one) for one in reports]
     if "beside" in report:
-        print("\n" + beside_as_markdown(report["beside"], str(args.bundle), str(args.beside)))
+        texts[-1] += "\n\n" + beside_as_markdown(report["beside"], str(args.bundle), str(args.beside))
+    _finish(args, report, "\n\n".join(texts))
+    return 0
+
+
+def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
+    """Write the report, print it as Markdown, and say if it does not count."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    print(text)
     if not report["valid"] and not args.quiet:
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
-    return 0
 
 
 def _report(

@@ -1,0 +1,77 @@
+"""transformers in float32: plain ``generate``, and with its prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup, Skip
+
+NAME = "transformers"
+
+
+def offers(setup: Setup) -> Offers:
+    """Plain decoding, and prompt lookup of each size."""
+    if not any(setup.model.glob("*.safetensors")):
+        yield Skip(NAME, f"{setup.model}: no .safetensors weights")
+        return
+    plain = f"{NAME}, plain"
+    for lookup in (0, *setup.lookup):
+        yield Arm(
+            name=f"{NAME}, prompt lookup of {lookup}" if lookup else plain,
+            module=__name__,
+            settings=setup.settings(model=str(setup.model.resolve()), lookup=lookup),
+            disk_bytes=sum(
+                file.stat().st_size for file in setup.model.iterdir() if file.is_file() and file.suffix != ".gguf"
+            ),
+            plain=plain if lookup else None,
+            python=setup.python(NAME),
+        )
+
+
+def open_engine(settings: Json) -> Transformers:
+    """The model of a Hugging Face folder."""
+    return Transformers(**settings)
+
+
+class _Streamer:
+    """Receives the prompt first, then the tokens of each call of the model."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self._prompt = answer, True
+
+    def put(self, tokens: Any) -> None:
+        """Called by ``generate``."""
+        if not self._prompt:
+            self._answer.add(tokens.flatten().tolist())
+        self._prompt = False
+
+    def end(self) -> None:
+        """Called by ``generate``."""
+
+
+class Transformers:
+    """``lookup``: tokens that are proposed at once; 0 decodes plainly."""
+
+    def __init__(self, model: str, threads: int, context: int, stops: Sequence[int], lookup: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._options: Json = {"do_sample": False, "eos_token_id": list(stops), "pad_token_id": stops[0]}
+        if lookup:
+            self._options["prompt_lookup_num_tokens"] = lookup
+        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        self.weights = "fp32"
+
+    def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        ids = self._torch.tensor([list(prompt)])
+        self._model.generate(
+            ids,
+            attention_mask=self._torch.ones_like(ids),
+            max_new_tokens=answer.max_tokens,
+            streamer=_Streamer(answer),
+            **self._options,
+        )

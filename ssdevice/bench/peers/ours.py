@@ -1,0 +1,62 @@
+"""A bundle as an arm: plain, and speculative if its app has streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
+from ssdevice.contract import PLAIN, STEP
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.engine import EngineOptions
+
+
+def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup, label: str) -> Offers:
+    """The arms of a bundle's app (None: its default app). ``label``: what the bundle is called in the table."""
+    found = bundle.app(app)
+    functions = found.functions or bundle.functions
+    plain = f"{label}, plain"
+    modes = {plain: "plain" if PLAIN in functions else "plain_step"}
+    if STEP in functions and found.mode is not None:
+        modes[f"{label}, speculative"] = "speculative"
+    engine = asdict(options) | {"threads": setup.threads}
+    for name, mode in modes.items():
+        yield Arm(
+            name=name,
+            module=__name__,
+            settings=setup.settings(bundle=str(bundle.folder.resolve()), app=app, mode=mode, options=engine),
+            disk_bytes=sum(entry.size for entry in bundle.manifest.files.values()),
+            plain=plain if name != plain else None,
+            ours=True,
+        )
+
+
+def open_engine(settings: Json) -> BundleEngine:
+    """A session of the bundle."""
+    return BundleEngine(settings["bundle"], settings["app"], settings["mode"], settings["options"])
+
+
+class BundleEngine:
+    """``mode``: one of the decoding modes; ``options``: the fields of EngineOptions."""
+
+    def __init__(self, bundle: str, app: str | None, mode: str, options: Json) -> None:
+        from ssdevice import __version__
+        from ssdevice.runtime.engine import EngineOptions
+        from ssdevice.runtime.session import Session
+
+        self._session = Session.open(bundle, app=app, options=EngineOptions(**options))
+        self._mode = mode
+        assert self._session.bundle is not None
+        manifest = self._session.bundle.manifest
+        self.version = f"ssdevice {__version__}, {manifest.target}"
+        self.weights = manifest.precision.value
+
+    def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        # Text is decoded on the way, as for a user; the peers are measured without.
+        with closing(self._session.runs(prompt, max_tokens=answer.max_tokens, mode=self._mode)) as runs:
+            for run in runs:
+                answer.add(run.tokens)

@@ -1,0 +1,127 @@
+"""``ssdevice bench --peers``: measure bundles beside other engines on the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.commands.opening import engine_options, open_bundle, positive
+from ssdevice.errors import ContextOverflowError, InputError
+
+if TYPE_CHECKING:
+    from ssdevice.bench.peers.arm import Arm, Skip
+    from ssdevice.bench.runner import BenchOptions
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import App
+    from ssdevice.data import Example
+    from ssdevice.progress import Report
+
+GGUF = "model.gguf"
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--peers`` and what goes with it."""
+    group = parser.add_argument_group("other engines", "these need the extra 'peers'; what is missing is skipped")
+    group.add_argument(
+        "--peers", type=Path, metavar="MODEL", help="measure beside other engines on this Hugging Face folder"
+    )
+    group.add_argument("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
+    group.add_argument("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
+    group.add_argument(
+        "--lookup", type=positive, nargs="+", default=[2, 10], metavar="N", help="tokens of prompt lookup (2 and 10)"
+    )
+    group.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
+    group.add_argument(
+        "--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable"
+    )
+
+
+def measure_peers(
+    args: argparse.Namespace, folders: Sequence[Path], examples: Sequence[Example], options: BenchOptions, show: Report
+) -> dict[str, Any]:
+    """The report of ``ssdevice.bench.peers.table``.
+
+    Prompts are those of the first bundle's app: its chat template and its instruction, for every engine alike. Raises
+    InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
+    """
+    from ssdevice.bench.peers import ours
+    from ssdevice.bench.peers.arm import PEERS, Setup
+    from ssdevice.bench.peers.compare import compare, offers
+    from ssdevice.bench.peers.table import as_json
+    from ssdevice.runtime.session import TOKENIZER
+    from ssdevice.text.tokenizer import ChatTokenizer
+
+    pythons = dict(_named_python(text) for text in args.python)
+    for name in (*args.without, *pythons):
+        if name not in PEERS:
+            raise InputError(f"no peer {name[:60]!r}; there are {', '.join(PEERS)}")
+    bundles = [open_bundle(args, folder) for folder in folders]
+    _check_weights(bundles, args.peers)
+    first = bundles[0]
+    tokenizer = ChatTokenizer.from_bytes(first.file(TOKENIZER).read_bytes(), first.manifest.chat)
+    context = min(bundle.geometry.context for bundle in bundles)
+    instruction = first.app(args.app).instruction
+    prompts = []
+    for number, example in enumerate(examples, 1):
+        ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
+        if len(ids) + options.max_tokens <= context:
+            prompts.append(ids)
+        elif not options.skip_long:
+            raise ContextOverflowError(
+                f"prompt {number} has {len(ids)} tokens; with {options.max_tokens} of an answer that exceeds the "
+                f"context of {context}; --skip-long leaves out such prompts"
+            )
+    setup = Setup(
+        model=args.peers,
+        gguf=args.gguf or args.peers / GGUF,
+        genai=args.genai,
+        threads=args.threads or os.cpu_count() or 1,
+        context=context,
+        stops=tokenizer.stop_ids,
+        lookup=tuple(dict.fromkeys(args.lookup)),
+        pythons=pythons,
+    )
+    offered: list[Arm | Skip] = []
+    notes = ["all engines are given the same ids; other engines run the base model only"]
+    names = {folder.resolve().name for folder in folders}
+    for folder, bundle in zip(folders, bundles, strict=True):
+        label = f"ssdevice {folder.resolve().name if len(names) == len(folders) else folder}"
+        offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
+        notes.append(f"{label}: {_note(bundle.app(args.app))}")
+    offered += offers(setup, args.without, show)
+    notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
+    found = compare(offered, prompts, options, show)
+    return as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
+
+
+def _named_python(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if not name or not python:
+        raise InputError(f"--python {text}: expected PEER=FILE, such as genai=/usr/bin/python3")
+    return name, python
+
+
+def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
+    from ssdevice.adapters.settings import weights_sha256
+
+    if not model.is_dir():
+        raise InputError(f"--peers {model}: no such folder; expected a Hugging Face model folder")
+    sha256 = weights_sha256(model)
+    for bundle in bundles:
+        if bundle.manifest.model.sha256 != sha256:
+            raise InputError(
+                f"--peers {model} is not the base of {bundle.folder}: its weights have sha256 {sha256[:12]}.., the "
+                f"bundle's base {bundle.manifest.model.sha256[:12]}.."
+            )
+
+
+def _note(app: App) -> str:
+    from ssdevice.bundle.manifest import AdapterKind
+    from ssdevice.config import Mode
+
+    if app.mode is not Mode.LOSSLESS and app.kind is not AdapterKind.BASE:
+        return f"app {app.name!r} has an adapter that changes the answers, so its tokens are not those of the peers"
+    return f"app {app.name!r} gives the answers of the base model"
