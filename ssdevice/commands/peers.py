@@ -92,7 +92,8 @@ def measure_peers(
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
         notes.append(f"{label}: {_note(bundle.app(args.app))}")
     offered += offers(setup, args.without, show)
-    notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
+    if setup.gguf.is_file() and "llama.cpp" not in args.without:
+        notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
     found = compare(offered, prompts, options, show)
     return as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
 
