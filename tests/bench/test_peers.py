@@ -229,9 +229,9 @@ def test_the_builder_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
 
 def test_an_app_with_streams_is_measured_both_ways(tmp_path: Path) -> None:
     bundle = tiny.tiny_bundle("fp32")
-    arms = list(ours.offers(bundle, None, EngineOptions(spinning=True), setup_of(tmp_path), "mine"))
+    arms = list(ours.offers(bundle, None, EngineOptions(spinning=False), setup_of(tmp_path), "mine"))
     assert [(one.name, one.plain) for one in arms if isinstance(one, Arm)] == [
-        ("mine, plain", None), ("mine, speculative", "mine, plain"),
+        ("mine, plain", None), ("mine, speculative", "mine, plain"), ("mine, adaptive", "mine, plain"),
     ]  # fmt: skip
     plain = list(
         ours.offers(tiny.tiny_bundle("fp32", streams=False), None, EngineOptions(), setup_of(tmp_path), "base")
@@ -251,7 +251,7 @@ def test_the_command_measures_a_bundle_and_says_what_is_missing(
     assert main([*command, "--skip-long"]) == 0
     text, found = capsys.readouterr().out, json.loads(report.read_text())
     name = f"ssdevice {Path(bundle).name}"
-    assert set(found["arms"]) == {f"{name}, plain", f"{name}, speculative"}
+    assert set(found["arms"]) == {f"{name}, plain", f"{name}, speculative", f"{name}, adaptive"}
     for row in found["arms"].values():
         assert row["tokens_per_second"] > 0 and row["ttft_ms"] > 0 and row["resident_mb"] > 10 and row["disk_mb"] > 0
         assert row["weights"] == "fp32"

@@ -1,4 +1,4 @@
-"""A bundle as an arm: plain, and speculative if its app has streams."""
+"""A bundle as an arm: plain, and speculative and adaptive if its app has streams."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
 from ssdevice.contract import PLAIN, STEP
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -22,7 +23,9 @@ def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup
     plain = f"{label}, plain"
     modes = {plain: "plain" if PLAIN in functions else "plain_step"}
     if STEP in functions and found.mode is not None:
-        modes[f"{label}, speculative"] = "speculative"
+        modes[f"{label}, {SPECULATIVE}"] = SPECULATIVE
+        if PLAIN in functions:
+            modes[f"{label}, {ADAPTIVE}"] = ADAPTIVE
     engine = asdict(options) | {"threads": setup.threads}
     for name, mode in modes.items():
         yield Arm(

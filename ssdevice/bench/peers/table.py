@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -30,6 +31,7 @@ def as_json(
         "stop_ids": list(setup.stops),
         "valid": comparison.load.valid,
         "machine": comparison.load.as_json(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))},
         "arms": {row.arm.name: _row(comparison, row) for row in comparison.rows},
         "fastest_plain_peer": fastest.arm.name if fastest is not None else None,
         "skipped": {skip.name: skip.reason for skip in comparison.skipped},
