@@ -74,7 +74,7 @@ class Genai:
         config.overlay(json.dumps({"model": {"eos_token_id": list(stops), "decoder": {"session_options": session}}}))
         model = onnxruntime_genai.Model(config)
         params = onnxruntime_genai.GeneratorParams(model)
-        params.set_search_options(max_length=context, do_sample=False, batch_size=1)
+        params.set_search_options(max_length=context, do_sample=False, repetition_penalty=1.0, batch_size=1)
         self._generator: Any = onnxruntime_genai.Generator(model, params)
         self.version = f"onnxruntime-genai {onnxruntime_genai.__version__}"
         self.weights = precision
