@@ -59,7 +59,8 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._model = loaded.eval()
         # A model's generation_config may ask for a penalty, which the other engines do not apply.
         self._options: Json = {"do_sample": False, "repetition_penalty": 1.0}
         self._options |= {"eos_token_id": list(stops), "pad_token_id": stops[0]}
