@@ -87,8 +87,10 @@ class Kernel:
 class Engine(ABC):
     """A bundle opened for one app. ``functions``: those of the contract's functions that the app has.
 
-    ``source``: the file or folder that it was opened from, for messages.
+    ``source``: the file or folder that it was opened from, for messages. ``kernels``: whether it uses ours.
     """
+
+    kernels = False
 
     def __init__(self, geometry: Geometry, functions: frozenset[str], source: Path) -> None:
         self.geometry = geometry

@@ -64,6 +64,8 @@ class OnnxEngine(Engine):
         self.options = options
         self.cache_dtype = cache_dtype
         self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
+        self._library = kernels.library() if options.kernels else None
+        self.kernels = self._library is not None
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: WeakSet[OnnxCache] = WeakSet()
         self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
@@ -98,7 +100,7 @@ class OnnxEngine(Engine):
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)
         file = self.files[function]
-        if self.options.kernels and (built := kernels.library()) is not None:
+        if (built := self._library) is not None:
             try:
                 options.register_custom_ops_library(str(built))
             except Exception as error:

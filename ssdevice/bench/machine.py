@@ -18,6 +18,20 @@ LOADED = 0.10
 """Share of all cores that other processes may use before a measurement does not count."""
 
 
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
+"""Those that decide which kernels products of integers take, as Linux calls them."""
+
+
+def instructions() -> list[str]:
+    """Which of INSTRUCTIONS the CPU has; empty where Linux does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    flags = {flag for line in text.splitlines() if line.startswith(("flags", "Features")) for flag in line.split()}
+    return [name for name in INSTRUCTIONS if name in flags]
+
+
 def cpu_name() -> str:
     """The processor as the system names it."""
     try:
@@ -46,6 +60,7 @@ class Load:
         """Plain values, with a description of the machine."""
         return {
             "cpu": cpu_name(),
+            "instructions": instructions(),
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),

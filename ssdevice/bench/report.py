@@ -31,6 +31,7 @@ class Setting:
     model_bytes: int
     parameters: int
     threads: int
+    kernels: bool
     data: str
 
 
@@ -64,6 +65,7 @@ def as_json(
         "prompts": len(result.examples),
         "skipped_prompts": result.skipped,
         "threads": setting.threads,
+        "kernels": setting.kernels,
         "rounds": options.rounds,
         "max_tokens": options.max_tokens,
         "valid": result.load.valid,
@@ -122,6 +124,11 @@ TITLES = {
 }
 
 
+def processor(machine: Json) -> str:
+    """The processor in words: name, cores and the instructions that matter."""
+    return f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})"
+
+
 def as_markdown(report: Json) -> str:
     """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
     machine = report["machine"]
@@ -133,11 +140,12 @@ def as_markdown(report: Json) -> str:
             "",
         ]
     threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
+    threads += ", our kernels" if report["kernels"] else ""
     lines += [
         f"{report['prompts']} prompts of {report['data']}"
         + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
         + f", at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads}, "
-        f"{machine['cpu']} ({machine['cores']} cores).",
+        f"{processor(machine)}.",
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
         f"{report['schedule']} schedule, context {report['context']}.",

@@ -130,6 +130,7 @@ def _report(
         model_bytes=sum(entry.size for entry in manifest.files.values()),
         parameters=manifest.model.parameters,
         threads=args.threads,
+        kernels=session.engine.kernels,
         data=str(args.data),
     )
     return as_json(setting, options, result, quality_of(result, args.metric), memory)

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ssdevice.errors import InputError
+from ssdevice.runtime.notice import say_once
 
 DOMAIN = "ssdevice"
 INT4_LINEAR = "Int4Linear"
@@ -26,6 +27,7 @@ TREE_ATTENTION = "TreeAttention"
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
 SOURCES = Path(__file__).parent
+PREFIX = "kernels-"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 """No contraction: a fused multiply-add would round once where another CPU rounds twice."""
@@ -34,7 +36,11 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-mat
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine."""
     file = _place()
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    if any(file.parent.glob(f"{PREFIX}*")):
+        say_once("ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again")
+    return None
 
 
 def build() -> Path:
@@ -54,6 +60,9 @@ def build() -> Path:
             said = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
             raise InputError(f"{compiler} cannot compile the kernels ({said})")
         os.replace(made, file)  # whole or not at all, also for a process that looks now
+    for old in file.parent.glob(f"{PREFIX}*"):
+        if old != file:
+            old.unlink(missing_ok=True)
     return file
 
 
@@ -62,5 +71,5 @@ def _place() -> Path:
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
-    name = f"kernels-{digest.hexdigest()[:16]}-{platform.system()}-{platform.machine()}.so"
+    name = f"{PREFIX}{digest.hexdigest()[:16]}-{platform.system()}-{platform.machine()}.so"
     return Path(os.environ.get(FOLDER) or cache) / name

@@ -10,6 +10,7 @@ from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
 from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
+from ssdevice.bench.report import processor
 from ssdevice.bench.runner import BenchOptions
 
 
@@ -77,7 +78,7 @@ def as_markdown(report: Json) -> str:
         f"{prompts} prompts of {report['data']}"
         + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
         + f", greedy, at most {report['max_tokens']} tokens, {report['rounds']} rounds, {report['threads']} threads, "
-        f"context {report['context']}, {machine['cpu']} ({machine['cores']} cores).",
+        f"context {report['context']}, {processor(machine)}.",
         "",
         "| | weights | tokens/s | quartiles | TTFT ms | tokens/step | resident MB | MB on disk | own plain answer |",
         "|---|---|---|---|---|---|---|---|---|",
