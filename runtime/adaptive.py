@@ -12,9 +12,9 @@ from time import perf_counter
 
 from ssdevice.runtime.conversation import Conversation
 
-BUDGET = 6.0
+BUDGET = 12.0
 """Loss, in plain calls, at which speculation pauses."""
-FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
+FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Tokens decoded plainly before the next trial; the pause doubles from trial to trial."""
 TRUSTED = 32
 """Steps without a pause after which pauses are short again."""

@@ -38,6 +38,13 @@ class RuntimeTarget(ABC):
         """
         raise InputError(f"{bundle.folder} is a {self.name} bundle, which takes no more apps; export a bundle for each")
 
+    def build_kernels(self) -> Path | None:
+        """Compile what makes this target faster on this machine; None if there is nothing to compile.
+
+        Raises InputError if it cannot be compiled here.
+        """
+        return None
+
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """What ``inspect`` adds for this target, as plain values."""
         return {}

@@ -28,6 +28,11 @@ class OnnxTarget(RuntimeTarget):
 
         return open_engine(bundle, app, options)
 
+    def build_kernels(self) -> Path | None:
+        from ssdevice.runtime.onnx import kernels
+
+        return kernels.build()
+
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.slots import read_layout
         from ssdevice.adapters.weights import fill

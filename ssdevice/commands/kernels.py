@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 
-from ssdevice.runtime.onnx import kernels
+from ssdevice import targets
+from ssdevice.runtime.target import runtime_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes no arguments of its own."""
-    del parser
+    """Declare ``--target``."""
+    parser.add_argument(
+        "--target", default=targets.DEFAULT, metavar="NAME", help=f"whose kernels (default {targets.DEFAULT})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile and say where the library is."""
-    del args
-    print(json.dumps({"library": str(kernels.build())}))
+    library = runtime_target(args.target).build_kernels()
+    print(json.dumps({"target": args.target, "library": str(library) if library is not None else None}))
     return 0
