@@ -15,9 +15,7 @@ from ssdevice.runtime.conversation import Conversation
 BUDGET = 12.0
 """Loss, in plain calls, at which speculation pauses."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
-"""Tokens decoded plainly before the next trial; the pause doubles from trial to trial."""
-TRUSTED = 32
-"""Steps without a pause after which pauses are short again."""
+"""Tokens decoded plainly before the next trial. The pause doubles from trial to trial, until steps have won BUDGET."""
 CALIBRATED = 4
 """Steps before the first plain call, which tells what plain decoding costs."""
 TIMES = 16
@@ -35,6 +33,7 @@ class Adaptive:
         self._plain: deque[float] = deque(maxlen=TIMES)
         self._step: deque[float] = deque(maxlen=TIMES)
         self._lost = 0.0  # plain calls that steps have lost since their best moment
+        self._won = 0.0  # plain calls that they have won since the last pause
         self._steps = 0  # since the last plain call
         self._pause = FIRST_PAUSE
         self._paused = 0  # tokens to decode plainly from now on
@@ -64,12 +63,14 @@ class Adaptive:
         if self._plain and self._steps > 1:  # the first draft after a plain call is an old one
             gained = len(tokens) - median(self._step) / median(self._plain)
             self._lost = max(0.0, self._lost - gained)
+            self._won += gained
             if self._lost > BUDGET:
                 self._pause_steps()
-            elif self._steps > TRUSTED:
+            elif self._won > BUDGET:
                 self._pause = FIRST_PAUSE
         return tokens
 
     def _pause_steps(self) -> None:
-        self._lost, self._paused = 0.0, self._pause
+        self._lost = self._won = 0.0
+        self._paused = self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
