@@ -14,8 +14,8 @@ from ssdevice.runtime.conversation import Conversation
 
 BUDGET = 12.0
 """Loss, in plain calls, at which speculation pauses."""
-FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
-"""Tokens decoded plainly before the next trial. The pause doubles from trial to trial, until steps have won BUDGET."""
+FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
+"""Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
 CALIBRATED = 4
 """Steps before the first plain call, which tells what plain decoding costs."""
 TIMES = 16
@@ -73,4 +73,4 @@ class Adaptive:
     def _pause_steps(self) -> None:
         self._lost = self._won = 0.0
         self._paused = self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(GROWTH * self._pause, LONGEST_PAUSE)
