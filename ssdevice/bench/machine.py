@@ -24,23 +24,22 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd
 
 def instructions() -> list[str]:
     """Which of INSTRUCTIONS the CPU has; empty where Linux does not tell."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    flags = {flag for line in text.splitlines() if line.startswith(("flags", "Features")) for flag in line.split()}
+    flags = {flag for line in _cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
     return [name for name in INSTRUCTIONS if name in flags]
 
 
 def cpu_name() -> str:
     """The processor as the system names it."""
+    names = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cpuinfo() -> list[str]:
+    """The lines in which Linux describes its processors; none elsewhere."""
     try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        return Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+        return []
 
 
 @dataclass(frozen=True)

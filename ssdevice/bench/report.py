@@ -129,23 +129,33 @@ def processor(machine: Json) -> str:
     return f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})"
 
 
-def as_markdown(report: Json) -> str:
-    """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
-    machine = report["machine"]
-    lines = [f"## {report['bundle']}: {report['precision']} {report['target']}, app {report['app']}", ""]
+def heading(report: Json, title: str) -> list[str]:
+    """The first lines of a report: its title, and whether its times count."""
+    lines = [f"## {title}", ""]
     if not report["valid"]:
+        others = report["machine"]["others_cpu_share"]
         lines += [
-            f"**Not valid:** other processes used {machine['others_cpu_share']:.0%} of the machine during the run "
+            f"**Not valid:** other processes used {others:.0%} of the machine during the run "
             f"(at most {LOADED:.0%} is allowed). Do not quote the times below.",
             "",
         ]
+    return lines
+
+
+def prompts_of(report: Json) -> str:
+    """How many prompts of which data were measured, and how many were too long."""
+    long = f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
+    return f"{report['prompts']} prompts of {report['data']}{long}"
+
+
+def as_markdown(report: Json) -> str:
+    """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
+    lines = heading(report, f"{report['bundle']}: {report['precision']} {report['target']}, app {report['app']}")
     threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
     threads += ", our kernels" if report["kernels"] else ""
     lines += [
-        f"{report['prompts']} prompts of {report['data']}"
-        + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
-        + f", at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads}, "
-        f"{processor(machine)}.",
+        f"{prompts_of(report)}, at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads}, "
+        f"{processor(report['machine'])}.",
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
         f"{report['schedule']} schedule, context {report['context']}.",

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from ssdevice.errors import InputError
@@ -67,9 +68,15 @@ def build() -> Path:
 
 
 def _place() -> Path:
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
+    name = f"{PREFIX}{_version()}-{platform.system()}-{platform.machine()}.so"
+    return Path(os.environ.get(FOLDER) or user) / name
+
+
+@cache
+def _version() -> str:
+    """Identifies the sources and how they are compiled; every engine asks for it."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
-    name = f"{PREFIX}{digest.hexdigest()[:16]}-{platform.system()}-{platform.machine()}.so"
-    return Path(os.environ.get(FOLDER) or cache) / name
+    return digest.hexdigest()[:16]

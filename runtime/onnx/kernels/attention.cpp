@@ -14,11 +14,6 @@
 
 #include "operator.h"
 
-#if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
-#include <immintrin.h>
-#define SSDEVICE_AVX2 1
-#endif
-
 namespace {
 
 constexpr int kLanes = 8;

@@ -17,11 +17,6 @@
 
 #include "operator.h"
 
-#if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
-#include <immintrin.h>
-#define SSDEVICE_AVX2 1
-#endif
-
 namespace {
 
 constexpr int kBlock = 32;    // inputs that share a scale
@@ -211,8 +206,6 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
 
 const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr Product kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
-#else
-constexpr bool kAvx2 = false;
 #endif
 constexpr Product kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 

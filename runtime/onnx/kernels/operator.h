@@ -6,6 +6,11 @@
 
 #include "interface.h"
 
+#if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
+#include <immintrin.h>
+#define SSDEVICE_AVX2 1
+#endif
+
 struct Failure {
   ort::Status* status;
 };

@@ -87,6 +87,20 @@ class Skip:
 Offers = Iterator[Arm | Skip]
 
 
+def lookup_arms(peer: str, module: str, setup: Setup, disk_bytes: int, **settings: Any) -> Offers:
+    """Plain decoding with a peer, and prompt lookup of each size; ``settings`` are those of all of them."""
+    plain = f"{peer}, plain"
+    for lookup in (0, *setup.lookup):
+        yield Arm(
+            name=f"{peer}, prompt lookup of {lookup}" if lookup else plain,
+            module=module,
+            settings=setup.settings(lookup=lookup, **settings),
+            disk_bytes=disk_bytes,
+            plain=plain if lookup else None,
+            python=setup.python(peer),
+        )
+
+
 class Answer:
     """An answer and its times while it arrives. Tokens behind a stop token or ``max_tokens`` do not count.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup, Skip
+from ssdevice.bench.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
 
 NAME = "transformers"
 
@@ -15,18 +15,9 @@ def offers(setup: Setup) -> Offers:
     if not any(setup.model.glob("*.safetensors")):
         yield Skip(NAME, f"{setup.model}: no .safetensors weights")
         return
-    plain = f"{NAME}, plain"
-    for lookup in (0, *setup.lookup):
-        yield Arm(
-            name=f"{NAME}, prompt lookup of {lookup}" if lookup else plain,
-            module=__name__,
-            settings=setup.settings(model=str(setup.model.resolve()), lookup=lookup),
-            disk_bytes=sum(
-                file.stat().st_size for file in setup.model.iterdir() if file.is_file() and file.suffix != ".gguf"
-            ),
-            plain=plain if lookup else None,
-            python=setup.python(NAME),
-        )
+    files = (file for file in setup.model.iterdir() if file.is_file() and file.suffix != ".gguf")
+    disk_bytes = sum(file.stat().st_size for file in files)
+    yield from lookup_arms(NAME, __name__, setup, disk_bytes, model=str(setup.model.resolve()))
 
 
 def open_engine(settings: Json) -> Transformers:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup, Skip
+from ssdevice.bench.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
 
 NAME = "llama.cpp"
 
@@ -16,16 +16,7 @@ def offers(setup: Setup) -> Offers:
     if not setup.gguf.is_file():
         yield Skip(NAME, f"{setup.gguf}: no such file; --gguf names the same weights as GGUF")
         return
-    plain = f"{NAME}, plain"
-    for lookup in (0, *setup.lookup):
-        yield Arm(
-            name=f"{NAME}, prompt lookup of {lookup}" if lookup else plain,
-            module=__name__,
-            settings=setup.settings(gguf=str(setup.gguf), lookup=lookup),
-            disk_bytes=setup.gguf.stat().st_size,
-            plain=plain if lookup else None,
-            python=setup.python(NAME),
-        )
+    yield from lookup_arms(NAME, __name__, setup, setup.gguf.stat().st_size, gguf=str(setup.gguf))
 
 
 def open_engine(settings: Json) -> LlamaCpp:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ssdevice import __version__
-from ssdevice.bench.machine import LOADED
 from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
-from ssdevice.bench.report import processor
+from ssdevice.bench.report import heading, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
 
 
@@ -66,19 +65,11 @@ def _row(comparison: Comparison, row: Row) -> Json:
 
 def as_markdown(report: Json) -> str:
     """The object of ``as_json`` as a table with what is skipped and noted. One that is not valid says so first."""
-    machine, prompts = report["machine"], report["prompts"]
-    lines = [f"## {report['model']}: engines beside each other", ""]
-    if not report["valid"]:
-        lines += [
-            f"**Not valid:** other processes used {machine['others_cpu_share']:.0%} of the machine during the run "
-            f"(at most {LOADED:.0%} is allowed). Do not quote the times below.",
-            "",
-        ]
+    prompts = report["prompts"]
+    lines = heading(report, f"{report['model']}: engines beside each other")
     lines += [
-        f"{prompts} prompts of {report['data']}"
-        + (f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else "")
-        + f", greedy, at most {report['max_tokens']} tokens, {report['rounds']} rounds, {report['threads']} threads, "
-        f"context {report['context']}, {processor(machine)}.",
+        f"{prompts_of(report)}, greedy, at most {report['max_tokens']} tokens, {report['rounds']} rounds, "
+        f"{report['threads']} threads, context {report['context']}, {processor(report['machine'])}.",
         "",
         "| | weights | tokens/s | quartiles | TTFT ms | tokens/step | resident MB | MB on disk | own plain answer |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from ssdevice.bench.equality import FORCED, compare
+from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Schedule
@@ -254,17 +254,22 @@ def test_an_interrupted_export_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str) -> Equality:
+    """All modes of an export with a chain of three drafts, on random prompts."""
+    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
+    assert main(export(base, folder, *flags)) == 0
+    bundle = Bundle.open(folder)
+    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
+    return compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+
+
 @pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
 def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     base: Path, adapter: Path, tmp_path: Path, quant: str
 ) -> None:
-    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
-    assert main(export(base, tmp_path / "bundle", *flags)) == 0
-    bundle = Bundle.open(tmp_path / "bundle")
-    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    result = compared_along_a_chain(base, adapter, tmp_path / "bundle", quant)
     assert result.nodes_ended == set(range(4)) and result.largest_change is not None
     if quant == "int4" and forms.a_single_int4_row_differs():
         assert result.unexcused() == [] and result.largest_change < result.ceiling

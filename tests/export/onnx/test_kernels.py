@@ -12,20 +12,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from ssdevice.bench.equality import compare
-from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.errors import BundleError, InputError
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
-from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.session import Session
 from tests.export.onnx import forms
-from tests.export.onnx.test_export import export
+from tests.export.onnx.test_export import compared_along_a_chain, export
 from tests.once import made_once
 
 COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
@@ -207,13 +203,7 @@ def test_rows_of_another_width_are_an_error_and_no_crash(library: Path) -> None:
 def test_with_the_kernels_int4_steps_have_the_bits_of_plain_decoding_on_every_cpu(
     base: Path, adapter: Path, tmp_path: Path, installed: Path
 ) -> None:
-    flags = ("--adapter", f"app={adapter}", "--quant", "int4", "--tree", "chain:3")
-    assert main(export(base, tmp_path / "bundle", *flags)) == 0
-    bundle = Bundle.open(tmp_path / "bundle")
-    engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    result = compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    result = compared_along_a_chain(base, adapter, tmp_path / "bundle", "int4")
     assert result.differences == [] and result.nodes_ended == set(range(4))
     assert result.largest_change == 0
 
