@@ -32,7 +32,6 @@ BASE_APP = "base"
 FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
 """The note in a bundle whose job was ``folded``."""
 DEFAULT_CONTEXT = 512
-DEFAULT_CHUNK = 64
 MAX_CHUNK = 512
 Quant = Precision
 """The values of ``--quant`` are the manifest's precisions."""
@@ -58,7 +57,7 @@ class ExportOptions:
     tree: Tree | None = None
     schedule: Schedule | None = None
     context: int = DEFAULT_CONTEXT
-    chunk: int = DEFAULT_CHUNK
+    chunk: int | None = None
     target_options: tuple[TargetOptions, ...] = ()
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
@@ -67,7 +66,7 @@ class ExportOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.chunk <= MAX_CHUNK:
+        if self.chunk is not None and not 1 <= self.chunk <= MAX_CHUNK:
             raise ConfigError(f"--chunk is {self.chunk}, expected 1 to {MAX_CHUNK}")
         if self.adapter_precision not in PRECISIONS:
             raise ConfigError(f"--adapter-precision is {self.adapter_precision}, expected {', '.join(PRECISIONS)}")
@@ -296,12 +295,14 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``: the default. ``calibrates``: the precisions whose weights may be rounded with rows of data, see
-    ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
+    ``schedule``, ``chunk``: the defaults. ``calibrates``: the precisions whose weights may be rounded with rows of
+    data, see ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills
+    ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
     schedule: ClassVar[Schedule]
+    chunk: ClassVar[int] = 64
     several_apps: ClassVar[bool] = False
     calibrates: ClassVar[frozenset[Quant]] = frozenset()
 
@@ -356,10 +357,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     if twice:
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
     tree = _tree(options, apps)
-    if options.chunk + tree.depth + 2 > POSITION_MARGIN:
-        raise ConfigError(
-            f"--chunk {options.chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions"
-        )
+    chunk = options.chunk or target.chunk
+    if chunk + tree.depth + 2 > POSITION_MARGIN:
+        raise ConfigError(f"--chunk {chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
     heads = int(config.num_attention_heads)
     geometry = Geometry(
         layers=int(config.num_hidden_layers),
@@ -370,7 +370,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         k=tree.width,
         tree=tree,
         context=options.context,
-        chunk=options.chunk,
+        chunk=chunk,
     )
     schedule = options.schedule or target.schedule
     parameters, bits = stored_parameters(folder), target.bits[options.quant]

@@ -22,10 +22,11 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
-from ssdevice.export.onnx.attention import attention_in_one, permuted_heads
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
+from ssdevice.export.onnx.fused import attention_in_one, gated_silu, rotary_split
 from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
@@ -55,6 +56,7 @@ class OnnxExporter(Exporter):
 
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
+    chunk = 32  # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms, with 64 77, 170 and 457
     several_apps = True
     calibrates = frozenset({Quant.INT4})
 
@@ -161,7 +163,7 @@ def write_graph(
     """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
     simplify(edit, (permuted_heads,))
     quantize(edit, quant, store, book)
-    finish(edit, (attention_in_one,))
+    finish(edit, (attention_in_one, rotary_split, gated_silu))
     more = slot_inputs(edit, spec, book) if book is not None else ()
     save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
 

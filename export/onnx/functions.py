@@ -2,68 +2,167 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
+from ssdevice.adapters.weights import LEVELS
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
-from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, TREE_ATTENTION
+from ssdevice.runtime.onnx.kernels import (
+    DOMAIN,
+    GATED_SILU,
+    INT4_LINEAR,
+    INT8_EMBEDDING,
+    INT8_LINEAR,
+    ROTARY_SPLIT,
+    TREE_ATTENTION,
+)
 
 BLOCK = 32
 """Inputs that share a scale."""
+ZERO_POINT = 128
+"""Of rows in uint8."""
+
+
+class _Body:
+    """The nodes of a function, and the attributes that they take from its call."""
+
+    def __init__(self, name: str, inputs: str, **parameters: ir.AttributeType) -> None:
+        self.name, self.parameters = name, parameters
+        self.inputs = [ir.Value(name=given) for given in inputs.split()]
+        self.nodes: list[ir.Node] = []
+
+    def add(self, kind: str, *inputs: ir.Value, domain: str = "", outputs: int = 1, **attributes: Any) -> ir.Value:
+        """A node's (first) output. An attribute ``name=ref("given")`` is the function's own ``given``."""
+        own = {name: value for name, value in attributes.items() if not isinstance(value, _Ref)}
+        made = ir.node(kind, list(inputs), own, domain=domain, num_outputs=outputs)
+        for name, value in attributes.items():
+            if isinstance(value, _Ref):
+                made.attributes.add(ir.RefAttr(name, value.given, self.parameters[value.given]))
+        for i, out in enumerate(made.outputs):
+            out.name = f"t{len(self.nodes)}_{i}"
+        self.nodes.append(made)
+        return made.outputs[0]
+
+    def ints(self, given: str) -> ir.Value:
+        """The function's attribute ``given`` as a vector."""
+        return self.add("Constant", value_ints=ref(given))
+
+    def view(self, value: ir.Value, given: str) -> ir.Value:
+        """A value in the shape that the attribute ``given`` says."""
+        return self.add("Reshape", value, self.ints(given))
+
+    def function(self, *outputs: ir.Value) -> ir.Function:
+        """The whole."""
+        graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, opset_imports={"": OPSET, CONTRIB: 1})
+        parameters = [ir.Attr(name, kind, None) for name, kind in self.parameters.items()]
+        return ir.Function(DOMAIN, self.name, graph=graph, attributes=parameters)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    given: str
+
+
+ref = _Ref
+INT, INTS, FLOAT = ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT
 
 
 def int4_linear() -> ir.Function:
     """``Int4Linear(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]; K, N) -> [.., R, N]``."""
-    inputs = [ir.Value(name=name) for name in ("x", "codes", "scales")]
-    sizes = [ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("K", "N")]
-    fixed = [ir.AttrInt64("bits", 4), ir.AttrInt64("block_size", BLOCK), ir.AttrInt64("accuracy_level", 4)]
-    product = ir.Node(CONTRIB, "MatMulNBits", inputs, [*sizes, *fixed], num_outputs=1)
-    product.outputs[0].name = "y"
-    graph = ir.Graph(inputs, product.outputs, nodes=[product], opset_imports={CONTRIB: 1})
-    parameters = [ir.Attr(name, ir.AttributeType.INT, None) for name in ("K", "N")]
-    return ir.Function(DOMAIN, INT4_LINEAR, graph=graph, attributes=parameters)
+    body = _Body(INT4_LINEAR, "x codes scales", K=INT, N=INT)
+    sizes = {"K": ref("K"), "N": ref("N"), "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
+    return body.function(body.add("MatMulNBits", *body.inputs, domain=CONTRIB, **sizes))
+
+
+def int8_linear() -> ir.Function:
+    """``Int8Linear(x [.., R, K], codes [K, N] int8, scales [N], zero uint8) -> [.., R, N]``.
+
+    ``zero`` is 128 in the shape of the rows' scales, ``[.., R, 1]``. Attributes say over which ``axes`` a row's peak is
+    taken, whether it keeps them (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
+    """
+    body = _Body(INT8_LINEAR, "x codes scales zero", axes=INTS, keep=INT, axis=INT, block=INT)
+    x, codes, scales, zero = body.inputs
+    peak = body.add("ReduceMax", body.add("Abs", x), body.ints("axes"), keepdims=ref("keep"))
+    # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
+    scale = body.add("Mul", peak, body.add("Constant", value_float=1 / LEVELS))
+    rows = body.add("QuantizeLinear", x, scale, zero, axis=ref("axis"), block_size=ref("block"))
+    one = body.add("Constant", value_float=1.0)
+    center = body.add("Constant", value=ir.tensor(np.array(ZERO_POINT, np.uint8)))
+    # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same, though
+    # it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding would then
+    # differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
+    product = body.add("MatMulIntegerToFloat", rows, codes, one, scales, center, domain=CONTRIB)
+    return body.function(body.add("Mul", product, scale))
+
+
+def int8_embedding() -> ir.Function:
+    """``Int8Embedding(ids [..] int32, codes [K, N] int8, scales [N]; whole) -> [.., K]``; ``whole``: that shape."""
+    body = _Body(INT8_EMBEDDING, "ids codes scales", whole=INTS)
+    ids, codes, scales = body.inputs
+    flat = body.add("Reshape", ids, body.add("Constant", value_ints=[-1]))
+    columns = body.add("Transpose", body.add("Gather", codes, flat, axis=1), perm=[1, 0])
+    rows = body.add("DequantizeLinear", columns, body.add("Gather", scales, flat, axis=0), axis=0)
+    return body.function(body.view(rows, "whole"))
+
+
+def rotary_split() -> ir.Function:
+    """``RotarySplit(x [1, R, (H + 2 N) D], cos [1, R, E], sin) -> queries [1, R, H D], keys [1, R, N D], values``.
+
+    Attributes: ``heads`` H, ``kv_heads`` N, ``rotary_dim`` (0: all), and the ``widths`` of the three.
+    """
+    body = _Body(ROTARY_SPLIT, "x cos sin", heads=INT, kv_heads=INT, rotary_dim=INT, widths=INTS)
+    x, cos, sin = body.inputs
+    body.add("Split", x, body.ints("widths"), outputs=3, axis=-1)
+    queries, keys, values = body.nodes[-1].outputs
+    partial = ref("rotary_dim")
+    queries, keys = (
+        body.add("RotaryEmbedding", value, cos, sin, num_heads=ref(count), rotary_embedding_dim=partial, interleaved=0)
+        for value, count in ((queries, "heads"), (keys, "kv_heads"))
+    )
+    return body.function(queries, keys, values)
+
+
+def gated_silu() -> ir.Function:
+    """``GatedSilu(x [.., 2 F]) -> [.., F]``: the first half of a row times its sigmoid times the second half."""
+    body = _Body(GATED_SILU, "x")
+    body.add("Split", body.inputs[0], outputs=2, axis=-1, num_outputs=2)
+    gate, up = body.nodes[-1].outputs
+    return body.function(body.add("Mul", body.add("Mul", gate, body.add("Sigmoid", gate)), up))
 
 
 def tree_attention() -> ir.Function:
-    """``TreeAttention(q [1, R, G N D], past keys [P, N D], keys [R, N D], past values, values, mask [1, R G, P + R])``.
+    """``TreeAttention(q [1, R, G N D], past keys [P, N D], keys [S, N D], past values [P, N D], values, mask)``.
 
-    The result is ``[1, R, N G D]``; query heads are ordered by (group member, key head) and leave by (key head, group
-    member). Attributes: ``kv_heads`` N, ``scale``, and the shapes of views: ``heads`` [-1, N, D], ``groups``
-    [N, -1, G, D], ``whole`` [1, -1, N G D].
+    Mask ``[1, R G, P + S]``; new keys and values may have a leading dimension of one. The result is ``[1, R, N G D]``;
+    query heads are ordered by (group member, key head) and leave by (key head, group member). Attributes: ``kv_heads``
+    N, ``scale``, and the shapes of views: ``rows`` [-1, N D], ``heads`` [-1, N, D], ``groups`` [N, -1, G, D],
+    ``whole`` [1, -1, N G D].
     """
-    nodes: list[ir.Node] = []
-
-    def add(kind: str, inputs: list[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
-        made = ir.node(kind, inputs, attributes, domain=domain)
-        made.outputs[0].name = f"t{len(nodes)}"
-        nodes.append(made)
-        return made.outputs[0]
-
-    def view(value: ir.Value, shape: str) -> ir.Value:
-        sizes = ir.Node("", "Constant", [], [ir.RefAttr("value_ints", shape, ir.AttributeType.INTS)], num_outputs=1)
-        sizes.outputs[0].name = f"t{len(nodes)}"
-        nodes.append(sizes)
-        return add("Reshape", [value, sizes.outputs[0]])
-
-    names = ("q", "past_keys", "keys", "past_values", "values", "mask")
-    q, past_keys, keys, past_values, values, mask = inputs = [ir.Value(name=name) for name in names]
-    every_key = view(add("Concat", [past_keys, keys], axis=0), "heads")
-    every_value = view(add("Concat", [past_values, values], axis=0), "heads")
-    heads = {"transBatchA": 1, "transBatchB": 1, "transB": 1}
-    scores = add("FusedMatMul", [view(q, "heads"), every_key], CONTRIB, **heads)
-    made = nodes[-1]
-    made.attributes.add(ir.RefAttr("alpha", "scale", ir.AttributeType.FLOAT))
-    weights = add("Softmax", [add("Add", [scores, mask])], axis=-1)
-    out = view(add("FusedMatMul", [weights, every_value], CONTRIB, transBatchB=1), "groups")
-    y = view(add("Transpose", [out], perm=[1, 0, 2, 3]), "whole")
-    graph = ir.Graph(inputs, [y], nodes=nodes, opset_imports={"": OPSET, CONTRIB: 1})
-    kinds = {"kv_heads": "INT", "scale": "FLOAT", "heads": "INTS", "groups": "INTS", "whole": "INTS"}
-    parameters = [ir.Attr(name, ir.AttributeType[kind], None) for name, kind in kinds.items()]
-    return ir.Function(DOMAIN, TREE_ATTENTION, graph=graph, attributes=parameters)
+    shapes = dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)
+    body = _Body(TREE_ATTENTION, "q past_keys keys past_values values mask", kv_heads=INT, scale=FLOAT, **shapes)
+    q, past_keys, keys, past_values, values, mask = body.inputs
+    every_key, every_value = (
+        body.view(body.add("Concat", past, body.view(new, "rows"), axis=0), "heads")
+        for past, new in ((past_keys, keys), (past_values, values))
+    )
+    by_head = {"transBatchA": 1, "transBatchB": 1, "transB": 1, "alpha": ref("scale")}
+    scores = body.add("FusedMatMul", body.view(q, "heads"), every_key, domain=CONTRIB, **by_head)
+    weights = body.add("Softmax", body.add("Add", scores, mask), axis=-1)
+    out = body.view(body.add("FusedMatMul", weights, every_value, domain=CONTRIB, transBatchB=1), "groups")
+    return body.function(body.view(body.add("Transpose", out, perm=[1, 0, 2, 3]), "whole"))
 
 
-FUNCTIONS = {INT4_LINEAR: int4_linear, TREE_ATTENTION: tree_attention}
+FUNCTIONS = {
+    GATED_SILU: gated_silu,
+    INT4_LINEAR: int4_linear,
+    INT8_EMBEDDING: int8_embedding,
+    INT8_LINEAR: int8_linear,
+    ROTARY_SPLIT: rotary_split,
+    TREE_ATTENTION: tree_attention,
+}
 
 
 def add_functions(model: ir.Model) -> None:

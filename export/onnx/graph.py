@@ -31,6 +31,8 @@ LOGITS = "logits"
 """Name, inside the graphs, of the main rows' logits: what decides the tokens."""
 READS = "<-"
 """In the name of a product's output, between the weight's name and that of the rows it reads."""
+JOIN, WIDTH = "|", ":"
+"""In that name, for a merged product that no node splits: between weights, and before the columns of each."""
 Rule = Callable[[Editor, ir.Node], bool]
 
 

@@ -19,7 +19,7 @@ from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import CONTRIB, Editor, clean, constant_of, role_of, shape_of
-from ssdevice.export.onnx.functions import BLOCK
+from ssdevice.export.onnx.functions import BLOCK, ZERO_POINT
 from ssdevice.export.onnx.linears import (
     SMALL,
     Linear,
@@ -33,10 +33,9 @@ from ssdevice.export.onnx.linears import (
 from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.roles import Part
-from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR
+from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
 
 Array = np.ndarray[Any, Any]
-ZERO_POINT = 128
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def _is_head(linear: Linear) -> bool:
 
 
 class _RowQuantizer:
-    """Quantizes a value's rows once, however many linears read it: ``(uint8 values, scale)``."""
+    """Quantizes a value's rows once, however many linears with slots read it: ``(uint8 values, scale)``."""
 
     def __init__(self, edit: Editor) -> None:
         self.edit = edit
@@ -180,29 +179,29 @@ class _RowQuantizer:
         return self._done[id(value)]
 
     def _quantize(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+        """What the function of ``Int8Linear`` does with its rows, for products that have a slot."""
         edit, shape = self.edit, shape_of(value)
-        if shape is None or None in shape:
-            raise ValueError(f"the rows of {value.name} are not static: {shape}")
-        rows = 1
-        for count in shape[:-1]:
-            rows *= count or 1
-        single = rows == 1
+        zero, form = self.form(value)
+        peak_shape = shape_of(zero)
         size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
-        axes = edit.ints(*range(len(shape))) if single else edit.ints(-1)
-        peak_shape = () if single else (*shape[:-1], 1)
-        keep = {"keepdims": int(not single)}
-        peak = edit.insert(before, "ReduceMax", [size, axes], peak_shape, ir.DataType.FLOAT, keep)
+        keep = {"keepdims": form["keep"]}
+        peak = edit.insert(before, "ReduceMax", [size, edit.ints(*form["axes"])], peak_shape, ir.DataType.FLOAT, keep)
         step = edit.constant(np.array(1 / LEVELS, np.float32))
         scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
-        # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
-        if single:
-            zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-            codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8)
-            return codes, scale
-        zeros = edit.constant(np.full(peak_shape, ZERO_POINT, np.uint8))
-        block = {"axis": len(shape) - 1, "block_size": shape[-1]}
-        codes = edit.insert(before, "QuantizeLinear", [value, scale, zeros], shape, ir.DataType.UINT8, block)
+        block = {"axis": form["axis"], "block_size": form["block"]}
+        codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8, block)
         return codes, scale
+
+    def form(self, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
+        """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
+        shape = shape_of(value)
+        if shape is None or None in shape:
+            raise ValueError(f"the rows of {value.name} are not static: {shape}")
+        axes = list(range(len(shape)))
+        if prod(size or 0 for size in shape[:-1]) == 1:
+            return self.edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
+        zeros = self.edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
+        return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
 
 
 @dataclass(frozen=True)
@@ -217,18 +216,18 @@ class _Int8Product:
         weight = self.store.as_int8(linear.name, linear.weight())
         values = _named(edit, f"{linear.name}.int8", weight.values)
         scale = _named(edit, f"{linear.name}.scale", weight.scale)
+        shape = out_shape(linear)
+        if self.slot is None:
+            zero, views = self.rows.form(linear.source)
+            inputs = [linear.source, values, scale, zero]
+            return edit.insert(before, INT8_LINEAR, inputs, shape, ir.DataType.FLOAT, views, DOMAIN)
         codes, row_scale = self.rows(linear.source, before)
         zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-        # The operator takes one scale for all rows, so rows are scaled after it. A graph of one row does the same,
-        # though it could save the Mul: (x * column) * row and x * (column * row) round differently, and plain decoding
-        # would then differ from the step by an ulp, which the next rounding to eight bits turns into a whole level.
         inputs = [codes, values, edit.scalar(1.0), scale, zero]
-        shape = out_shape(linear)
         product = edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
-        if self.slot is not None:
-            h = int8_down(edit, self.slot, codes, zero, before)
-            term = up(edit, self.slot, h, before, exact=True)
-            product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
+        h = int8_down(edit, self.slot, codes, zero, before)
+        term = up(edit, self.slot, h, before, exact=True)
+        product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
         return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
 
 
@@ -271,15 +270,11 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
         weight = store.as_int8(name, np.ascontiguousarray(content.T))
         values = _named(edit, f"{name}.int8", weight.values)
         scale = _named(edit, f"{name}.scale", weight.scale)
-        rows = prod([size or 0 for size in shape])
-        flat = edit.reshape(node, ids, (rows,))
-        columns = edit.insert(node, "Gather", [values, flat], (content.shape[1], rows), ir.DataType.INT8, {"axis": 1})
-        codes = edit.insert(node, "Transpose", [columns], (rows, content.shape[1]), ir.DataType.INT8, {"perm": [1, 0]})
-        scales = edit.insert(node, "Gather", [scale, flat], (rows,), ir.DataType.FLOAT, {"axis": 0})
-        out = edit.insert(
-            node, "DequantizeLinear", [codes, scales], (rows, content.shape[1]), ir.DataType.FLOAT, {"axis": 0}
-        )
-        edit.replace(node, edit.reshape(node, out, (*shape, content.shape[1])))
+        if ids.dtype is not ir.DataType.INT32:
+            ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
+        out = [size or 0 for size in (*shape, content.shape[1])]
+        inputs = [ids, values, scale]
+        edit.replace(node, edit.insert(node, INT8_EMBEDDING, inputs, out, ir.DataType.FLOAT, {"whole": out}, DOMAIN))
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,8 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, Geometry, past_key, past_value
-from ssdevice.export.onnx.attention import SUFFIX
-from ssdevice.export.onnx.graph import LOGITS, READS
+from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
+from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.parity.products import Array, Call, Product
 
@@ -61,7 +61,15 @@ class OnnxShown:
             if value.name not in feeds:
                 feeds[value.name] = self.adapter[value.name]
         out = dict(zip(names, session.run(names, feeds), strict=True))
-        return Call(out, [self._product(weight, out[source], out[result]) for weight, source, result in marks])
+        return Call(out, [made for name, *ends in marks for made in self._products(name, *map(out.__getitem__, ends))])
+
+    def _products(self, weights: str, source: Array, result: Array) -> Iterator[Product]:
+        """The product of each of the weights that one result joins."""
+        start = 0
+        for part in weights.split(JOIN):
+            weight, _, width = part.rpartition(WIDTH) if JOIN in weights else (part, "", result.shape[-1])
+            yield self._product(weight, source, result[..., start : start + int(width)])
+            start += int(width)
 
     def _product(self, weight: str, source: Array, result: Array) -> Product:
         outputs = result.reshape(-1, result.shape[-1])

@@ -41,18 +41,18 @@ class RowCache:
         """Put the first ``count`` of ``rows [2 * layers, n, kv_heads * head_dim]`` at ``length``."""
         self.array[:, length : length + count] = rows[:, :count]
 
-    def visible(self, length: int) -> int:
-        """How many rows to show a target that has ``length`` committed ones: a number congruent to it modulo LANES.
+    def visible(self, length: int, lanes: int = LANES) -> int:
+        """How many rows to show a target that has ``length`` committed ones: a number congruent to it modulo ``lanes``.
 
-        It exceeds ``length`` by less than BUCKET + LANES, so there are LANES sizes per bucket. A call's new rows follow
-        those shown. Congruence puts a new row into the lane that it will have once it is committed, so sums over rows
-        add the same numbers in the same order whether a token was drafted or decoded plainly: along a chain of drafts
-        all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25 differ at near-ties (forced
-        drafts: 5), with it none.
+        It exceeds ``length`` by less than BUCKET + ``lanes``, so there are ``lanes`` sizes per bucket. A call's new
+        rows follow those shown. Congruence puts a new row into the lane that it will have once it is committed, so sums
+        over rows add the same numbers in the same order whether a token was drafted or decoded plainly: along a chain
+        of drafts all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25 differ at near-ties
+        (forced drafts: 5), with it none. An attention whose sums leave out masked rows needs one lane only.
         """
         shown = -(-max(length, 1) // BUCKET) * BUCKET
-        shown += (length - shown) % LANES
-        return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % LANES
+        shown += (length - shown) % lanes
+        return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % lanes
 
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
         """A view of the first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``."""

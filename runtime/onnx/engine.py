@@ -23,7 +23,8 @@ from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.adapter import AdapterTensors
-from ssdevice.runtime.onnx.cache import RowCache
+from ssdevice.runtime.onnx.cache import LANES, RowCache
+from ssdevice.runtime.onnx.memory import give_back
 from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, kernel_times
 from ssdevice.tree import Tree
 
@@ -107,9 +108,11 @@ class OnnxEngine(Engine):
                 again = "build it again with `ssdevice kernels`, or pass --no-kernels"
                 raise BundleError(f"{built}: ONNX Runtime cannot load it ({first_line(error)}); {again}") from error
         try:
-            return ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
+            session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself
             raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
+        give_back(file.parent)
+        return session
 
     def _check(self, function: str, session: ort.InferenceSession) -> None:
         """Raise BundleError unless a graph has the contract's tensors and the adapter fits its slots."""
@@ -162,7 +165,7 @@ class OnnxCache(Cache):
         call = self.calls.get(function)
         if call is None:
             call = self.calls[function] = _Call(self.engine, function, self.inputs, self.memory)
-        binding = call.binding(self.memory.visible(length))
+        binding = call.binding(self.memory.visible(length, call.lanes))
         clock = perf_counter()
         try:
             call.session.run_with_iobinding(binding)
@@ -185,6 +188,8 @@ class _Call:
     def __init__(self, engine: OnnxEngine, function: str, inputs: Inputs, memory: RowCache) -> None:
         spec = engine.specs[function]
         self.session = engine.session(function)
+        attention = self.session.get_modelmeta().custom_metadata_map.get(kernels.ATTENTION)
+        self.lanes = 1 if engine.kernels and attention == kernels.TREE_ATTENTION else LANES
         self.outputs = {t.name: np.zeros([int(size) for size in t.shape], t.dtype) for t in spec.outputs}
         self._inputs, self._memory = inputs, memory
         self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]

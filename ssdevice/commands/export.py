@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
-    add("--chunk", type=int, default=64, metavar="C", help="prompt tokens per prefill call (default 64)")
+    add("--chunk", type=int, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
     for options in all_options():
         options.add_arguments(parser)

@@ -21,9 +21,20 @@ from ssdevice.runtime.notice import say_once
 
 DOMAIN = "ssdevice"
 INT4_LINEAR = "Int4Linear"
-"""``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; linears.cpp says what it computes."""
+"""``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; int4.cpp says what it computes."""
+INT8_LINEAR = "Int8Linear"
+"""``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
+INT8_EMBEDDING = "Int8Embedding"
+"""``(ids [..], codes [K, N], scales [N]) -> [.., K]`` (int8.cpp)."""
+GATED_SILU = "GatedSilu"
+"""``x [.., 2 F] -> [.., F]``, the gated activation of an MLP (rows.cpp)."""
+ROTARY_SPLIT = "RotarySplit"
+"""Queries, keys and values out of a merged product, with rotary positions (rows.cpp)."""
 TREE_ATTENTION = "TreeAttention"
 """Grouped-query attention of new rows over the cache and themselves; attention.cpp says how."""
+
+ATTENTION = "ssdevice.attention"
+"""Metadata of a graph whose whole attention is this operator."""
 
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""

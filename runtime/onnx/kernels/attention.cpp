@@ -1,18 +1,17 @@
 // Attention of few rows over a KV cache and over themselves: the rows of a draft tree, each of which sees its ancestors.
 //
-// TreeAttention(q [1, R, G * N * D], past keys [P, N * D], keys [R, N * D], past values [P, N * D], values [R, N * D],
-//               mask [1, R * G, P + R]; kv_heads = N, scale) -> [1, R, N * G * D], all float
+// TreeAttention(q [1, R, G * N * D], past keys [P, N * D], keys [.., S, N * D], past values [P, N * D], values [.., S, N * D],
+//               mask [1, R * G, P + S]; kv_heads = N, scale) -> [1, R, N * G * D], all float
 // Query heads are ordered by (group member, key head) in q and by (key head, group member) in the result. The mask repeats a
-// row's G times. A row sees those of the P + R rows whose mask is above kHidden; the mask is added to their scores. What a row
+// row's G times. A row sees those of the P + S rows whose mask is above kHidden; the mask is added to their scores. What a row
 // sees is gathered in order first, and all sums run over that order: so a row's bits do not depend on where what it sees
 // stands, in the cache or among the new rows, nor on the other rows. Products and sums are fused multiply-adds; dot products
 // sum eight lanes pairwise at the end.
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <atomic>
 
-#include "operator.h"
+#include "exponential.h"
 
 namespace {
 
@@ -21,32 +20,15 @@ constexpr float kHidden = -1e8f;
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
-  int64_t rows, past, heads, groups, dim;  // R, P, N, G, D
+  int64_t rows, past, fresh, heads, groups, dim;  // R, P, S, N, G, D
 };
-
-// e^x for x <= 0 in float arithmetic that every CPU rounds alike (degree 6 after reduction by ln 2; Cody and Waite).
-constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f, kLeast = -87.0f;
-constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-constexpr float kFirst = 1.9875691500e-4f;
-
-float Exp(float x) {
-  if (x < kLeast) return 0.0f;
-  const float n = std::nearbyint(x * kLog2e);
-  const float r = std::fma(-n, kLn2Low, std::fma(-n, kLn2High, x));
-  float p = kFirst;
-  for (const float term : kTerms) p = std::fma(p, r, term);
-  const float y = std::fma(p * r, r, r) + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return y * power;
-}
 
 // What one row sees: rows of keys and values by pointer, and their masks. Room for a whole vector at the end.
 struct Seen {
   std::vector<const float*> keys, values;
   std::vector<float> mask, weights;
   size_t count = 0;
+  int64_t call = 0, row = 0;  // whose these are
 };
 
 using Attend = void (*)(const float* q, Seen* seen, size_t offset, int64_t dim, float scale, float* y);
@@ -88,18 +70,6 @@ SSDEVICE_TARGET inline __m256 Pairwise(const __m256* a) {
   return _mm256_add_ps(_mm256_permute2f128_ps(c0, c1, 0x20), _mm256_permute2f128_ps(c0, c1, 0x31));
 }
 
-SSDEVICE_TARGET inline __m256 Exp(__m256 x) {
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(kLog2e)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 high = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), x);
-  const __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low), high);
-  __m256 p = _mm256_set1_ps(kFirst);
-  for (const float term : kTerms) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(term));
-  const __m256 y = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r), _mm256_set1_ps(1.0f));
-  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  const __m256 power = _mm256_mul_ps(y, _mm256_castsi256_ps(bits));
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(kLeast), _CMP_LT_OQ), power);
-}
-
 // D / 8 vectors of the result stay in registers: V of them.
 template <int V>
 SSDEVICE_TARGET void Avx2(const float* q, Seen* seen, size_t offset, int64_t, float scale, float* y) {
@@ -136,25 +106,26 @@ SSDEVICE_TARGET void Avx2(const float* q, Seen* seen, size_t offset, int64_t, fl
   const __m256 divisor = _mm256_set1_ps(Pairwise(lanes));
   for (int v = 0; v < V; ++v) _mm256_storeu_ps(y + 8 * v, _mm256_div_ps(out[v], divisor));
 }
-
-const bool kAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
 
 Attend AttendOf(int64_t dim) {
 #ifdef SSDEVICE_AVX2
-  if (kAvx2 && dim == 32) return Avx2<4>;
-  if (kAvx2 && dim == 64) return Avx2<8>;
-  if (kAvx2 && dim == 128) return Avx2<16>;
+  if (kFusedAvx2 && dim == 32) return Avx2<4>;
+  if (kFusedAvx2 && dim == 64) return Avx2<8>;
+  if (kFusedAvx2 && dim == 128) return Avx2<16>;
 #endif
   static_cast<void>(dim);
   return Portable;
 }
 
 struct Call {
+  static inline std::atomic<int64_t> calls{0};
+
   Sizes sizes;
   const float *q, *past_keys, *keys, *past_values, *values, *mask;
   float scale;
   float* y;
+  int64_t number = ++calls;
 
   static void Unit(void* call, size_t unit) { static_cast<const Call*>(call)->Run(static_cast<int64_t>(unit)); }
 
@@ -162,7 +133,7 @@ struct Call {
   void Run(int64_t unit) const {
     thread_local Seen seen;
     const int64_t row = unit / sizes.heads, head = unit % sizes.heads, width = sizes.heads * sizes.dim;
-    Gather(row, &seen);
+    if (seen.call != number || seen.row != row) Gather(row, &seen);
     const Attend attend = AttendOf(sizes.dim);
     for (int64_t group = 0; group < sizes.groups; ++group) {
       const float* from = q + (row * sizes.groups + group) * width + head * sizes.dim;
@@ -172,7 +143,9 @@ struct Call {
   }
 
   void Gather(int64_t row, Seen* seen) const {
-    const int64_t width = sizes.heads * sizes.dim, all = sizes.past + sizes.rows;
+    const int64_t width = sizes.heads * sizes.dim, all = sizes.past + sizes.fresh;
+    seen->call = number;
+    seen->row = row;
     const size_t room = static_cast<size_t>(all) + kLanes;
     seen->keys.resize(room);
     seen->values.resize(room);
@@ -225,14 +198,17 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
       shapes[i] = SizesOf(api, tensors[i]);
     }
     const auto& [q, past_keys, keys, past_values, values, mask] = shapes;
-    Require(api, q.size() == 3 && q[0] == 1 && keys.size() == 2 && keys == values && past_keys.size() == 2 &&
-                     past_keys == past_values && past_keys[1] == keys[1] && q[1] == keys[0] && keys[1] > 0 &&
-                     keys[1] % kernel.heads == 0 && q[2] % keys[1] == 0,
+    const size_t rank = keys.size();
+    Require(api, q.size() == 3 && q[0] == 1 && rank >= 2 && (rank == 2 || keys[0] == 1) && keys == values &&
+                     past_keys.size() == 2 && past_keys == past_values && past_keys[1] == keys[rank - 1],
             "TreeAttention: the queries do not fit the keys and values");
-    const Sizes sizes{q[1], past_keys[0], kernel.heads, q[2] / keys[1], keys[1] / kernel.heads};
+    const int64_t width = past_keys[1];
+    Require(api, rank <= 3 && width > 0 && width % kernel.heads == 0 && q[2] % width == 0,
+            "TreeAttention: the queries do not fit the keys and values");
+    const Sizes sizes{q[1], past_keys[0], keys[rank - 2], kernel.heads, q[2] / width, width / kernel.heads};
     int64_t count = 1;
     for (const int64_t size : mask) count *= size;
-    Require(api, count == sizes.rows * sizes.groups * (sizes.past + sizes.rows),
+    Require(api, count == sizes.rows * sizes.groups * (sizes.past + sizes.fresh),
             "TreeAttention: the mask does not fit the rows");
     const int64_t shape[] = {1, sizes.rows, q[2]};
     ort::Value* y = nullptr;
@@ -241,7 +217,7 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
     for (size_t i = 0; i < 6; ++i) data[i] = DataOf<const float>(api, tensors[i]);
     Call call{sizes, data[0], data[1], data[2], data[3], data[4], data[5], kernel.scale, DataOf<float>(api, y)};
     const int64_t units = sizes.rows * sizes.heads;
-    if (units * sizes.groups * sizes.dim * (sizes.past + sizes.rows) >= kAlone) {
+    if (units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh) >= kAlone) {
       Check(api.ParallelFor(context, Call::Unit, static_cast<size_t>(units), &call));
     } else {
       for (int64_t unit = 0; unit < units; ++unit) call.Run(unit);

@@ -4,7 +4,11 @@
 
 #include "operator.h"
 
+const ort::CustomOp* GatedSilu();
 const ort::CustomOp* Int4Linear();
+const ort::CustomOp* Int8Embedding();
+const ort::CustomOp* Int8Linear();
+const ort::CustomOp* RotarySplit();
 const ort::CustomOp* TreeAttention();
 
 extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -17,7 +21,8 @@ extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const or
   if (domain == nullptr) {
     ort::Domain* made = nullptr;
     if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
-    for (const ort::CustomOp* op : {Int4Linear(), TreeAttention()}) {
+    for (const ort::CustomOp* op :
+         {GatedSilu(), Int4Linear(), Int8Embedding(), Int8Linear(), RotarySplit(), TreeAttention()}) {
       if (ort::Status* status = api.Add(made, op)) return status;
     }
     domain = made;

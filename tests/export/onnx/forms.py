@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, Editor, tag
-from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
 from ssdevice.export.onnx.graph import finish
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
-from ssdevice.export.onnx.quantization import ZERO_POINT, WeightStore, quantize
+from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.plan import Quant
 from ssdevice.model.roles import Part, Role

@@ -12,13 +12,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.errors import BundleError, InputError
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
+from ssdevice.runtime.engine import EngineOptions, open_engine
+from ssdevice.runtime.loop import prefill
 from ssdevice.runtime.onnx import kernels
+from ssdevice.runtime.onnx.cache import LANES
+from ssdevice.runtime.onnx.engine import OnnxCache
 from ssdevice.runtime.session import Session
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
@@ -101,9 +106,96 @@ def test_every_row_has_numpys_bits_among_any_number_of_rows(
         np.testing.assert_array_equal(found[0], expected[:rows])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_int8_rows_have_the_bits_of_integers_among_any_number_of_rows(
+    library: Path, inputs: int, outputs: int, threads: int
+) -> None:
+    rng = np.random.default_rng(outputs)
+    weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    weight[0] = 0
+    x = (rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))).astype(np.float32)
+    x[1], x[4] = 0, np.sign(x[4])
+    expected = forms.int8_product(x, weight.T)
+    for rows in ROWS:
+        model = forms.linears_model(rows, [weight], Quant.INT8)
+        assert [node.op_type for node in onnx.load_from_string(model).graph.node] == [kernels.INT8_LINEAR]
+        for file in (library, None):
+            (found,) = session(model, file, threads).run(None, {"x": x[None, :rows]})
+            np.testing.assert_array_equal(found[0], expected[:rows])
+
+
+def test_an_embedding_and_its_tied_head_have_the_bits_of_integers(library: Path) -> None:
+    rng = np.random.default_rng(3)
+    table, ids = rng.standard_normal((521, 100)).astype(np.float32), rng.integers(0, 521, (1, 6))
+    model = forms.tied_model(6, table, Quant.INT8)
+    graph = onnx.load_from_string(model).graph
+    assert {kernels.INT8_EMBEDDING, kernels.INT8_LINEAR} <= {node.op_type for node in graph.node}
+    expected = forms.int8_product(forms.embedded(ids, table), np.ascontiguousarray(table.T))
+    for file in (library, None):
+        opened = session(model, file)
+        np.testing.assert_array_equal(opened.run(None, {opened.get_inputs()[0].name: ids})[0], expected)
+    opened = session(model, library)
+    with pytest.raises(Exception, match="none of the vocabulary"):
+        opened.run(None, {opened.get_inputs()[0].name: ids + 521})
+
+
 KV_HEADS, GROUPS = 3, 2
 ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
 """Of a root with two children, the second of which has one."""
+
+
+def model_of(name: str, shapes: dict[str, tuple[int, ...]], outputs: int, **attributes: object) -> bytes:
+    """One of our operators, with its function."""
+    inputs = [forms.value(name, shape) for name, shape in shapes.items()]
+    node = ir.node(name, inputs, attributes, domain=kernels.DOMAIN, num_outputs=outputs)
+    for i, out in enumerate(node.outputs):
+        out.name, out.type = f"y{i}", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": OPSET, CONTRIB: 1})
+    model = ir.Model(graph, ir_version=11)
+    add_functions(model)
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+@pytest.mark.parametrize("width", [1536, 20, 3])
+def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(width: int) -> None:
+    x = (np.random.default_rng(width).standard_normal((1, 5, 2 * width)) * 20).astype(np.float32)
+    x[0, 0, :3] = 0, -80, 200
+    model = model_of(kernels.GATED_SILU, {"x": x.shape}, 1)
+    ours, portable, standard = (
+        session(model, file).run(None, {"x": x})[0] for file in (built(False), built(True), None)
+    )
+    np.testing.assert_array_equal(ours, portable)
+    gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+    np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
+    np.testing.assert_allclose(standard, ours, atol=1e-4)  # ONNX Runtime's sigmoid is less exact far from 0
+
+
+@pytest.mark.parametrize("rotated", [64, 32])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_queries_and_keys_are_rotated_and_values_are_not(library: Path, rows: int, rotated: int) -> None:
+    rng, heads, dim = np.random.default_rng(rows), KV_HEADS * GROUPS, 64
+    x = rng.standard_normal((1, rows, heads + 2 * KV_HEADS, dim)).astype(np.float32)
+    angle = rng.uniform(0, 6, (1, rows, rotated // 2))
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    a, b = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+    c, s = cos[:, :, None], sin[:, :, None]
+    turned = np.concatenate([a * c - b * s, b * c + a * s, x[..., rotated:]], -1)
+    expected = [turned[:, :, :heads], turned[:, :, heads : heads + KV_HEADS], x[:, :, heads + KV_HEADS :]]
+    flat = [part.reshape(1, rows, -1) for part in expected]
+    feeds = {"x": x.reshape(1, rows, -1), "cos": cos, "sin": sin}
+    settings = {
+        "heads": heads,
+        "kv_heads": KV_HEADS,
+        "rotary_dim": rotated,
+        "widths": [part.shape[-1] for part in flat],
+    }
+    model = model_of(kernels.ROTARY_SPLIT, {name: value.shape for name, value in feeds.items()}, 3, **settings)
+    for ours, exact in zip(session(model, library).run(None, feeds), flat, strict=True):
+        np.testing.assert_array_equal(ours, exact)
+    for standard, exact in zip(session(model, None).run(None, feeds), flat, strict=True):
+        np.testing.assert_allclose(standard, exact, atol=2e-6)
 
 
 def attention_model(rows: int, past: int, dim: int) -> bytes:
@@ -117,21 +209,13 @@ def attention_model(rows: int, past: int, dim: int) -> bytes:
         "values": (rows, width),
         "mask": (1, rows * GROUPS, past + rows),
     }
-    inputs = [forms.value(name, shape) for name, shape in shapes.items()]
-    attributes = {
-        "kv_heads": KV_HEADS,
-        "scale": dim**-0.5,
+    views = {
+        "rows": [-1, width],
         "heads": [-1, KV_HEADS, dim],
         "groups": [KV_HEADS, -1, GROUPS, dim],
         "whole": [1, -1, GROUPS * width],
     }
-    node = ir.node(kernels.TREE_ATTENTION, inputs, attributes, domain=kernels.DOMAIN)
-    y = node.outputs[0]
-    y.name, y.shape, y.type = "y", ir.Shape([1, rows, GROUPS * width]), ir.TensorType(ir.DataType.FLOAT)
-    model = ir.Model(ir.Graph(inputs, [y], nodes=[node], opset_imports={"": OPSET, CONTRIB: 1}), ir_version=11)
-    add_functions(model)
-    content: bytes = ir.serde.serialize_model(model).SerializeToString()
-    return content
+    return model_of(kernels.TREE_ATTENTION, shapes, 1, kv_heads=KV_HEADS, scale=dim**-0.5, **views)
 
 
 def attention_inputs(past: int, dim: int, seen: np.ndarray, shown: int) -> dict[str, np.ndarray]:
@@ -206,6 +290,19 @@ def test_with_the_kernels_int4_steps_have_the_bits_of_plain_decoding_on_every_cp
     result = compared_along_a_chain(base, adapter, tmp_path / "bundle", "int4")
     assert result.differences == [] and result.nodes_ended == set(range(4))
     assert result.largest_change == 0
+
+
+@pytest.mark.parametrize(("with_kernels", "lanes"), [(True, 1), (False, LANES)])
+def test_the_kernels_need_few_sizes_of_the_cache(
+    base: Path, adapter: Path, tmp_path: Path, installed: Path, with_kernels: bool, lanes: int
+) -> None:
+    assert main(export(base, tmp_path / "bundle", "--adapter", f"app={adapter}")) == 0
+    engine = open_engine(Bundle.open(tmp_path / "bundle"), "app", EngineOptions(kernels=with_kernels))
+    conversation = engine.new_conversation()
+    prefill(conversation, [1, 2, 3])
+    conversation.step(4)
+    cache = conversation.cache
+    assert isinstance(cache, OnnxCache) and {call.lanes for call in cache.calls.values()} == {lanes}
 
 
 def test_a_library_that_is_broken_is_one_line_and_can_be_left_out(

@@ -13,9 +13,9 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, Geometry, TensorSpec, functions
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
-from ssdevice.export.onnx.attention import permuted_heads
 from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant

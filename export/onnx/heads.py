@@ -1,4 +1,4 @@
-"""Attention in graphs: the order of its heads, and its nodes as one operator.
+"""The order of attention's heads in graphs.
 
 Grouped attention wants the heads of queries by (group member, key head); models give them by (key head, group member).
 Between a linear and the attention stand only operations that treat every head alike, so the linear's columns can be
@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of
 from ssdevice.export.onnx.linears import LINEAR, Array
-from ssdevice.runtime.onnx.kernels import DOMAIN, TREE_ATTENTION
 
 SUFFIX = "~heads"
 """Ends the names of permuted weights."""
@@ -105,63 +104,3 @@ def _permuted(edit: Editor, value: ir.Value, content: Array, heads: tuple[int, i
     swapped = content.reshape(*heads, *rest).swapaxes(0, 1).reshape(-1, *rest)
     role = role_of(value)
     return edit.constant(np.ascontiguousarray(swapped), name, role and replace(role, permuted=True))
-
-
-def attention_in_one(edit: Editor, node: ir.Node) -> bool:
-    """The nodes of attention over past and new rows become the operator that stands for them."""
-    if node.op_type != "Softmax":
-        return False
-    total = producer(node.inputs[0], "Add")
-    scores = producer(total.inputs[0], "FusedMatMul") if total is not None else None
-    product = _only_user(node.outputs[0], "FusedMatMul")
-    if total is None or scores is None or product is None or product.inputs[0] is not node.outputs[0]:
-        return False
-    heads, keys, values = (_viewed(value) for value in (*scores.inputs, product.inputs[1]))
-    joined = [producer(value, "Concat") for value in (keys, values)]
-    shape = shape_of(scores.inputs[0])
-    mask = total.inputs[1]
-    if heads is None or mask is None or shape is None or None in shape or len(shape) != 3:
-        return False
-    if any(cat is None or len(cat.inputs) != 2 or cat.attributes.get_int("axis", 0) != 0 for cat in joined):
-        return False
-    end = _end(product)
-    queries, out, masked = shape_of(heads), shape_of(end.outputs[0]), shape_of(mask)
-    if queries is None or queries != out or len(queries) != 3 or queries[0] != 1 or masked is None:
-        return False
-    grouped, kv_heads, dim = shape
-    rows, width = queries[1:]
-    if None in (grouped, kv_heads, dim, rows, width) or masked[:-1] != (1, grouped):
-        return False
-    assert kv_heads and dim and rows and grouped
-    attributes = {
-        "kv_heads": kv_heads,
-        "scale": scores.attributes.get_float("alpha", 1.0),
-        "heads": [-1, kv_heads, dim],
-        "groups": [kv_heads, -1, grouped // rows, dim],
-        "whole": [1, -1, width],
-    }
-    inputs = [heads, *(value for cat in joined if cat is not None for value in cat.inputs), mask]
-    kind = end.outputs[0].dtype
-    edit.replace(end, edit.insert(end, TREE_ATTENTION, inputs, out, kind, attributes, DOMAIN))
-    return True
-
-
-def _viewed(value: ir.Value | None) -> ir.Value | None:
-    """What a Reshape views."""
-    view = producer(value, "Reshape")
-    return view.inputs[0] if view is not None else None
-
-
-def _only_user(value: ir.Value, kind: str) -> ir.Node | None:
-    users = [use.node for use in value.uses()]
-    return users[0] if len(users) == 1 and users[0].op_type == kind else None
-
-
-def _end(product: ir.Node) -> ir.Node:
-    """The last of the views that bring the heads ``[N, R G, D]`` of a product into the order of the rows."""
-    view = _only_user(product.outputs[0], "Reshape")
-    turned = _only_user(view.outputs[0], "Transpose") if view is not None else None
-    whole = _only_user(turned.outputs[0], "Reshape") if turned is not None else None
-    if whole is not None and turned is not None and tuple(turned.attributes["perm"].as_ints()) == (1, 0, 2, 3):
-        return whole
-    return view if view is not None else product

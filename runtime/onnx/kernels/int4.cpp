@@ -7,84 +7,37 @@
 //   y[r, n] = sum over b, in order, of d * (scales[n, b] * a[r, b]), every operation rounded to float
 // Kernels for different CPUs only differ in how they compute d, so all give the same bits.
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <vector>
 
-#include "operator.h"
+#include "linears.h"
 
 namespace {
 
-constexpr int kBlock = 32;    // inputs that share a scale
-constexpr int kColumns = 8;   // columns computed side by side: floats of 256 bits
-constexpr int kTile = 5;      // rows whose sums stay in registers
-constexpr int kZero = 8;      // the code of zero
+constexpr int kZero = 8;  // the code of zero
 constexpr float kLeast = 1e-35f;  // rows below are zeros: 127 / kLeast is still a number
-constexpr int kUnit = 4 * kColumns * 4 + 4 * kColumns;  // bytes of a block of eight columns: codes, then scales
-
-int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1) / kBlock); }
+constexpr size_t kUnit = 4 * kColumns * 4 + 4 * kColumns;  // bytes of a block of eight columns: codes, then scales
 
 // ---- Weights: eight columns side by side, four inputs of a column in a row, so that sums need no shuffling ----------
 
 // For each group of eight columns and each block: 4 vectors of 32 bytes and 8 scales. Byte 4 * c + j of vector v holds input
 // 4 * v + j of column c in its low half and input 16 + 4 * v + j in its high half.
-struct Weights {
-  int64_t outputs, inputs;
-  std::vector<uint8_t> storage;
-  uint8_t* units;
-
-  int Groups() const { return static_cast<int>((outputs + kColumns - 1) / kColumns); }
-  size_t Size() const { return static_cast<size_t>(Groups()) * Blocks(inputs) * kUnit; }
-
-  Weights(int64_t outputs, int64_t inputs, const uint8_t* codes, const float* scales)
-      : outputs(outputs), inputs(inputs) {
-    storage.assign(Size() + 31, 0);
-    units = storage.data() + (32 - reinterpret_cast<uintptr_t>(storage.data()) % 32) % 32;
-    const int blocks = Blocks(inputs);
-    for (int64_t n = 0; n < outputs; ++n) {
-      const int c = static_cast<int>(n % kColumns);
-      for (int b = 0; b < blocks; ++b) {
-        uint8_t* unit = units + ((n / kColumns) * blocks + b) * kUnit;
-        const uint8_t* from = codes + (n * blocks + b) * 16;  // two inputs a byte, the first in the low half
-        for (int k = 0; k < 16; ++k) {
-          const uint8_t low = from[k / 2] >> (4 * (k % 2)) & 15;
-          const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
-          unit[32 * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
-        }
-        std::memcpy(unit + 128 + 4 * c, scales + n * blocks + b, 4);
+Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const float* scales) {
+  const int blocks = Blocks(inputs);
+  Weights made("Int4Linear", outputs, inputs, kUnit * static_cast<size_t>(blocks));
+  for (int64_t n = 0; n < outputs; ++n) {
+    const int c = static_cast<int>(n % kColumns);
+    for (int b = 0; b < blocks; ++b) {
+      uint8_t* unit = made.Group(n / kColumns) + kUnit * static_cast<size_t>(b);
+      const uint8_t* from = codes + (n * blocks + b) * 16;  // two inputs a byte, the first in the low half
+      for (int k = 0; k < 16; ++k) {
+        const uint8_t low = from[k / 2] >> (4 * (k % 2)) & 15;
+        const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
+        unit[32 * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
       }
+      std::memcpy(unit + 128 + 4 * c, scales + n * blocks + b, 4);
     }
   }
-};
-
-// The functions of a bundle are graphs that share their weights; so do their kernels.
-std::shared_ptr<const Weights> Shared(std::shared_ptr<const Weights> made) {
-  static std::mutex lock;
-  static std::multimap<uint64_t, std::weak_ptr<const Weights>> known;
-  const size_t size = made->Size();
-  uint64_t key = static_cast<uint64_t>(made->outputs) * 1000003 + static_cast<uint64_t>(made->inputs);
-  for (size_t at = 0; at + 8 <= size; at += 8 * 61) {
-    uint64_t word;
-    std::memcpy(&word, made->units + at, 8);
-    key = (key ^ word) * 0x9E3779B97F4A7C15ull;
-  }
-  const std::lock_guard<std::mutex> guard(lock);
-  auto [first, last] = known.equal_range(key);
-  while (first != last) {
-    const auto other = first->second.lock();
-    if (other == nullptr) {
-      first = known.erase(first);
-      continue;
-    }
-    const bool same = other->outputs == made->outputs && other->inputs == made->inputs;
-    if (same && std::memcmp(other->units, made->units, size) == 0) return other;
-    ++first;
-  }
-  known.emplace(key, made);
   return made;
 }
 
@@ -139,28 +92,20 @@ __attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, int8_t* c
 
 // ---- Products: R rows with eight columns -------------------------------------------------------------------------------
 
-struct Tile {
-  const uint8_t* units;
-  int blocks;
-  const int8_t* codes;
-  const float* scales;
-  const int32_t* zeros;
-};
-
-using Product = void (*)(const Tile&, float (*out)[kColumns]);
+using Tile = TileOf<Rows>;
 
 template <int R>
 void Portable(const Tile& t, float (*out)[kColumns]) {
   for (int r = 0; r < R; ++r) std::fill(out[r], out[r] + kColumns, 0.0f);
   for (int b = 0; b < t.blocks; ++b) {
-    const uint8_t* unit = t.units + static_cast<size_t>(b) * kUnit;
+    const uint8_t* unit = t.weights + static_cast<size_t>(b) * kUnit;
     float scales[kColumns];
     std::memcpy(scales, unit + 128, sizeof scales);
     for (int r = 0; r < R; ++r) {
-      const int8_t* q = t.codes + (static_cast<size_t>(r) * t.blocks + b) * kBlock;
-      const float scale = t.scales[r * t.blocks + b];
+      const int8_t* q = t.rows.codes.data() + t.At(r, b) * kBlock;
+      const float scale = t.rows.scales[t.At(r, b)];
       for (int c = 0; c < kColumns; ++c) {
-        int32_t d = -t.zeros[r * t.blocks + b];
+        int32_t d = -t.rows.zeros[t.At(r, b)];
         for (int k = 0; k < 16; ++k) {
           const uint8_t both = unit[32 * (k / 4) + 4 * c + k % 4];
           d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
@@ -178,8 +123,9 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256 sums[R];
   for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_ps();
-  const uint8_t* unit = t.units;
+  const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
+    Prefetch(unit, kUnit);
     __m256i w[8];
     for (int i = 0; i < 4; ++i) {
       const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit + 32 * i));
@@ -188,16 +134,16 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
     }
     const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(unit + 128));
     for (int r = 0; r < R; ++r) {
-      const int8_t* codes = t.codes + (static_cast<size_t>(r) * t.blocks + b) * kBlock;
+      const int8_t* codes = t.rows.codes.data() + t.At(r, b) * kBlock;
       __m256i pairs = _mm256_setzero_si256();
       for (int i = 0; i < 8; ++i) {
         int32_t four;
         std::memcpy(&four, codes + 4 * i, 4);
         pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], _mm256_set1_epi32(four)));
       }
-      const __m256i zero = _mm256_set1_epi32(t.zeros[r * t.blocks + b]);
+      const __m256i zero = _mm256_set1_epi32(t.rows.zeros[t.At(r, b)]);
       const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs, ones), zero));
-      const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(t.scales[r * t.blocks + b]));
+      const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(t.rows.scales[t.At(r, b)]));
       sums[r] = _mm256_add_ps(sums[r], _mm256_mul_ps(d, scale));
     }
   }
@@ -205,11 +151,11 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
 }
 
 const bool kAvx2 = __builtin_cpu_supports("avx2");
-constexpr Product kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
+constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
-constexpr Product kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
+constexpr ProductOf<Rows> kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 
-const Product* Products() {
+const ProductOf<Rows>* Products() {
 #ifdef SSDEVICE_AVX2
   if (kAvx2) return kAvx2Products;
 #endif
@@ -237,42 +183,7 @@ void Quantize(const float* x, int64_t rows, int64_t inputs, Rows* out) {
   }
 }
 
-// A call's work, cut into parts of neighbouring groups of columns.
-struct Call {
-  const Weights& weights;
-  const Rows& rows;
-  int64_t count;
-  int parts;
-  float* y;
-
-  static void Part(void* call, size_t part) { static_cast<const Call*>(call)->Run(static_cast<int>(part)); }
-
-  void Run(int part) const {
-    const int groups = weights.Groups(), blocks = Blocks(weights.inputs);
-    const Product* products = Products();
-    const int64_t tiles = (count + kTile - 1) / kTile;
-    float out[kTile][kColumns];
-    for (int g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
-      const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - static_cast<int64_t>(g) * kColumns);
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
-        const size_t at = static_cast<size_t>(first) * blocks;
-        const Tile t{weights.units + static_cast<size_t>(g) * blocks * kUnit, blocks, rows.codes.data() + at * kBlock,
-                     rows.scales.data() + at, rows.zeros.data() + at};
-        products[last - first - 1](t, out);
-        for (int64_t r = first; r < last; ++r)
-          std::copy(out[r - first], out[r - first] + columns, y + r * weights.outputs + g * kColumns);
-      }
-    }
-  }
-};
-
 // ---- The operator ------------------------------------------------------------------------------------------------------
-
-struct Kernel {
-  ort::Api api;
-  std::shared_ptr<const Weights> weights;
-};
 
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
@@ -287,40 +198,20 @@ ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::K
     for (const int64_t size : scale_sizes) count *= size;
     Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && count == sizes[0] * sizes[1],
             "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]");
-    auto made = std::make_shared<const Weights>(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes),
-                                                DataOf<const float>(api, scales));
-    *out = new Kernel{api, Shared(std::move(made))};
+    Weights made = Packed(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes), DataOf<const float>(api, scales));
+    *out = new Linear{api, Shared(std::move(made))};
   });
 }
 
 ort::Status* Compute(void* self, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const Weights& weights = *kernel.weights;
-    const ort::Value* x = InputOf(api, context, 0);
-    auto sizes = SizesOf(api, x);
-    const int64_t inputs = sizes.empty() ? 0 : sizes.back();
-    Require(api, Blocks(inputs) == Blocks(weights.inputs), "Int4Linear: the rows have another width than the weights");
-    int64_t count = 1;
-    for (size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
-    sizes.back() = weights.outputs;
-    ort::Value* y = nullptr;
-    Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
-    if (count == 0) return;
-    thread_local Rows rows;
-    Quantize(DataOf<const float>(api, x), count, inputs, &rows);
-    const int parts = std::clamp(weights.Groups() / 4, 1, 32);
-    Call call{weights, rows, count, parts, DataOf<float>(api, y)};
-    Check(api.ParallelFor(context, Call::Part, static_cast<size_t>(parts), &call));
-  });
+  return Multiply<Rows>(*static_cast<const Linear*>(self), context, Quantize, Products());
 }
 
 }  // namespace
 
 const ort::CustomOp* Int4Linear() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(Create, Compute, Destroy<Kernel>);
+    ort::CustomOp made = Operator(Create, Compute, Destroy<Linear>);
     made.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
     made.GetInputType = [](const ort::CustomOp*, size_t index) { return index == 1 ? ort::kUint8 : ort::kFloat; };
     made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };

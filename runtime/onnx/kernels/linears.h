@@ -1,0 +1,143 @@
+// What the linears share: packed weights, which all sessions of a process hold once, and the division of a call's work.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "operator.h"
+
+constexpr int kBlock = 32;   // inputs are padded to whole blocks
+constexpr int kColumns = 8;  // columns computed side by side: floats of 256 bits
+constexpr int kTile = 5;     // rows whose sums stay in registers
+
+inline int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1) / kBlock); }
+
+#ifdef SSDEVICE_AVX2
+// Asks for what a kernel reads some units later: a processor's own guesses end with a page. One row is a sixth faster.
+inline void Prefetch(const uint8_t* unit, size_t bytes) {
+  constexpr size_t kAhead = 1024, kLine = 64;
+  for (size_t at = 0; at < bytes; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(unit + kAhead + at), _MM_HINT_T0);
+}
+#endif
+
+// Weights by groups of eight columns, in the order in which a kernel reads them.
+struct Weights {
+  std::string kind;
+  int64_t outputs, inputs;
+  size_t bytes;  // of a group, a multiple of 32
+  std::vector<uint8_t> storage;
+
+  Weights(const char* kind, int64_t outputs, int64_t inputs, size_t bytes)
+      : kind(kind), outputs(outputs), inputs(inputs), bytes(bytes), storage(bytes * static_cast<size_t>(Groups()) + 31) {}
+
+  int64_t Groups() const { return (outputs + kColumns - 1) / kColumns; }
+  const uint8_t* Group(int64_t group) const {
+    return storage.data() + (32 - reinterpret_cast<uintptr_t>(storage.data()) % 32) % 32 + bytes * static_cast<size_t>(group);
+  }
+  uint8_t* Group(int64_t group) { return const_cast<uint8_t*>(std::as_const(*this).Group(group)); }
+};
+
+// The functions of a bundle are graphs that share their weights; so do their kernels.
+inline std::shared_ptr<const Weights> Shared(Weights&& made) {
+  static std::mutex lock;
+  static std::multimap<uint64_t, std::weak_ptr<const Weights>> known;
+  const size_t size = made.bytes * static_cast<size_t>(made.Groups());
+  uint64_t key = static_cast<uint64_t>(made.outputs) * 1000003 + static_cast<uint64_t>(made.inputs);
+  for (size_t at = 0; at + 8 <= size; at += 8 * 61) {
+    uint64_t word;
+    std::memcpy(&word, made.Group(0) + at, 8);
+    key = (key ^ word) * 0x9E3779B97F4A7C15ull;
+  }
+  const std::lock_guard<std::mutex> guard(lock);
+  auto [first, last] = known.equal_range(key);
+  while (first != last) {
+    const auto other = first->second.lock();
+    if (other == nullptr) {
+      first = known.erase(first);
+      continue;
+    }
+    const bool same = other->kind == made.kind && other->outputs == made.outputs && other->inputs == made.inputs;
+    if (same && std::memcmp(other->Group(0), made.Group(0), size) == 0) return other;
+    ++first;
+  }
+  auto kept = std::make_shared<const Weights>(std::move(made));
+  known.emplace(key, kept);
+  return kept;
+}
+
+// Up to kTile quantized rows, from row ``first`` on, with the weights of one group of columns.
+template <typename Rows>
+struct TileOf {
+  const uint8_t* weights;
+  int blocks;
+  const Rows& rows;
+  int64_t first;
+
+  size_t At(int row, int block) const { return static_cast<size_t>(first + row) * blocks + block; }
+};
+
+template <typename Rows>
+using ProductOf = void (*)(const TileOf<Rows>&, float (*out)[kColumns]);
+
+// A call's work, cut into parts of neighbouring groups of columns.
+template <typename Rows>
+struct CallOf {
+  const Weights& weights;
+  const Rows& rows;
+  const ProductOf<Rows>* products;  // of 1 to kTile rows
+  int64_t count;
+  int parts;
+  float* y;
+
+  static void Part(void* call, size_t part) { static_cast<const CallOf*>(call)->Run(static_cast<int>(part)); }
+
+  void Run(int part) const {
+    const int64_t tiles = (count + kTile - 1) / kTile, groups = weights.Groups();
+    float out[kTile][kColumns];
+    for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
+      const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - g * kColumns);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
+        products[last - first - 1]({weights.Group(g), Blocks(weights.inputs), rows, first}, out);
+        for (int64_t r = first; r < last; ++r)
+          std::copy(out[r - first], out[r - first] + columns, y + r * weights.outputs + g * kColumns);
+      }
+    }
+  }
+};
+
+struct Linear {
+  ort::Api api;
+  std::shared_ptr<const Weights> weights;
+};
+
+// Input 0, rows [.., K], times the weights. ``quantize`` fills Rows from [count, K] floats.
+template <typename Rows>
+ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
+                      void (*quantize)(const float* x, int64_t count, int64_t inputs, Rows* out),
+                      const ProductOf<Rows>* products) {
+  const ort::Api& api = linear.api;
+  return Guarded(api, [&] {
+    const Weights& weights = *linear.weights;
+    const ort::Value* x = InputOf(api, context, 0);
+    auto sizes = SizesOf(api, x);
+    const int64_t inputs = sizes.empty() ? 0 : sizes.back();
+    Require(api, Blocks(inputs) == Blocks(weights.inputs), "the rows have another width than the weights");
+    int64_t count = 1;
+    for (size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
+    sizes.back() = weights.outputs;
+    ort::Value* y = nullptr;
+    Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
+    if (count == 0) return;
+    thread_local Rows rows;
+    quantize(DataOf<const float>(api, x), count, inputs, &rows);
+    const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 4, 1, 32));
+    CallOf<Rows> call{weights, rows, products, count, parts, DataOf<float>(api, y)};
+    Check(api.ParallelFor(context, CallOf<Rows>::Part, static_cast<size_t>(parts), &call));
+  });
+}
