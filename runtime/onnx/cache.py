@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -27,8 +30,8 @@ class RowCache:
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         shape = self.shape(geometry)
         try:  # zeros, because a masked row must not hold a NaN
-            self.array: NDArray[Any] = np.zeros(shape, dtype)
-        except (MemoryError, ValueError) as error:  # ValueError: more than the address space
+            self.array: NDArray[Any] = _zeros(shape, np.dtype(dtype))
+        except (OSError, OverflowError, ValueError) as error:  # no memory, or more than the address space
             raise InputError(f"no memory for a KV cache of {shape} {np.dtype(dtype).name}: {error}") from error
         self.capacity = geometry.capacity
 
@@ -57,3 +60,12 @@ class RowCache:
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
         """A view of the first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``."""
         return self.array[index, :rows]
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros in small pages, which the system gives when they are first written: a short conversation takes few."""
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
