@@ -73,7 +73,7 @@ INT, INTS, FLOAT = ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType
 def int4_linear() -> ir.Function:
     """``Int4Linear(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]; K, N) -> [.., R, N]``."""
     body = _Body(INT4_LINEAR, "x codes scales", K=INT, N=INT)
-    sizes = {"K": ref("K"), "N": ref("N"), "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
+    sizes: dict[str, Any] = {"K": ref("K"), "N": ref("N"), "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
     return body.function(body.add("MatMulNBits", *body.inputs, domain=CONTRIB, **sizes))
 
 
@@ -148,7 +148,7 @@ def tree_attention() -> ir.Function:
         body.view(body.add("Concat", past, body.view(new, "rows"), axis=0), "heads")
         for past, new in ((past_keys, keys), (past_values, values))
     )
-    by_head = {"transBatchA": 1, "transBatchB": 1, "transB": 1, "alpha": ref("scale")}
+    by_head: dict[str, Any] = {"transBatchA": 1, "transBatchB": 1, "transB": 1, "alpha": ref("scale")}
     scores = body.add("FusedMatMul", body.view(q, "heads"), every_key, domain=CONTRIB, **by_head)
     weights = body.add("Softmax", body.add("Add", scores, mask), axis=-1)
     out = body.view(body.add("FusedMatMul", weights, every_value, domain=CONTRIB, transBatchB=1), "groups")
