@@ -6,12 +6,24 @@ let package = Package(
     platforms: [.iOS(.v18), .macOS(.v15)],
     products: [
         .library(name: "SpeculativeDecoding", targets: ["SpeculativeDecoding"]),
-        .executable(name: "Demo", targets: ["Demo"]),
+        .library(name: "SpeculativeDecodingCoreML", targets: ["SpeculativeDecodingCoreML"]),
     ],
     targets: [
-        .target(name: "SpeculativeDecoding"),
-        .executableTarget(name: "Demo", dependencies: ["SpeculativeDecoding"]),
+        .target(name: "SpeculativeDecoding", resources: [.process("manifest.schema.json")]),
+        .target(name: "SpeculativeDecodingCoreML", dependencies: ["SpeculativeDecoding"]),
         .testTarget(name: "SpeculativeDecodingTests", dependencies: ["SpeculativeDecoding"]),
+        .testTarget(name: "SpeculativeDecodingCoreMLTests", dependencies: ["SpeculativeDecodingCoreML"]),
     ],
-    swiftLanguageModes: [.v5]
+    swiftLanguageModes: [.v6]
 )
+
+#if os(Linux)
+    // In place of Apple's framework: the part of its API that we use, on the project's interpreter of packages.
+    package.targets.append(.target(name: "CoreML", path: "Tests/CoreMLStandIn"))
+    for target in package.targets where target.name.hasPrefix("SpeculativeDecodingCoreML") {
+        target.dependencies.append("CoreML")
+    }
+#else
+    package.products.append(.executable(name: "Demo", targets: ["Demo"]))
+    package.targets.append(.executableTarget(name: "Demo", dependencies: ["SpeculativeDecodingCoreML"]))
+#endif
