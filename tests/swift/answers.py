@@ -9,7 +9,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.runtime import Session
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-CONTEXT, CHUNK, MAX_TOKENS = 192, 16, 40
+CONTEXT, CHUNK, MAX_TOKENS = 192, 16, 24
 PROMPTS = {
     "sql": (
         "CREATE TABLE singer (name, age, country)\nHow many singers are older than 40?",

@@ -34,17 +34,17 @@ import Foundation
         }
 
         private static func compress(_ state: inout [UInt32], _ block: UnsafeBufferPointer<UInt8>, _ start: Int) {
-            func rotated(_ x: UInt32, _ by: UInt32) -> UInt32 { x >> by | x << (32 - by) }
+            // Shifts that mask, because checked ones are slow in debug builds.
+            func rotated(_ x: UInt32, _ by: UInt32) -> UInt32 { x &>> by | x &<< (32 &- by) }
             withUnsafeTemporaryAllocation(of: UInt32.self, capacity: 64) { w in
                 for i in 0..<16 {
                     let at = start + 4 * i
-                    w[i] = UInt32(block[at]) << 24 | UInt32(block[at + 1]) << 16 | UInt32(block[at + 2]) << 8
-                    w[i] |= UInt32(block[at + 3])
+                    w[i] = (0..<4).reduce(0) { $0 &<< 8 | UInt32(block[at + $1]) }
                 }
                 for i in 16..<64 {
                     let (x, y) = (w[i - 15], w[i - 2])
-                    let s0 = rotated(x, 7) ^ rotated(x, 18) ^ x >> 3
-                    let s1 = rotated(y, 17) ^ rotated(y, 19) ^ y >> 10
+                    let s0 = rotated(x, 7) ^ rotated(x, 18) ^ x &>> 3
+                    let s1 = rotated(y, 17) ^ rotated(y, 19) ^ y &>> 10
                     w[i] = w[i - 16] &+ s0 &+ w[i - 7] &+ s1
                 }
                 var (a, b, c, d) = (state[0], state[1], state[2], state[3])

@@ -33,8 +33,7 @@ final class GeneratorTests: XCTestCase {
     func testAnswersOfTwoAppsAreThoseOfPython() async throws {
         let samples = try samples()
         let generator = try await Generator(folder: folder.appending(path: "bundle"))
-        // Back and forth between the apps, so that each keeps its cache beside the other's.
-        for sample in samples + samples.reversed() {
+        for sample in samples + samples.prefix(1) {  // and back to the first app
             try await generator.use(sample.app)
             let ids = try await generator.promptIds(sample.prompt)
             XCTAssertEqual(ids, sample.ids)
