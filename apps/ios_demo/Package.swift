@@ -7,12 +7,15 @@ let package = Package(
     products: [
         .library(name: "SpeculativeDecoding", targets: ["SpeculativeDecoding"]),
         .library(name: "SpeculativeDecodingCoreML", targets: ["SpeculativeDecodingCoreML"]),
+        .library(name: "DemoModel", targets: ["DemoModel"]),
     ],
     targets: [
         .target(name: "SpeculativeDecoding", resources: [.process("manifest.schema.json")]),
         .target(name: "SpeculativeDecodingCoreML", dependencies: ["SpeculativeDecoding"]),
+        .target(name: "DemoModel", dependencies: ["SpeculativeDecodingCoreML"]),
         .testTarget(name: "SpeculativeDecodingTests", dependencies: ["SpeculativeDecoding"]),
         .testTarget(name: "SpeculativeDecodingCoreMLTests", dependencies: ["SpeculativeDecodingCoreML"]),
+        .testTarget(name: "DemoModelTests", dependencies: ["DemoModel"]),
     ],
     swiftLanguageModes: [.v6]
 )
@@ -23,7 +26,11 @@ let package = Package(
     for target in package.targets where target.name.hasPrefix("SpeculativeDecodingCoreML") {
         target.dependencies.append("CoreML")
     }
+    // The library of Swift 6.0 for Observation has a symbol that is nowhere defined.
+    package.targets.first { $0.name == "DemoModelTests" }?.linkerSettings = [
+        .unsafeFlags(["-Xlinker", "--allow-shlib-undefined"])
+    ]
 #else
     package.products.append(.executable(name: "Demo", targets: ["Demo"]))
-    package.targets.append(.executableTarget(name: "Demo", dependencies: ["SpeculativeDecodingCoreML"]))
+    package.targets.append(.executableTarget(name: "Demo", dependencies: ["DemoModel"]))
 #endif
