@@ -68,8 +68,13 @@ private struct SpeedRow: View {
     var body: some View {
         LabeledContent(title) {
             if let speed, speed.steps > 0 {
-                Text("\(speed.tokensPerSecond, specifier: "%.1f") tokens/s, \(speed.tokensPerStep, specifier: "%.2f") per step")
-                    .monospacedDigit()
+                Text(
+                    """
+                    \(speed.tokensPerSecond, specifier: "%.1f") tokens/s, \
+                    \(speed.tokensPerStep, specifier: "%.2f") per step
+                    """
+                )
+                .monospacedDigit()
             } else {
                 Text("not run")
             }

@@ -36,13 +36,14 @@ public struct Answer: AsyncSequence, Sendable {
 
     /// Throws `BundleError.request` for a prompt that does not fit, or no room for a token.
     init(
-        conversation: Conversation, geometry: Geometry, prompt: [Int32], speculate: Bool, maxTokens: Int, output: TextOutput
+        conversation: Conversation, geometry: Geometry, prompt: [Int32], speculate: Bool, maxTokens: Int,
+        output: TextOutput
     ) throws {
         guard !prompt.isEmpty, prompt.allSatisfy({ 0..<geometry.vocab ~= Int($0) }) else {
             throw BundleError.request("the prompt is empty or has tokens that the model lacks")
         }
         guard prompt.count <= geometry.context else {
-            throw BundleError.request("the prompt has \(prompt.count) tokens, the bundle a context of \(geometry.context)")
+            throw BundleError.request("the prompt has \(prompt.count) tokens, the context \(geometry.context)")
         }
         guard maxTokens > 0 else { throw BundleError.request("maxTokens is \(maxTokens), expected 1 or more") }
         self.conversation = conversation

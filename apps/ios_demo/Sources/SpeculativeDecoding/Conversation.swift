@@ -73,7 +73,9 @@ public actor Conversation {
     }
 
     private func token(_ out: [Tensor: [Int32]], _ tensor: Tensor) throws -> Int32 {
-        guard let token = out[tensor]?.first else { throw BundleError.damaged("the package gives no \(tensor.rawValue)") }
+        guard let token = out[tensor]?.first else {
+            throw BundleError.damaged("the package gives no \(tensor.rawValue)")
+        }
         try checkIds([token])
         return token
     }

@@ -45,6 +45,10 @@ public actor Generator {
         _ prompt: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
     ) async throws -> Answer {
         guard prompt.contains(where: { !$0.isWhitespace }) else { throw BundleError.request("the prompt is empty") }
+        // Tokens of any text have far fewer characters, and take time to find.
+        guard prompt.utf8.count <= (bundle.manifest.geometry.context + 64) * 256 else {
+            throw BundleError.request("the prompt has \(prompt.utf8.count) bytes, far more than the context")
+        }
         return try await answer(promptIds(prompt), speculate: speculate, maxTokens: maxTokens, stop: stop)
     }
 

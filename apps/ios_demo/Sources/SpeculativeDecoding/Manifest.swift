@@ -127,7 +127,9 @@ public struct Manifest: Decodable, Sendable {
             throw BundleError.damaged("default_app \(defaultApp) is not one of the apps \(names)")
         }
         for app in apps {
-            guard app.baseSha256 == model.sha256 else { throw BundleError.damaged("app \(app.name) is for another base") }
+            guard app.baseSha256 == model.sha256 else {
+                throw BundleError.damaged("app \(app.name) is for another base")
+            }
             guard app.kind != "merged" || app.mode == nil || app.mode == mode else {
                 throw BundleError.damaged("app \(app.name) has another mode than the bundle")
             }
@@ -141,7 +143,9 @@ public struct Manifest: Decodable, Sendable {
         guard !chat.stopIds.isEmpty, chat.stopIds.allSatisfy({ $0 >= 0 }) else {
             throw BundleError.damaged("chat: no stop token, or a negative one")
         }
-        guard chat.template.unicodeScalars.count <= 1 << 20 else { throw BundleError.damaged("chat: too long a template") }
+        guard chat.template.unicodeScalars.count <= 1 << 20 else {
+            throw BundleError.damaged("chat: too long a template")
+        }
     }
 
     private func checkFiles() throws {

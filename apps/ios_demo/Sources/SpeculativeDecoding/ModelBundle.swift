@@ -66,7 +66,9 @@ public struct ModelBundle: Sendable {
 
     /// The frame of a prompt of an app.
     public func prompt(of app: Manifest.App) throws -> Settings.Prompt {
-        guard let prompt = settings.prompts[app.name] else { throw BundleError.damaged("no prompt for app \(app.name)") }
+        guard let prompt = settings.prompts[app.name] else {
+            throw BundleError.damaged("no prompt for app \(app.name)")
+        }
         return prompt
     }
 

@@ -11,7 +11,8 @@ struct PreTokenizer: Sendable {
     init(_ json: JSON?) throws {
         let json = json ?? .null
         var all = json["type"]?.string == "Sequence" ? json["pretokenizers"]?.array ?? [] : [json]
-        guard let last = all.popLast(), last["type"]?.string == "ByteLevel", last["add_prefix_space"]?.bool == false else {
+        guard let last = all.popLast(), last["type"]?.string == "ByteLevel", last["add_prefix_space"]?.bool == false
+        else {
             throw BundleError.unsupported("a tokenizer whose words are not bytes")
         }
         steps = try all.map(Self.step) + (last["use_regex"]?.bool == false ? [] : [.words(.gpt2)])

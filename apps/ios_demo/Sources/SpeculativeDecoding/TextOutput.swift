@@ -73,7 +73,8 @@ struct StopStrings: Sendable {
         guard !found else { return "" }
         let text = held + piece.utf8
         var keep = text.count - (stops.map { Self.overlap(text, $0) }.max() ?? 0)
-        if let first = stops.compactMap({ Self.place(of: $0, in: text) }).min(by: { ($0.end, $0.at) < ($1.end, $1.at) }) {
+        let places = stops.compactMap { Self.place(of: $0, in: text) }
+        if let first = places.min(by: { ($0.end, $0.at) < ($1.end, $1.at) }) {
             found = true
             keep = first.at
         }
@@ -93,6 +94,7 @@ struct StopStrings: Sendable {
 
     /// Length of the longest end of `text` that begins `stop` without completing it.
     private static func overlap(_ text: [UInt8], _ stop: [UInt8]) -> Int {
-        stride(from: min(text.count, stop.count - 1), to: 0, by: -1).first { text.suffix($0).elementsEqual(stop.prefix($0)) } ?? 0
+        let most = min(text.count, stop.count - 1)
+        return (0...most).last { text.suffix($0).elementsEqual(stop.prefix($0)) } ?? 0
     }
 }

@@ -1,7 +1,7 @@
 import Foundation
 
-/// Byte-level BPE as `tokenizer.json` describes it: GPT-2's descendants with their words (GPT-2, Llama 3, Qwen). Whatever
-/// it does not know is an error, not a guess.
+/// Byte-level BPE as `tokenizer.json` describes it, with the words of GPT-2, Llama 3 or Qwen. Whatever it does not know
+/// is an error, not a guess.
 public struct Tokenizer: Sendable {
     private struct Pair: Hashable {
         let left: Int32
@@ -98,16 +98,16 @@ public struct Tokenizer: Sendable {
     private func encodeWord(_ word: [UInt8]) -> [Int32] {
         if let id = wholeWords[word] { return [id] }
         var ids = word.compactMap { byteIds[Int($0)] }
-        while ids.count > 1 {
-            var best: (merge: Merge, index: Int)?
-            for index in 0..<(ids.count - 1) {
-                if let merge = merges[Pair(left: ids[index], right: ids[index + 1])], merge.rank < best?.merge.rank ?? .max {
-                    best = (merge, index)
-                }
+        func merge(at index: Int) -> Merge? { merges[Pair(left: ids[index], right: ids[index + 1])] }
+        // Of every pair of neighbours, so that a merge looks up only the two pairs that it changes.
+        var ranks = ids.indices.dropLast().map { merge(at: $0)?.rank ?? .max }
+        while let index = ranks.indices.min(by: { ranks[$0] < ranks[$1] }), let best = merge(at: index) {
+            ids[index] = best.id
+            ids.remove(at: index + 1)
+            ranks.remove(at: index)
+            for changed in [index - 1, index] where ranks.indices.contains(changed) {
+                ranks[changed] = merge(at: changed)?.rank ?? .max
             }
-            guard let best else { break }
-            ids[best.index] = best.merge.id
-            ids.remove(at: best.index + 1)
         }
         return ids
     }
@@ -153,8 +153,8 @@ private struct AddedTokens {
     private let byFirst: [UInt8: [(content: [UInt8], id: Int32)]]
 
     init(_ tokens: [Int32: String]) {
-        let longestFirst = tokens.map { (content: Array($1.utf8), id: $0) }.sorted { $0.content.count > $1.content.count }
-        byFirst = Dictionary(grouping: longestFirst) { $0.content[0] }
+        let all = tokens.map { (content: Array($1.utf8), id: $0) }
+        byFirst = Dictionary(grouping: all.sorted { $0.content.count > $1.content.count }) { $0.content[0] }
     }
 
     func split(_ text: ArraySlice<UInt8>) -> [Part] {

@@ -24,7 +24,9 @@ final class GeneratorTests: XCTestCase {
 
     private func samples() throws -> [Expected.Sample] {
         let file = folder.appending(path: "answers.json")
-        guard FileManager.default.fileExists(atPath: file.path) else { throw XCTSkip("make swift-test writes answers.json") }
+        guard FileManager.default.fileExists(atPath: file.path) else {
+            throw XCTSkip("make swift-test writes answers.json")
+        }
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
         return try decoder.decode(Expected.self, from: Data(contentsOf: file)).answers
@@ -56,7 +58,10 @@ final class GeneratorTests: XCTestCase {
     func testWhatCannotBeAnsweredIsRefused() async throws {
         _ = try samples()
         let generator = try await Generator(folder: folder.appending(path: "bundle"), app: "e2e")
-        for (prompt, maxTokens, stop) in [(" \n", 5, []), ("a", 0, []), ("a", 5, [""]), (String(repeating: "a b ", count: 300), 5, [])] {
+        let long = String(repeating: "a b ", count: 300)
+        for (prompt, maxTokens, stop) in [
+            (" \n", 5, []), ("a", 0, []), ("a", 5, [""]), (long, 5, []), (String(repeating: long, count: 1000), 5, []),
+        ] {
             do {
                 _ = try await generator.answer(prompt, maxTokens: maxTokens, stop: stop)
                 XCTFail("\(prompt.prefix(9)) was accepted")

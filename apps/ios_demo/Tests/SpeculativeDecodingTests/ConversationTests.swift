@@ -70,11 +70,12 @@ final class ConversationTests: XCTestCase {
     }
 
     private func answer(
-        _ request: Recording.Request, of recorded: Recording.Conversation, by conversation: Conversation, _ tokenizer: Tokenizer
+        _ request: Recording.Request, of recorded: Recording.Conversation, by conversation: Conversation,
+        _ tokenizer: Tokenizer
     ) throws -> Answer {
         try Answer(
-            conversation: conversation, geometry: recorded.geometry, prompt: request.prompt, speculate: request.speculate,
-            maxTokens: request.maxTokens,
+            conversation: conversation, geometry: recorded.geometry, prompt: request.prompt,
+            speculate: request.speculate, maxTokens: request.maxTokens,
             output: TextOutput(tokenizer: tokenizer, stopIds: Set(recorded.stopIds), stops: request.stop)
         )
     }
@@ -176,8 +177,9 @@ final class ConversationTests: XCTestCase {
             [.nextRoot: [0], .nextDrafts: Array(repeating: -1, count: geometry.gamma * geometry.k)],
         ] {
             var answer = try Answer(
-                conversation: Conversation(engine: WrongEngine(outputs: outputs), geometry: geometry), geometry: geometry,
-                prompt: [1], speculate: true, maxTokens: 9, output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
+                conversation: Conversation(engine: WrongEngine(outputs: outputs), geometry: geometry),
+                geometry: geometry, prompt: [1], speculate: true, maxTokens: 9,
+                output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
             ).makeAsyncIterator()
             do {
                 _ = try await answer.next()
