@@ -68,7 +68,9 @@ public struct Geometry: Decodable, Sendable {
     /// Throws `BundleError.damaged` for sizes that contradict each other.
     func check() throws {
         guard k <= vocab else { throw BundleError.damaged("geometry: k is \(k), the vocabulary has \(vocab)") }
-        guard tree.count < Self.maxNodes else { throw BundleError.damaged("geometry: more than \(Self.maxNodes) nodes") }
+        guard tree.count < Self.maxNodes else {
+            throw BundleError.damaged("geometry: more than \(Self.maxNodes) nodes")
+        }
         var known: Set<[Int]> = [[]]
         for path in tree {
             guard known.contains(Array(path.dropLast())), known.insert(path).inserted else {

@@ -152,9 +152,10 @@ public struct Manifest: Decodable, Sendable {
         guard !files.isEmpty, files.values.reduce(0, { $0 + $1.size }) <= Self.maxFileBytes else {
             throw BundleError.damaged("files: none, or too large together")
         }
-        let folders = Set(files.keys.flatMap { path in
-            path.indices.filter { path[$0] == "/" }.map { String(path[..<$0]) }
-        })
+        let folders = Set(
+            files.keys.flatMap { path in
+                path.indices.filter { path[$0] == "/" }.map { String(path[..<$0]) }
+            })
         var seen: Set<String> = ["manifest.json", "manifest.json.sig"]
         for path in Array(files.keys) + folders where !seen.insert(path.lowercased()).inserted {
             throw BundleError.damaged("files: \(path) appears twice where case does not count, or is reserved")

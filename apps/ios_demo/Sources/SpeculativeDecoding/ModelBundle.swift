@@ -59,9 +59,10 @@ public struct ModelBundle: Sendable {
     public func functions(of app: Manifest.App) -> [Function: String] {
         let own = app.functions ?? [:]
         let names = own.isEmpty ? Dictionary(uniqueKeysWithValues: manifest.functions.map { ($0.name, $0.name) }) : own
-        return Dictionary(uniqueKeysWithValues: names.compactMap { name, inPackage in
-            Function(rawValue: name).map { ($0, inPackage) }
-        })
+        return Dictionary(
+            uniqueKeysWithValues: names.compactMap { name, inPackage in
+                Function(rawValue: name).map { ($0, inPackage) }
+            })
     }
 
     /// The frame of a prompt of an app.

@@ -132,7 +132,8 @@ public struct Tokenizer: Sendable {
     private static func merges(_ json: [JSON], _ ids: [Exact: Int32]) throws -> [Pair: Merge] {
         var merges: [Pair: Merge] = [:]
         for (rank, merge) in json.enumerated() {
-            let parts = merge.array?.compactMap(\.string)
+            let parts =
+                merge.array?.compactMap(\.string)
                 ?? merge.string?.split(separator: " ", omittingEmptySubsequences: false).map(String.init) ?? []
             guard parts.count == 2, let left = ids[Exact(parts[0])], let right = ids[Exact(parts[1])],
                 let id = ids[Exact(parts[0] + parts[1])]

@@ -23,12 +23,8 @@ open class MLModel: @unchecked Sendable {
         self.function = function
     }
 
-    /// Nothing is compiled; the copy shows whether a caller keeps the folder for as long as it must.
-    public class func compileModel(at url: URL) async throws -> URL {
-        let copy = FileManager.default.temporaryDirectory.appending(path: UUID().uuidString + ".mlpackage")
-        try FileManager.default.copyItem(at: url, to: copy)
-        return copy
-    }
+    /// Nothing is compiled: the interpreter reads packages.
+    public class func compileModel(at url: URL) async throws -> URL { url }
 
     public class func load(contentsOf url: URL, configuration: MLModelConfiguration) async throws -> MLModel {
         let function = configuration.functionName ?? "main"

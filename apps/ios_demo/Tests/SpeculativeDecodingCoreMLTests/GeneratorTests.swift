@@ -1,8 +1,7 @@
 import Foundation
+import SpeculativeDecoding
 import SpeculativeDecodingCoreML
 import XCTest
-
-import SpeculativeDecoding
 
 /// A bundle of two apps, exported from the shipped checkpoint: the prompts, tokens and texts of Python's session.
 final class GeneratorTests: XCTestCase {

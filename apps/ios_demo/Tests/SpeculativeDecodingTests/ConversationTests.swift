@@ -58,9 +58,10 @@ final class ConversationTests: XCTestCase {
             let call = try XCTUnwrap(calls.popFirst(), "one call too many")
             XCTAssertEqual(function.rawValue, call.function)
             XCTAssertEqual(Dictionary(uniqueKeysWithValues: inputs.map { ($0.rawValue, $1) }), call.inputs)
-            return Dictionary(uniqueKeysWithValues: call.outputs.compactMap { name, values in
-                Tensor(rawValue: name).map { ($0, values) }
-            })
+            return Dictionary(
+                uniqueKeysWithValues: call.outputs.compactMap { name, values in
+                    Tensor(rawValue: name).map { ($0, values) }
+                })
         }
     }
 

@@ -57,7 +57,8 @@ final class TextTests: XCTestCase {
 
     func testJSONThatReadersDisagreeOnIsRefused() {
         for text in [
-            "", "[", "[1,]", #"{"a":1,"a":2}"#, #"{"a":1,"\u0061":2}"#, "nul", "NaN", "-Infinity", "1e999", "01", "1.", ".5",
+            "", "[", "[1,]", #"{"a":1,"a":2}"#, #"{"a":1,"\u0061":2}"#, "nul", "NaN", "-Infinity", "1e999", "01", "1.",
+            ".5",
             "+1", #""\ud800""#, #""\udc00\ud800""#, #""\ud800\u0041""#, "\"\u{1}\"", "'a'", "1 2", "/**/1", "\u{FEFF}1",
             #""\x""#, String(repeating: "[", count: 40) + String(repeating: "]", count: 40),
             String(repeating: "1", count: 5000),
