@@ -26,6 +26,8 @@ let package = Package(
     for target in package.targets where target.name.hasPrefix("SpeculativeDecodingCoreML") {
         target.dependencies.append("CoreML")
     }
+    // Tests hash megabytes again and again, which takes most of their time in debug builds.
+    package.targets.first { $0.name == "SpeculativeDecoding" }?.swiftSettings = [.unsafeFlags(["-O"])]
     // The library of Swift 6.0 for Observation has a symbol that is nowhere defined.
     package.targets.first { $0.name == "DemoModelTests" }?.linkerSettings = [
         .unsafeFlags(["-Xlinker", "--allow-shlib-undefined"])
