@@ -90,7 +90,7 @@ bench-peers: $(VENV)/peers.stamp
 	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist out apps/ios_demo/.build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
