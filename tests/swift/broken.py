@@ -17,7 +17,7 @@ from tests.bundle.samples import sample_manifest
 from tests.fuzz import files, json_values
 from tests.fuzz.mutator import INERT, MANIFEST, rehash
 
-SEED, COUNT = 0, 240
+SEED, COUNT = 0, 320
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "base-7m" / "tokenizer.json"
 SETTINGS = {"compute_units": "all", "prompts": {name: {"before": "a", "after": "b"} for name in ("sql", "base")}}
 LARGEST = 1 << 20
@@ -92,7 +92,7 @@ def _small_tokenizer() -> bytes:
 
 
 def _change(rng: Random, folder: Path) -> str:
-    kind = rng.choices(["manifest", "inert", "geometry", "contents", "names", "tokenizer"], [10, 2, 3, 3, 4, 2])[0]
+    kind = rng.choices(["manifest", "inert", "geometry", "contents", "names", "tokenizer"], [10, 2, 6, 3, 4, 2])[0]
     if kind in ("manifest", "inert"):
         within = INERT if kind == "inert" else ()
         data, done = json_values.mutate(rng, json.loads((folder / MANIFEST).read_text("utf-8")), within)
@@ -137,7 +137,7 @@ def _geometry(rng: Random, file: Path) -> str:
         [[-1]],
         [[0], [0, 0], [0, 0, 0]],
     )
-    values[name] = rng.choice(trees) if name == "tree" else rng.choice([0, 1, 2, 3, 7, 31, 512, 8192, 1 << 20])
+    values[name] = rng.choice(trees) if name == "tree" else rng.choice([0, 1, 2, 3, 7, 8, 31, 512, 8192, 1 << 20])
     document["model"] |= {key: values[key] for key in ("layers", "vocab")}
     try:
         geometry = Geometry(**{**values, "tree": Tree(((), *map(tuple, values["tree"])))})
