@@ -1,4 +1,4 @@
-# make demo | demo-smollm2 | test | lowering | check | conformance | readme | fuzz | soak | bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | demo-smollm2 | test | swift-test | lowering | check | conformance | readme | fuzz | soak | bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -21,7 +21,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test lowering check format conformance readme fuzz soak bench bench-peers clean
+.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -35,6 +35,17 @@ demo-smollm2: $(VENV)/smollm2.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m "not slow and not lowering" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Where Swift is. The first time it exports a bundle, which takes minutes. SWIFT: another command.
+SWIFT ?= swift
+ifneq ($(shell command -v $(firstword $(SWIFT))),)
+swift-test: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.swift build/swift
+	$(SWIFT) test --package-path apps/ios_demo
+else
+swift-test:
+	@echo "swift-test: no $(firstword $(SWIFT)) here, nothing is tested"
+endif
 
 lowering: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m "lowering and not slow"
@@ -79,7 +90,7 @@ bench-peers: $(VENV)/peers.stamp
 	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist out apps/ios_demo/.build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -98,7 +98,7 @@ def anchors(document: Path) -> set[str]:
 def test_make_targets_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     for code in [*inline(document), *(line for block in blocks(document) for line in block.splitlines())]:
-        if found := re.match(r"\s*make ((?:[A-Z]+=\S+ )*)([a-z]+)\b", code):
+        if found := re.match(r"\s*make ((?:[A-Z]+=\S+ )*)([a-z][a-z0-9-]*)", code):
             assert re.search(rf"^{found[2]}:", makefile, re.MULTILINE), f"{document.name}: no target: `{code}`"
 
 

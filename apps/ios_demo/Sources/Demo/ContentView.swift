@@ -1,17 +1,25 @@
+import DemoModel
 import SpeculativeDecoding
 import SwiftUI
 
 struct ContentView: View {
-    @State private var model = DemoModel()
+    /// Bundles are looked for in the app's documents and in what it was shipped with.
+    @State private var model = DemoModel(places: [URL.documentsDirectory] + [Bundle.main.resourceURL].compactMap { $0 })
 
     var body: some View {
         VStack(alignment: .leading, spacing: 12) {
-            Picker("App", selection: $model.selected) {
+            Picker("Bundle", selection: $model.selected) {
                 ForEach(model.bundles, id: \.self) { bundle in
                     Text(bundle.lastPathComponent).tag(Optional(bundle))
                 }
             }
             .disabled(model.task != nil)
+            if model.apps.count > 1 {
+                Picker("App", selection: $model.app) {
+                    ForEach(model.apps, id: \.self) { Text($0).tag($0) }
+                }
+                .disabled(model.task != nil)
+            }
             TextEditor(text: $model.prompt)
                 .frame(minHeight: 80, maxHeight: 160)
                 .border(.separator)
@@ -45,10 +53,10 @@ struct ContentView: View {
 
     /// Accepted drafts in green, what the main stream chose itself as it is.
     private var colored: AttributedString {
-        model.answer.reduce(into: AttributedString()) { text, run in
-            var piece = AttributedString(run.text)
-            if run.accepted { piece.foregroundColor = .green }
-            text += piece
+        model.answer.flatMap(\.pieces).reduce(into: AttributedString()) { text, piece in
+            var colored = AttributedString(piece.text)
+            if piece.accepted { colored.foregroundColor = .green }
+            text += colored
         }
     }
 }
@@ -60,8 +68,13 @@ private struct SpeedRow: View {
     var body: some View {
         LabeledContent(title) {
             if let speed, speed.steps > 0 {
-                Text("\(speed.tokensPerSecond, specifier: "%.1f") tokens/s, \(speed.tokensPerStep, specifier: "%.2f") per step")
-                    .monospacedDigit()
+                Text(
+                    """
+                    \(speed.tokensPerSecond, specifier: "%.1f") tokens/s, \
+                    \(speed.tokensPerStep, specifier: "%.2f") per step
+                    """
+                )
+                .monospacedDigit()
             } else {
                 Text("not run")
             }

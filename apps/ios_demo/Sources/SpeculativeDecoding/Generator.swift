@@ -1,105 +1,81 @@
 import Foundation
 
-/// What one call of the target added to an answer.
-public struct Run: Sendable {
-    /// Text that is certain now.
-    public let text: String
-    /// True for text of drafts that were accepted, false for the token the main stream chose itself.
-    public let accepted: Bool
-}
+/// A bundle that answers prompts, as one of its apps at a time.
+///
+///     let generator = try await Generator(folder: folder)
+///     for try await run in try await generator.answer("How many singers are there?") {
+///         print(run.text, terminator: "")
+///     }
+public actor Generator {
+    /// Opens the functions of an app.
+    public typealias Open = @Sendable (Manifest.App) async throws -> Conversation
 
-/// Speed of an answer as far as it has come; prefill is left out.
-public struct Speed: Sendable {
-    public var tokens = 0
-    public var steps = 0
-    public var seconds = 0.0
-
-    public init() {}
-    public var tokensPerSecond: Double { seconds > 0 ? Double(tokens) / seconds : 0 }
-    public var tokensPerStep: Double { steps > 0 ? Double(tokens) / Double(steps) : 0 }
-}
-
-/// Prompts in, runs of text out.
-public struct Generator: Sendable {
-    public let bundle: ModelBundle
-    public let tokenizer: Tokenizer
-    public let target: Target
-    private let frame: ModelBundle.Settings.Prompt
+    public nonisolated let bundle: ModelBundle
+    public nonisolated let tokenizer: Tokenizer
+    private let open: Open
+    private var opened: [String: Conversation] = [:]
+    private var app: Manifest.App
 
     /// `app`: nil for the bundle's default one.
-    public init(folder: URL, app: String? = nil) async throws {
-        bundle = try ModelBundle(folder: folder)
+    public init(bundle: ModelBundle, app: String? = nil, open: @escaping Open) async throws {
+        self.bundle = bundle
+        self.open = open
+        self.app = try bundle.app(app)
         tokenizer = try Tokenizer(file: bundle.url(role: "tokenizer"))
-        target = try await Target(bundle: bundle, app: app)
-        frame = try bundle.prompt(app: app)
+        _ = try await conversation()
     }
 
-    /// Decodes one answer. The text is the same with and without `speculate`.
+    /// Switches to another app. Those that were used stay open, so switching back takes no time.
+    public func use(_ name: String) async throws {
+        let before = app
+        app = try bundle.app(name)
+        do {
+            _ = try await conversation()
+        } catch {
+            app = before
+            throw error
+        }
+    }
+
+    /// The answer to a prompt. It is the same with and without `speculate`.
+    ///
+    /// `stop`: strings that end the answer and are not part of it. It begins when its first run is asked for, and ends
+    /// the app's answer before it. Throws `BundleError.request` for what cannot be answered.
     public func answer(
-        _ prompt: String, speculate: Bool, maxTokens: Int = 256,
-        each: @Sendable (Run, Speed) async -> Void
-    ) async throws -> Speed {
-        let ids = tokenizer.encode(frame.before + prompt + frame.after)
-        guard ids.count <= target.geometry.context else {
-            throw BundleError.unsupported("a prompt of \(ids.count) tokens")
+        _ prompt: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
+    ) async throws -> Answer {
+        guard prompt.contains(where: { !$0.isWhitespace }) else { throw BundleError.request("the prompt is empty") }
+        // Tokens of any text have far fewer characters, and take time to find.
+        guard prompt.utf8.count <= (bundle.manifest.geometry.context + 64) * 256 else {
+            throw BundleError.request("the prompt has \(prompt.utf8.count) bytes, far more than the context")
         }
-        let stops = Set(bundle.manifest.chat.stopIds)
-        var speed = Speed()
-        var text = UTF8Assembler()
-
-        // The whole loop of a host: integers in, integers out.
-        await target.reset()
-        var root = try await target.prefill(ids)
-        var emitted = 1
-        await each(Run(text: text.add(tokenizer.bytes(root)), accepted: false), speed)
-        while !stops.contains(root) {
-            let length = await target.length
-            let room = min(maxTokens - emitted, target.geometry.context - length)
-            if room <= 0 || Task.isCancelled { break }
-            let clock = ContinuousClock.now
-            var run = speculate ? try await target.step(root) : [try await target.plainStep(root)]
-            speed.seconds += clock.duration(to: .now).inSeconds
-            run = Array(run.prefix(room))
-            if let stop = run.firstIndex(where: stops.contains) { run = Array(run[...stop]) }
-            await target.advance(by: run.count)
-            emitted += run.count
-            root = run[run.count - 1]
-            speed.tokens += run.count
-            speed.steps += 1
-            for (index, token) in run.enumerated() {
-                await each(Run(text: text.add(tokenizer.bytes(token)), accepted: index < run.count - 1), speed)
-            }
-        }
-        return speed
-    }
-}
-
-/// Bytes of tokens to text, holding back characters that are not whole yet.
-struct UTF8Assembler {
-    private var pending: [UInt8] = []
-
-    mutating func add(_ bytes: [UInt8]) -> String {
-        pending += bytes
-        let keep = Self.incompleteSuffix(pending)
-        let whole = pending.dropLast(keep)
-        pending = Array(pending.suffix(keep))
-        return String(decoding: whole, as: UTF8.self)
+        return try await answer(promptIds(prompt), speculate: speculate, maxTokens: maxTokens, stop: stop)
     }
 
-    /// How many bytes at the end begin a character that is not complete.
-    static func incompleteSuffix(_ bytes: [UInt8]) -> Int {
-        for back in 1...4 where back <= bytes.count {
-            let byte = bytes[bytes.count - back]
-            if byte & 0b1100_0000 == 0b1000_0000 { continue }
-            let needed = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC0 ? 2 : 1
-            return needed > back ? back : 0
-        }
-        return 0
+    /// The same for a prompt in tokens, without the app's frame.
+    public func answer(
+        _ prompt: [Int32], speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
+    ) async throws -> Answer {
+        guard stop.allSatisfy({ !$0.isEmpty }) else { throw BundleError.request("a stop string is empty") }
+        let stopIds = Set(bundle.manifest.chat.stopIds.compactMap(Int32.init(exactly:)))
+        return try await Answer(
+            conversation: conversation(), geometry: bundle.manifest.geometry, prompt: prompt,
+            speculate: speculate && bundle.functions(of: app)[.step] != nil, maxTokens: maxTokens,
+            output: TextOutput(tokenizer: tokenizer, stopIds: stopIds, stops: stop)
+        )
     }
-}
 
-extension Duration {
-    var inSeconds: Double {
-        Double(components.seconds) + Double(components.attoseconds) * 1e-18
+    /// The tokens of a prompt with the app's text around it.
+    public func promptIds(_ prompt: String) throws -> [Int32] {
+        let frame = try bundle.prompt(of: app)
+        return tokenizer.encode(frame.before + prompt + frame.after)
+    }
+
+    private func conversation() async throws -> Conversation {
+        if let known = opened[app.name] { return known }
+        let wanted = app
+        let conversation = try await open(wanted)
+        opened[wanted.name] = opened[wanted.name] ?? conversation
+        return opened[wanted.name]!
     }
 }

@@ -1,69 +1,16 @@
-import CryptoKit
 import Foundation
-
-/// What can be wrong with a bundle, in words for the person who made it.
-public enum BundleError: LocalizedError {
-    case unreadable(String)
-    case unsupported(String)
-    case damaged(String)
-
-    public var errorDescription: String? {
-        switch self {
-        case .unreadable(let what): "cannot read \(what)"
-        case .unsupported(let what): "not supported: \(what)"
-        case .damaged(let what): "damaged: \(what)"
-        }
-    }
-}
 
 /// A bundle folder made by `ssdevice export --target coreml`, checked before anything in it is used.
 public struct ModelBundle: Sendable {
+    static let maxFiles = 4096
+
     public let folder: URL
     public let manifest: Manifest
     public let settings: Settings
 
-    /// `manifest.json`, as far as a host needs it.
-    public struct Manifest: Decodable, Sendable {
-        public struct Geometry: Decodable, Sendable {
-            public let gamma: Int
-            public let k: Int
-            public let context: Int
-            public let chunk: Int
-        }
-
-        public struct Function: Decodable, Sendable {
-            public let name: String
-        }
-
-        public struct App: Decodable, Sendable {
-            public let name: String
-            /// The package's names of the contract's functions; empty where they are the contract's own.
-            public let functions: [String: String]
-        }
-
-        public struct Chat: Decodable, Sendable {
-            public let stopIds: [Int32]
-        }
-
-        public struct File: Decodable, Sendable {
-            public let size: Int
-            public let sha256: String
-        }
-
-        public let schemaVersion: Int
-        public let target: String
-        public let precision: String
-        public let geometry: Geometry
-        public let functions: [Function]
-        public let chat: Chat
-        public let apps: [App]
-        public let defaultApp: String
-        public let roles: [String: String]
-        public let files: [String: File]
-    }
-
-    /// `coreml.json`: what Core ML alone needs to know.
+    /// `coreml.json`: what a host of Core ML needs to know beside the manifest.
     public struct Settings: Decodable, Sendable {
+        /// The text before and after the user's own in a prompt of one message.
         public struct Prompt: Decodable, Sendable {
             public let before: String
             public let after: String
@@ -74,75 +21,100 @@ public struct ModelBundle: Sendable {
         public let prompts: [String: Prompt]
     }
 
-    /// Reads the manifest and compares every file's size and hash with it.
+    /// Reads the manifest and compares names, sizes and hashes of all files with it.
     public init(folder: URL) throws {
         self.folder = folder
-        manifest = try Self.read(Manifest.self, at: folder.appending(path: "manifest.json"))
-        guard manifest.schemaVersion == 1, manifest.target == "coreml" else {
-            throw BundleError.unsupported("a \(manifest.target) bundle of schema \(manifest.schemaVersion)")
+        let file = folder.appending(path: "manifest.json")
+        let attributes = try? FileManager.default.attributesOfItem(atPath: file.path)
+        guard attributes?[.type] as? FileAttributeType == .typeRegular else {
+            throw BundleError.unreadable("\(folder.lastPathComponent): it has no manifest.json")
         }
-        for (name, file) in manifest.files {
-            try Self.check(name, file, in: folder)
+        guard attributes?[.size] as? Int ?? .max <= Manifest.maxBytes else {
+            throw BundleError.unreadable("manifest.json: more than \(Manifest.maxBytes) bytes")
         }
-        guard let path = manifest.roles["settings"], manifest.files[path] != nil else {
-            throw BundleError.damaged("no settings")
+        manifest = try Manifest(Self.content(of: file))
+        try Self.check(manifest.files, in: folder)
+        guard let path = manifest.roles?["settings"], manifest.files[path] != nil else {
+            throw BundleError.damaged("no file has the role settings")
         }
-        settings = try Self.read(Settings.self, at: folder.appending(path: path))
+        settings = try decode(Settings.self, Self.content(of: folder.appending(path: path)), name: path)
     }
 
     /// The file or folder with a role.
     public func url(role: String) throws -> URL {
-        guard let path = manifest.roles[role] else { throw BundleError.damaged("no file is the \(role)") }
-        let known = manifest.files.keys.contains { $0 == path || $0.hasPrefix(path + "/") }
-        guard known else { throw BundleError.damaged("\(path) is not listed") }
+        guard let path = manifest.roles?[role] else { throw BundleError.damaged("no file has the role \(role)") }
         return folder.appending(path: path)
     }
 
-    /// The package's name of one of the contract's functions for an app (nil: the default one), if it has it.
-    public func function(_ name: String, app wanted: String? = nil) throws -> String? {
-        let app = try self.app(wanted)
-        if !app.functions.isEmpty { return app.functions[name] }
-        return manifest.functions.contains { $0.name == name } ? name : nil
-    }
-
-    /// What stands before and after the user's text in a prompt of an app.
-    public func prompt(app wanted: String? = nil) throws -> Settings.Prompt {
-        let name = try app(wanted).name
-        guard let prompt = settings.prompts[name] else { throw BundleError.damaged("no prompt for app \(name)") }
-        return prompt
-    }
-
-    private func app(_ wanted: String?) throws -> Manifest.App {
+    /// An app by name; nil is the default one.
+    public func app(_ wanted: String? = nil) throws -> Manifest.App {
         let name = wanted ?? manifest.defaultApp
         guard let app = manifest.apps.first(where: { $0.name == name }) else {
-            throw BundleError.unsupported("app \(name): the bundle has \(manifest.apps.map(\.name))")
+            throw BundleError.request("no app \(name): the bundle has \(manifest.apps.map(\.name))")
         }
         return app
     }
 
-    static func read<Value: Decodable>(_ type: Value.Type, at url: URL) throws -> Value {
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
+    /// The contract's functions of an app, and the package's names of them.
+    public func functions(of app: Manifest.App) -> [Function: String] {
+        let own = app.functions ?? [:]
+        let names = own.isEmpty ? Dictionary(uniqueKeysWithValues: manifest.functions.map { ($0.name, $0.name) }) : own
+        return Dictionary(
+            uniqueKeysWithValues: names.compactMap { name, inPackage in
+                Function(rawValue: name).map { ($0, inPackage) }
+            })
+    }
+
+    /// The frame of a prompt of an app.
+    public func prompt(of app: Manifest.App) throws -> Settings.Prompt {
+        guard let prompt = settings.prompts[app.name] else {
+            throw BundleError.damaged("no prompt for app \(app.name)")
+        }
+        return prompt
+    }
+
+    private static func content(of file: URL) throws -> Data {
         do {
-            return try decoder.decode(type, from: Data(contentsOf: url))
+            return try Data(contentsOf: file)
         } catch {
-            throw BundleError.unreadable("\(url.lastPathComponent): \(error)")
+            throw BundleError.unreadable("\(file.lastPathComponent): \(error.localizedDescription)")
         }
     }
 
-    private static func check(_ name: String, _ file: Manifest.File, in folder: URL) throws {
-        let parts = name.split(separator: "/", omittingEmptySubsequences: false)
-        guard parts.allSatisfy({ !$0.isEmpty && $0 != "." && $0 != ".." }) else {
-            throw BundleError.damaged("the path \(name) leaves the bundle")
+    private static func check(_ files: [String: Manifest.File], in folder: URL) throws {
+        let found = try sizes(in: folder)
+        for (name, file) in files {
+            guard let size = found[name] else { throw BundleError.damaged("\(name) is missing") }
+            guard size == file.size else { throw BundleError.damaged("\(name) has \(size) bytes, not \(file.size)") }
         }
-        let data: Data
-        do {
-            data = try Data(contentsOf: folder.appending(path: name), options: .mappedIfSafe)
-        } catch {
-            throw BundleError.unreadable(name)
+        for name in found.keys where files[name] == nil && name != "manifest.json" && name != "manifest.json.sig" {
+            throw BundleError.damaged("\(name) is not listed in the manifest")
         }
-        guard data.count == file.size else { throw BundleError.damaged("\(name) has \(data.count) bytes") }
-        let hash = SHA256.hash(data: data).map { String(format: "%02x", $0) }.joined()
-        guard hash == file.sha256 else { throw BundleError.damaged("\(name): its hash is not the manifest's") }
+        for (name, file) in files {
+            guard try sha256(of: folder.appending(path: name)) == file.sha256 else {
+                throw BundleError.damaged("\(name): its sha256 is not the one in the manifest")
+            }
+        }
+    }
+
+    /// Path -> size of all files. Throws for links, pipes and whatever else is neither a file nor a folder.
+    private static func sizes(in folder: URL) throws -> [String: Int] {
+        var found: [String: Int] = [:]
+        var waiting = [""]
+        var seen = 0
+        while let inside = waiting.popLast() {
+            let names = try FileManager.default.contentsOfDirectory(atPath: folder.path + "/" + inside)
+            seen += names.count
+            guard seen <= 2 * maxFiles else { throw BundleError.damaged("more than \(2 * maxFiles) files and folders") }
+            for path in names.map({ inside + $0 }) {
+                let attributes = try FileManager.default.attributesOfItem(atPath: folder.path + "/" + path)
+                switch attributes[.type] as? FileAttributeType {
+                case .typeDirectory? where path.filter({ $0 == "/" }).count < 16: waiting.append(path + "/")
+                case .typeRegular?: found[path] = attributes[.size] as? Int ?? -1
+                default: throw BundleError.damaged("\(path) is a link, too deep, or not a plain file")
+                }
+            }
+        }
+        return found
     }
 }

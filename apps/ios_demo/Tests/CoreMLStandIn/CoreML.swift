@@ -1,0 +1,123 @@
+import Foundation
+
+// The part of Core ML that the package uses, with Apple's signatures, for systems without it. Calls are answered by the
+// project's interpreter of packages, a Python process per compiled package.
+
+public enum MLComputeUnits: Int, Sendable {
+    case cpuOnly, cpuAndGPU, all, cpuAndNeuralEngine
+}
+
+open class MLModelConfiguration {
+    public var functionName: String?
+    public var computeUnits = MLComputeUnits.all
+
+    public init() {}
+}
+
+open class MLModel: @unchecked Sendable {
+    private let interpreter: Interpreter
+    private let function: String
+
+    private init(interpreter: Interpreter, function: String) {
+        self.interpreter = interpreter
+        self.function = function
+    }
+
+    /// Nothing is compiled: the interpreter reads packages.
+    public class func compileModel(at url: URL) async throws -> URL { url }
+
+    public class func load(contentsOf url: URL, configuration: MLModelConfiguration) async throws -> MLModel {
+        let function = configuration.functionName ?? "main"
+        let interpreter = try Interpreter.of(url)
+        _ = try interpreter.ask(["ask": "function", "function": function])
+        return MLModel(interpreter: interpreter, function: function)
+    }
+
+    public func makeState() -> MLState {
+        guard let state = try? interpreter.ask(["ask": "state"])["state"] as? Int else {
+            fatalError("the interpreter makes no state")
+        }
+        return MLState(number: state)
+    }
+
+    public func prediction(from input: any MLFeatureProvider, using state: MLState) throws -> any MLFeatureProvider {
+        var inputs: [String: Any] = [:]
+        for name in input.featureNames {
+            guard let array = input.featureValue(for: name)?.multiArrayValue else { continue }
+            inputs[name] = ["shape": array.shape.map(\.intValue), "values": array.values]
+        }
+        let found = try interpreter.ask(
+            ["ask": "run", "function": function, "state": state.number, "inputs": inputs]
+        )
+        let outputs = found["outputs"] as? [String: [Int]] ?? [:]
+        return try MLDictionaryFeatureProvider(
+            dictionary: outputs.mapValues { values in
+                MLMultiArray(MLShapedArray(scalars: values.map(Int32.init), shape: [values.count]))
+            }
+        )
+    }
+}
+
+public final class MLState: Sendable {
+    let number: Int
+
+    init(number: Int) { self.number = number }
+}
+
+public protocol MLFeatureProvider {
+    var featureNames: Set<String> { get }
+    func featureValue(for featureName: String) -> MLFeatureValue?
+}
+
+open class MLFeatureValue {
+    public let multiArrayValue: MLMultiArray?
+
+    init(_ array: MLMultiArray?) { multiArrayValue = array }
+}
+
+open class MLDictionaryFeatureProvider: MLFeatureProvider {
+    public let dictionary: [String: MLFeatureValue]
+
+    /// Throws for a value that is no array, as Apple's does for types that no feature has.
+    public init(dictionary: [String: Any]) throws {
+        self.dictionary = try dictionary.mapValues { value in
+            guard let array = value as? MLMultiArray else { throw CocoaError(.featureUnsupported) }
+            return MLFeatureValue(array)
+        }
+    }
+
+    public var featureNames: Set<String> { Set(dictionary.keys) }
+
+    public func featureValue(for featureName: String) -> MLFeatureValue? { dictionary[featureName] }
+}
+
+open class MLMultiArray {
+    public let shape: [NSNumber]
+    let values: [Int32]
+
+    public convenience init(_ shapedArray: MLShapedArray<Int32>) {
+        self.init(shape: shapedArray.shape, values: shapedArray.scalars)
+    }
+
+    private init(shape: [Int], values: [Int32]) {
+        precondition(values.count == shape.reduce(1, *), "\(values.count) values for the shape \(shape)")
+        self.shape = shape.map { NSNumber(value: $0) }
+        self.values = values
+    }
+}
+
+public struct MLShapedArray<Scalar: Sendable>: Sendable {
+    public let shape: [Int]
+    public let scalars: [Scalar]
+
+    public init(scalars: some Sequence<Scalar>, shape: [Int]) {
+        self.scalars = Array(scalars)
+        self.shape = shape
+    }
+}
+
+extension MLShapedArray where Scalar == Int32 {
+    public init(converting multiArray: MLMultiArray) {
+        self.init(scalars: multiArray.values, shape: multiArray.shape.map(\.intValue))
+    }
+}

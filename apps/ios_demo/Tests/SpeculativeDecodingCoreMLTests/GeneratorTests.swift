@@ -1,0 +1,74 @@
+import Foundation
+import SpeculativeDecoding
+import SpeculativeDecodingCoreML
+import XCTest
+
+/// A bundle of two apps, exported from the shipped checkpoint: the prompts, tokens and texts of Python's session.
+final class GeneratorTests: XCTestCase {
+    private struct Expected: Decodable {
+        struct Sample: Decodable {
+            let app: String
+            let prompt: String
+            let ids: [Int32]
+            let speculate: Bool
+            let maxTokens: Int
+            let runs: [[Int32]]
+            let text: String
+        }
+
+        let answers: [Sample]
+    }
+
+    private let folder = URL(filePath: #filePath).appending(path: "../../../../../build/swift").standardizedFileURL
+
+    private func samples() throws -> [Expected.Sample] {
+        let file = folder.appending(path: "answers.json")
+        guard FileManager.default.fileExists(atPath: file.path) else {
+            throw XCTSkip("make swift-test writes answers.json")
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        return try decoder.decode(Expected.self, from: Data(contentsOf: file)).answers
+    }
+
+    func testAnswersOfTwoAppsAreThoseOfPython() async throws {
+        let samples = try samples()
+        let generator = try await Generator(folder: folder.appending(path: "bundle"))
+        for sample in samples + samples.prefix(1) {  // and back to the first app
+            try await generator.use(sample.app)
+            let ids = try await generator.promptIds(sample.prompt)
+            XCTAssertEqual(ids, sample.ids)
+            var runs: [[Int32]] = []
+            var text = ""
+            var speed = Speed()
+            for try await run in try await generator.answer(
+                sample.prompt, speculate: sample.speculate, maxTokens: sample.maxTokens
+            ) {
+                runs.append(run.tokens)
+                text += run.text
+                speed.add(run)
+            }
+            XCTAssertEqual(runs, sample.runs, sample.prompt)
+            XCTAssertEqual(text, sample.text, sample.prompt)
+            XCTAssertEqual(speed.steps, sample.runs.count - 1)
+        }
+    }
+
+    func testWhatCannotBeAnsweredIsRefused() async throws {
+        _ = try samples()
+        let generator = try await Generator(folder: folder.appending(path: "bundle"), app: "e2e")
+        let long = String(repeating: "a b ", count: 300)
+        for (prompt, maxTokens, stop) in [
+            (" \n", 5, []), ("a", 0, []), ("a", 5, [""]), (long, 5, []), (String(repeating: long, count: 1000), 5, []),
+        ] {
+            do {
+                _ = try await generator.answer(prompt, maxTokens: maxTokens, stop: stop)
+                XCTFail("\(prompt.prefix(9)) was accepted")
+            } catch BundleError.request {}
+        }
+        do {
+            try await generator.use("nobody")
+            XCTFail("there is no such app")
+        } catch BundleError.request {}
+    }
+}

@@ -1,0 +1,191 @@
+import XCTest
+
+@testable import SpeculativeDecoding
+
+/// Python's conversations, call by call: the same requests make the same calls and have the same answers.
+final class ConversationTests: XCTestCase {
+    struct Recording: Decodable {
+        struct Conversation: Decodable {
+            let geometry: Geometry
+            let functions: [String]
+            let stopIds: [Int32]
+            let answers: [Request]
+        }
+
+        struct Request: Decodable {
+            struct Run: Decodable {
+                let tokens: [Int32]
+                let text: String
+                let reason: String?
+                let drafted: Bool
+            }
+
+            let prompt: [Int32]
+            let maxTokens: Int
+            let stop: [String]
+            let speculate: Bool
+            let runsWanted: Int?
+            let refused: Bool
+            let runs: [Run]
+            let calls: [Call]
+        }
+
+        struct Call: Decodable {
+            let function: String
+            let inputs: [String: [Int32]]
+            let outputs: [String: [Int32]]
+        }
+
+        let conversations: [Conversation]
+    }
+
+    /// Answers with recorded outputs; a call that was not recorded fails the test.
+    final class RecordedEngine: Engine {
+        let functions: Set<Function>
+        private var calls: ArraySlice<Recording.Call>
+        private let atCall: (Int) -> Void
+        private var done = 0
+
+        init(_ functions: [String], _ calls: [Recording.Call], atCall: @escaping (Int) -> Void = { _ in }) {
+            self.functions = Set(functions.compactMap(Function.init))
+            self.calls = calls[...]
+            self.atCall = atCall
+        }
+
+        func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]] {
+            atCall(done)
+            done += 1
+            let call = try XCTUnwrap(calls.popFirst(), "one call too many")
+            XCTAssertEqual(function.rawValue, call.function)
+            XCTAssertEqual(Dictionary(uniqueKeysWithValues: inputs.map { ($0.rawValue, $1) }), call.inputs)
+            return Dictionary(
+                uniqueKeysWithValues: call.outputs.compactMap { name, values in
+                    Tensor(rawValue: name).map { ($0, values) }
+                })
+        }
+    }
+
+    private func recorded() throws -> ([Recording.Conversation], Tokenizer) {
+        let found = try Fixtures.read(Recording.self, "conversations.json").conversations
+        return (found, try Tokenizer(file: Fixtures.folder.appending(path: "tokenizers/base-7m/tokenizer.json")))
+    }
+
+    private func answer(
+        _ request: Recording.Request, of recorded: Recording.Conversation, by conversation: Conversation,
+        _ tokenizer: Tokenizer
+    ) throws -> Answer {
+        try Answer(
+            conversation: conversation, geometry: recorded.geometry, prompt: request.prompt,
+            speculate: request.speculate, maxTokens: request.maxTokens,
+            output: TextOutput(tokenizer: tokenizer, stopIds: Set(recorded.stopIds), stops: request.stop)
+        )
+    }
+
+    func testRecordedConversations() async throws {
+        let (all, tokenizer) = try recorded()
+        for (number, recorded) in all.enumerated() {
+            let engine = RecordedEngine(recorded.functions, recorded.answers.flatMap(\.calls))
+            let conversation = Conversation(engine: engine, geometry: recorded.geometry)
+            for (index, request) in recorded.answers.enumerated() {
+                let place = "conversation \(number), answer \(index)"
+                var runs: [Run] = []
+                do {
+                    let answer = try answer(request, of: recorded, by: conversation, tokenizer)
+                    XCTAssertFalse(request.refused, place)
+                    if request.runsWanted != 0 {
+                        for try await run in answer {
+                            runs.append(run)
+                            if runs.count == request.runsWanted { break }
+                        }
+                    }
+                } catch let error as BundleError {
+                    XCTAssertTrue(request.refused, "\(place): \(error.localizedDescription)")
+                }
+                XCTAssertEqual(runs.map(\.tokens), request.runs.map(\.tokens), place)
+                // Bytes that are no character show at once here, and a little later in Python.
+                let (text, expected) = (runs.map(\.text).joined(), request.runs.map(\.text).joined())
+                XCTAssertTrue(runs.last?.reason == nil ? text.hasPrefix(expected) : text == expected, place)
+                XCTAssertEqual(runs.map { $0.reason?.rawValue }, request.runs.map(\.reason), place)
+            }
+        }
+    }
+
+    func testACancelledTaskEndsTheAnswerAtAnyCall() async throws {
+        let (all, tokenizer) = try recorded()
+        var points = 0
+        for recorded in all {
+            guard let request = recorded.answers.first(where: { $0.calls.count > 5 }) else { continue }
+            let prefills = request.calls.count { $0.function == "prefill" }
+            for point in 0..<request.calls.count {
+                let engine = RecordedEngine(recorded.functions, request.calls) { call in
+                    if call == point { withUnsafeCurrentTask { $0?.cancel() } }
+                }
+                let conversation = Conversation(engine: engine, geometry: recorded.geometry)
+                let answer = try answer(request, of: recorded, by: conversation, tokenizer)
+                let runs = try await Task { try await answer.reduce(into: []) { $0.append($1.tokens) } }.value
+                let complete = max(0, point + 2 - prefills)
+                XCTAssertEqual(runs, request.runs.prefix(complete).map(\.tokens))
+                points += 1
+            }
+        }
+        XCTAssertGreaterThan(points, 100)
+    }
+
+    /// The token after n is n + 1.
+    struct CountingEngine: Engine {
+        let functions: Set<Function> = [.prefill, .plain]
+
+        func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]] {
+            guard function == .prefill else { return [.tokens: [inputs[.root]![0] + 1]] }
+            return [.nextRoot: [inputs[.chunk]![Int(inputs[.valid]![0]) - 1] + 1]]
+        }
+    }
+
+    func testANewAnswerEndsTheOneBefore() async throws {
+        let (all, tokenizer) = try recorded()
+        let conversation = Conversation(engine: CountingEngine(), geometry: all[0].geometry)
+        func answer(_ prompt: [Int32]) throws -> Answer {
+            try Answer(
+                conversation: conversation, geometry: all[0].geometry, prompt: prompt, speculate: false, maxTokens: 9,
+                output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
+            )
+        }
+        var first = try answer([5, 6, 7]).makeAsyncIterator()
+        let second = try answer([10, 20])
+        var tokens = try await first.next()?.tokens
+        XCTAssertEqual(tokens, [8])
+        tokens = try await second.reduce(into: []) { $0 += $1.tokens }
+        XCTAssertEqual(tokens, Array(21...29))
+        do {
+            _ = try await first.next()
+            XCTFail("the first answer goes on")
+        } catch let error as BundleError {
+            XCTAssertTrue(error.localizedDescription.contains("newer answer"))
+        }
+    }
+
+    func testImpossibleResultsAreRefused() async throws {
+        struct WrongEngine: Engine {
+            let functions: Set<Function> = [.prefill]
+            let outputs: [Tensor: [Int32]]
+            func call(_ function: Function, _ inputs: [Tensor: [Int32]]) -> [Tensor: [Int32]] { outputs }
+        }
+        let (all, tokenizer) = try recorded()
+        let geometry = all[0].geometry
+        for outputs: [Tensor: [Int32]] in [
+            [:], [.nextRoot: []], [.nextRoot: [-1]], [.nextRoot: [Int32(geometry.vocab)]],
+            [.nextRoot: [0], .nextDrafts: [1]],
+            [.nextRoot: [0], .nextDrafts: Array(repeating: -1, count: geometry.gamma * geometry.k)],
+        ] {
+            var answer = try Answer(
+                conversation: Conversation(engine: WrongEngine(outputs: outputs), geometry: geometry),
+                geometry: geometry, prompt: [1], speculate: true, maxTokens: 9,
+                output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
+            ).makeAsyncIterator()
+            do {
+                _ = try await answer.next()
+                XCTFail("\(outputs)")
+            } catch is BundleError {}
+        }
+    }
+}
