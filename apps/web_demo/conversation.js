@@ -55,7 +55,7 @@ export class Engine {
     const adapter = {};
     for (const file of app.files) {
       for (const [input, value] of readAdapter(await this.bundle.read(file), this.bundle.manifest.model.sha256)) {
-        adapter[input] = new this.ort.Tensor(value.type, value.data, value.dims);
+        adapter[input] = new this.ort.Tensor(/** @type {any} */ (value.type), value.data, value.dims);
       }
     }
     const opened = new Conversation(this, sessions, adapter);
