@@ -1,30 +1,18 @@
-/** Prompts in, coloured pieces of text and speed out. */
+/** Prompts in, pieces of text and speed out. */
 
 import { decode } from "./loop.js";
 import { TextStream } from "./text.js";
 
 /**
- * @typedef {{before: string, after: string}} Frame the text around the user's words in a prompt of one message
  * @typedef {{text: string, accepted: boolean}} Piece accepted: from a draft, not from the model's own choice
  * @typedef {{tokens: number, steps: number, seconds: number, firstToken: number}} Speed prefill and its token left out
  */
 
 /**
- * The ids of a prompt.
- *
- * @param {import("@huggingface/tokenizers").Tokenizer} tokenizer
- * @param {Frame} frame
- * @param {string} prompt
- */
-export function promptIds(tokenizer, frame, prompt) {
-  return tokenizer.encode(frame.before + prompt + frame.after, { add_special_tokens: false }).ids;
-}
-
-/**
  * One answer, call by call. The text is the same with and without `speculate`.
  *
  * @param {import("./conversation.js").Conversation} conversation
- * @param {import("@huggingface/tokenizers").Tokenizer} tokenizer
+ * @param {import("./text.js").Tokenizer} tokenizer
  * @param {number[]} prompt
  * @param {import("./loop.js").Options} options
  * @returns {AsyncGenerator<{tokens: number[], pieces: Piece[], speed: Speed}, void>}

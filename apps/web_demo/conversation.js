@@ -113,6 +113,7 @@ export class Conversation {
     if (!prompt.length || length + prompt.length > context) {
       throw new RangeError(`the prompt has ${prompt.length} tokens, expected 1 to ${context - length}`);
     }
+    if (!this.#known(prompt)) throw new RangeError("the prompt has tokens that the model does not have");
     let token = 0;
     for (let start = 0; start < prompt.length; start += geometry.chunk) {
       const ids = prompt.slice(start, start + geometry.chunk);
@@ -191,6 +192,11 @@ export class Conversation {
     return shown <= capacity ? shown : capacity - remainder(capacity - length);
   }
 
+  /** @param {number[]} ids */
+  #known(ids) {
+    return ids.every((id) => id >= 0 && id < this.geometry.vocab);
+  }
+
   /**
    * Keeps the result of a call; a damaged graph may return anything, and then nothing is kept.
    *
@@ -199,8 +205,7 @@ export class Conversation {
    * @param {number} count rows that count
    */
   #commit(out, tokens, count) {
-    const ids = [...tokens, ...(out.next_drafts?.data ?? [])];
-    if (!tokens.length || ids.some((id) => !(id >= 0 && id < this.geometry.vocab))) {
+    if (!tokens.length || !this.#known([...tokens, ...(out.next_drafts?.data ?? [])])) {
       throw new BundleError("a graph returned tokens that the model does not have");
     }
     if (out.next_drafts) this.drafts = out.next_drafts.data;

@@ -1,11 +1,38 @@
-/** An answer as text while its tokens arrive: pieces that never change again. */
+/** Text to tokens, and an answer as text while its tokens arrive: pieces that never change again. */
+
+/** @typedef {import("@huggingface/tokenizers").Tokenizer} Tokenizer */
 
 const UNDECODED = "\ufffd";
 const LONGEST_CHARACTER = 4; // bytes, so tokens, that one character can span
 
+/**
+ * The tokenizer in a `tokenizer.json`. The package takes only ASCII for digits, so their step becomes an equal one.
+ *
+ * @param {new (json: object, config: object) => Tokenizer} Kind
+ * @param {Uint8Array} bytes
+ */
+export function openTokenizer(Kind, bytes) {
+  const json = JSON.parse(new TextDecoder().decode(bytes), (_, step) => {
+    if (step?.type !== "Digits") return step;
+    const Regex = step.individual_digits ? "\\p{N}" : "\\p{N}+";
+    return { type: "Split", pattern: { Regex }, behavior: "Isolated", invert: false };
+  });
+  return new Kind(json, {});
+}
+
+/**
+ * The ids of a text, no special tokens added.
+ *
+ * @param {Tokenizer} tokenizer
+ * @param {string} text
+ */
+export function encode(tokenizer, text) {
+  return tokenizer.encode(text, { add_special_tokens: false }).ids;
+}
+
 /** Text of a growing sequence of ids, special tokens left out. Characters that span tokens appear whole. */
 export class TextStream {
-  /** @param {import("@huggingface/tokenizers").Tokenizer} tokenizer */
+  /** @param {Tokenizer} tokenizer */
   constructor(tokenizer) {
     this.tokenizer = tokenizer;
     this.special = new Set(

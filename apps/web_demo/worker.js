@@ -1,10 +1,11 @@
 /** The page's worker: the bundle, the engine and the answers. What it receives and posts are `Request` and `Reply`. */
 
-import { answer, promptIds } from "./answer.js";
+import { answer } from "./answer.js";
 import { Bundle, BundleError, MANIFEST } from "./bundle.js";
 import { Engine } from "./conversation.js";
 import * as ort from "./runtime/ort.wasm.bundle.min.mjs";
 import { Tokenizer } from "./runtime/tokenizers.min.mjs";
+import { encode, openTokenizer } from "./text.js";
 
 /**
  * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[]}} Request  null stops the answer
@@ -25,7 +26,8 @@ const PROMPTS = "prompts.json";
 const reply = (reply) => postMessage(reply);
 /** @param {string} path */
 const address = (path) => new URL(path, import.meta.url);
-const keptAt = (/** @type {string} */ sha256) => address(`kept/${sha256}`);
+/** @param {string} sha256 */
+const keptAt = (sha256) => address(`kept/${sha256}`);
 
 /**
  * The content of a file of this origin, with progress if its size is known.
@@ -85,7 +87,8 @@ async function open() {
   ort.env.wasm.numThreads = crossOriginIsolated ? navigator.hardwareConcurrency : 1;
   const bundle = await Bundle.open(source);
   await forgetOthers(bundle);
-  const json = JSON.parse(new TextDecoder().decode(await bundle.read("tokenizer")));
+  const tokenizer = openTokenizer(Tokenizer, await bundle.read("tokenizer"));
+  /** @type {Record<string, {before: string, after: string}>} the text around the user's words, by app */
   const frames = JSON.parse(new TextDecoder().decode(await download(PROMPTS)));
   const { model, precision, apps, default_app: app } = bundle.manifest;
   const engine = new Engine(ort, bundle);
@@ -97,7 +100,7 @@ async function open() {
     apps: apps.map((each) => ({ name: each.name, speculates: "step" in bundle.functions(each) })),
     app,
   });
-  return { bundle, engine, frames, tokenizer: new Tokenizer(json, {}) };
+  return { bundle, engine, frames, tokenizer };
 }
 
 let stopped = false;
@@ -113,7 +116,7 @@ const breathe = () =>
 async function decodeAll({ app, prompt, maxTokens, modes }) {
   const { bundle, engine, frames, tokenizer } = await opened;
   const conversation = await engine.use(app);
-  const ids = promptIds(tokenizer, frames[app], prompt);
+  const ids = encode(tokenizer, frames[app].before + prompt + frames[app].after);
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};

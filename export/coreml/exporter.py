@@ -163,7 +163,7 @@ class _Parts:
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
     tokenizer = ChatTokenizer.open(plan.folder)
-    frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
+    frames = {app.name: prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps}
     settings = {
         "deployment_target": chosen.deployment.value,
         "compute_units": chosen.compute_units.value,

@@ -43,7 +43,7 @@ def cases(job: ExportJob, driver: EngineDriver) -> list[dict[str, Any]]:
 def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write the cases of all apps, and texts with their tokens."""
     tokenizer = ChatTokenizer.open(plan.folder)
-    frames = [prompt_frame(tokenizer, app.instruction) for app in plan.apps]
+    frames = [prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps]
     texts = [*TEXTS, *(f"{before}{TEXTS[0]}{after}" for before, after in dict.fromkeys(frames))]
     golden = {
         "schema_version": SCHEMA_VERSION,

@@ -47,14 +47,14 @@ def user_content(instruction: str | None, prompt: str) -> str:
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
-def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
+def prompt_frame(chat: ChatFormat, instruction: str) -> tuple[str, str]:
     """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
 
     Raises ConfigError if the template does not write the user's text as it is.
     """
     mark = "the place of the prompt"
     messages = [{"role": "user", "content": user_content(instruction, mark)}]
-    text = ChatTemplate(tokenizer.chat).render(messages, add_generation_prompt=True)
+    text = ChatTemplate(chat).render(messages, add_generation_prompt=True)
     before, found, after = text.partition(mark)
     if not found:
         raise ConfigError("the chat template does not write the user's message as it is")
