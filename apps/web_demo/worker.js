@@ -103,7 +103,8 @@ async function open() {
   return { bundle, engine, frames, tokenizer };
 }
 
-let stopped = false;
+/** @type {Request | null} what is to be decoded; null: nothing, or nothing more */
+let current = null;
 const { port1: here, port2: there } = new MessageChannel();
 /** Lets the messages in that came during a call: a call of the wasm module blocks this thread. */
 const breathe = () =>
@@ -113,17 +114,17 @@ const breathe = () =>
   });
 
 /** @param {Request} request */
-async function decodeAll({ app, prompt, maxTokens, modes }) {
+async function decodeAll(request) {
+  const { app, prompt, maxTokens, modes } = request;
   const { bundle, engine, frames, tokenizer } = await opened;
   const conversation = await engine.use(app);
   const ids = encode(tokenizer, frames[app].before + prompt + frames[app].after);
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};
-  stopped = false;
   for (const mode of modes) {
     const speculate = mode === "speculative";
-    if (stopped || (speculate && !conversation.speculates)) continue;
+    if (current !== request || (speculate && !conversation.speculates)) continue;
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);
@@ -131,10 +132,10 @@ async function decodeAll({ app, prompt, maxTokens, modes }) {
       tokens.push(...run.tokens);
       reply({ type: "run", mode, pieces: run.pieces, speed: run.speed });
       await breathe();
-      if (stopped) break;
+      if (current !== request) break;
     }
   }
-  const both = answers.plain && answers.speculative && !stopped;
+  const both = answers.plain && answers.speculative && current === request;
   reply({ type: "end", equal: both ? `${answers.plain}` === `${answers.speculative}` : null, tokens: answers });
 }
 
@@ -148,11 +149,6 @@ const opened = open();
 opened.catch(report);
 /** @param {MessageEvent<Request | null>} event */
 self.onmessage = async ({ data: request }) => {
-  stopped = true; // also what an earlier request has left to do
-  if (!request) return;
-  try {
-    await decodeAll(request);
-  } catch (error) {
-    report(error);
-  }
+  current = request;
+  if (request) await decodeAll(request).catch(report);
 };

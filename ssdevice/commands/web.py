@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
@@ -144,11 +145,12 @@ def server(files: Site, port: int) -> ThreadingHTTPServer:
             for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(size)}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if isinstance(content, bytes):
-                self.wfile.write(content)
-            else:
-                with content.open("rb") as stream:
-                    shutil.copyfileobj(stream, self.wfile)
+            with suppress(ConnectionError):  # the reader has left
+                if isinstance(content, bytes):
+                    self.wfile.write(content)
+                else:
+                    with content.open("rb") as stream:
+                        shutil.copyfileobj(stream, self.wfile)
 
         def log_message(self, format: str, *args: object) -> None:
             return
