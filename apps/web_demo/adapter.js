@@ -19,7 +19,6 @@ const TYPES = {
 
 /**
  * The tensors of an adapter, floats widened to float32.
- *
  * @param {Uint8Array<ArrayBuffer>} bytes
  * @param {string} base the sha256 of the weights that it must be for
  * @returns {Map<string, Values>}

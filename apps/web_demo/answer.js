@@ -10,7 +10,6 @@ import { TextStream } from "./text.js";
 
 /**
  * One answer, call by call. The text is the same with and without `speculate`.
- *
  * @param {import("./conversation.js").Conversation} conversation
  * @param {import("./text.js").Tokenizer} tokenizer
  * @param {number[]} prompt

@@ -10,15 +10,12 @@ export class BundleError extends Error {}
 
 /**
  * Where a bundle's files come from, and where they are kept by sha256.
- *
  * @typedef {object} Source
  * @property {(path: string, size?: number) => Promise<Uint8Array<ArrayBuffer>>} fetch
  * @property {(sha256: string) => Promise<Uint8Array<ArrayBuffer> | undefined>} kept
  * @property {(sha256: string, bytes: Uint8Array<ArrayBuffer>) => Promise<void>} keep
- *
  * @typedef {{name: string, files: string[], functions: Record<string, string>}} App
  * @typedef {{size: number, sha256: string}} Entry
- *
  * @typedef {object} Manifest  what a host needs of `manifest.json`
  * @property {number} schema_version
  * @property {string} target
@@ -48,7 +45,6 @@ export class Bundle {
 
   /**
    * Reads the manifest. Throws BundleError for a bundle that this host cannot run.
-   *
    * @param {Source} source
    */
   static async open(source) {
@@ -63,9 +59,7 @@ export class Bundle {
     const { schema_version: schema, target, precision, cache_dtype: dtype } = manifest;
     if (schema !== SCHEMA_VERSION) throw new BundleError(`schema ${schema}: this page reads ${SCHEMA_VERSION}`);
     if (target !== "onnx") throw new BundleError(`a bundle for ${target}; export one with --target onnx`);
-    if (precision === "int4") {
-      throw new BundleError("INT4: ONNX Runtime has no kernel for it in browsers; export with --quant int8");
-    }
+    if (precision === "int4") throw new BundleError("INT4 has no fast kernel in browsers; export with --quant int8");
     if (dtype !== "float32") throw new BundleError(`a cache of ${dtype}; browsers need float32`);
     const unsafe = Object.keys(manifest.files).find((path) => !PATH.test(path));
     if (unsafe !== undefined) throw new BundleError(`the path ${JSON.stringify(unsafe)} leaves the bundle`);
@@ -74,13 +68,9 @@ export class Bundle {
 
   /** Rows of the KV cache: `contract.Geometry.capacity`. */
   get capacity() {
-    const { context, chunk } = this.manifest.geometry;
-    return Math.ceil((context + Math.max(this.emitted, chunk)) / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE;
-  }
-
-  /** A: the most tokens that one step emits. */
-  get emitted() {
-    return 1 + Math.max(0, ...this.manifest.geometry.tree.map((path) => path.length));
+    const { context, chunk, tree } = this.manifest.geometry;
+    const emitted = 1 + Math.max(0, ...tree.map((path) => path.length)); // A
+    return Math.ceil((context + Math.max(emitted, chunk)) / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE;
   }
 
   /** @param {string} name */
@@ -92,7 +82,6 @@ export class Bundle {
 
   /**
    * The graphs of an app by the contract's name of the function.
-   *
    * @param {App} app
    * @returns {Record<string, string>}
    */
@@ -108,7 +97,6 @@ export class Bundle {
 
   /**
    * The content of a file. Throws BundleError unless it has the manifest's size and sha256.
-   *
    * @param {string} name a role, or a path
    */
   async read(name) {

@@ -37,7 +37,6 @@ export class Engine {
 
   /**
    * The conversation of an app. Those of all apps use the same memory, so they take turns.
-   *
    * @param {string} name
    */
   async use(name) {
@@ -105,7 +104,6 @@ export class Conversation {
 
   /**
    * Commits a prompt and returns the first token of the answer.
-   *
    * @param {number[]} prompt
    */
   async prefill(prompt) {
@@ -128,7 +126,6 @@ export class Conversation {
 
   /**
    * Verifies the drafts after the token `last` and returns the 1 to A tokens that follow it.
-   *
    * @param {number} last
    */
   async step(last) {
@@ -139,7 +136,6 @@ export class Conversation {
 
   /**
    * The token after `last`. Does not change the drafts.
-   *
    * @param {number} last
    */
   async stepPlain(last) {
@@ -199,7 +195,6 @@ export class Conversation {
 
   /**
    * Keeps the result of a call; a damaged graph may return anything, and then nothing is kept.
-   *
    * @param {Record<string, any>} out
    * @param {number[]} tokens
    * @param {number} count rows that count

@@ -5,7 +5,6 @@
 /**
  * The answer to a prompt, call by call; the first run is prefill's token. Whenever this generator is suspended, all
  * tokens that it has given but the last are in the cache.
- *
  * @param {import("./conversation.js").Conversation} conversation
  * @param {number[]} prompt
  * @param {Options} options

@@ -43,6 +43,13 @@ function told({ tokens, steps, seconds, firstToken }) {
   return `${(tokens / seconds).toFixed(1)} tokens/s, ${(tokens / steps).toFixed(2)} tokens per step, ${first}`;
 }
 
+/** @param {Partial<Record<Mode, number[]>>} tokens */
+function verdict({ plain, speculative }) {
+  if (!plain || !speculative) return "Done.";
+  const first = plain.findIndex((token, i) => token !== speculative[i]);
+  return first < 0 ? "Both answers have the same tokens." : `The answers differ from token ${first + 1} on.`;
+}
+
 /** @param {MessageEvent<Reply>} event */
 worker.onmessage = ({ data: reply }) => {
   if (reply.type === "open") {
@@ -72,8 +79,7 @@ worker.onmessage = ({ data: reply }) => {
     find(`#${reply.mode} output`, HTMLElement).append(...spans);
     find(`#${reply.mode} .speed`, HTMLElement).textContent = told(reply.speed);
   } else if (reply.type === "end") {
-    const verdict = { true: "Both answers have the same tokens.", false: "The answers differ.", null: "Done." };
-    status.textContent = verdict[/** @type {"true" | "false" | "null"} */ (String(reply.equal))];
+    status.textContent = reply.stopped ? "Stopped." : verdict(reply.tokens);
     status.dataset.tokens = JSON.stringify(reply.tokens);
     running(false);
   } else {

@@ -7,7 +7,6 @@ const LONGEST_CHARACTER = 4; // bytes, so tokens, that one character can span
 
 /**
  * The tokenizer in a `tokenizer.json`. The package takes only ASCII for digits, so their step becomes an equal one.
- *
  * @param {new (json: object, config: object) => Tokenizer} Kind
  * @param {Uint8Array} bytes
  */
@@ -22,7 +21,6 @@ export function openTokenizer(Kind, bytes) {
 
 /**
  * The ids of a text, no special tokens added.
- *
  * @param {Tokenizer} tokenizer
  * @param {string} text
  */
@@ -45,7 +43,6 @@ export class TextStream {
 
   /**
    * The text that this further id settles, often empty.
-   *
    * @param {number} id
    */
   push(id) {

@@ -14,7 +14,7 @@ import { encode, openTokenizer } from "./text.js";
  *   | {type: "progress", path: string, done: number, total: number}
  *   | {type: "begin", mode: Mode}
  *   | {type: "run", mode: Mode, pieces: import("./answer.js").Piece[], speed: import("./answer.js").Speed}
- *   | {type: "end", equal: boolean | null, tokens: Partial<Record<Mode, number[]>>}
+ *   | {type: "end", stopped: boolean, tokens: Partial<Record<Mode, number[]>>}
  *   | {type: "error", message: string}} Reply
  */
 
@@ -31,7 +31,6 @@ const keptAt = (sha256) => address(`kept/${sha256}`);
 
 /**
  * The content of a file of this origin, with progress if its size is known.
- *
  * @param {string} path
  * @param {number} [size]
  */
@@ -70,7 +69,6 @@ const source = {
 
 /**
  * What earlier bundles left in the cache.
- *
  * @param {Bundle} bundle
  */
 async function forgetOthers(bundle) {
@@ -135,8 +133,7 @@ async function decodeAll(request) {
       if (current !== request) break;
     }
   }
-  const both = answers.plain && answers.speculative && current === request;
-  reply({ type: "end", equal: both ? `${answers.plain}` === `${answers.speculative}` : null, tokens: answers });
+  reply({ type: "end", stopped: current !== request, tokens: answers });
 }
 
 /** @param {unknown} error */

@@ -79,7 +79,7 @@ def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
     with serving(web.server(site(shipped.bundle()), 0)) as address:
         stopped, whole = visited(address, {**request, "stop": True}, request)["answers"]
     # The stop is there before the first call ends: at most its token is shown.
-    assert stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]}) and stopped["status"] == "Done."
+    assert stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]}) and stopped["status"] == "Stopped."
     assert whole["status"] == "Both answers have the same tokens."
 
 
@@ -111,4 +111,4 @@ def test_int4_is_refused_in_one_line(tmp_path: Path) -> None:
     files["bundle/manifest.json"] = json.dumps({**manifest, "precision": "int4"}).encode()
     with serving(web.server(files, 0)) as address:
         found = visited(address)
-    assert found["status"] == "INT4: ONNX Runtime has no kernel for it in browsers; export with --quant int8"
+    assert found["status"] == "INT4 has no fast kernel in browsers; export with --quant int8"
