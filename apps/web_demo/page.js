@@ -55,7 +55,7 @@ worker.onmessage = ({ data: reply }) => {
   if (reply.type === "open") {
     const threads = reply.threads > 1 ? `${reply.threads} threads` : "1 thread";
     find("#about", HTMLElement).textContent = `${reply.about}, ${threads}`;
-    app.replaceChildren(...reply.apps.map(({ name }) => new Option(name, name, false, name === reply.app)));
+    app.replaceChildren(...reply.apps.map((name) => new Option(name, name, false, name === reply.app)));
     progress.hidden = true;
     status.textContent = "Ready.";
     running(false);

@@ -10,7 +10,7 @@ import { encode, openTokenizer } from "./text.js";
 /**
  * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[]}} Request  null stops the answer
  * @typedef {"plain" | "speculative"} Mode
- * @typedef {{type: "open", about: string, threads: number, apps: {name: string, speculates: boolean}[], app: string}
+ * @typedef {{type: "open", about: string, threads: number, apps: string[], app: string}
  *   | {type: "progress", path: string, done: number, total: number}
  *   | {type: "begin", mode: Mode}
  *   | {type: "run", mode: Mode, pieces: import("./answer.js").Piece[], speed: import("./answer.js").Speed}
@@ -21,6 +21,7 @@ import { encode, openTokenizer } from "./text.js";
 const CACHE = "ssdevice";
 const BUNDLE = "bundle/";
 const PROMPTS = "prompts.json";
+const MOST_THREADS = 4; // steps are too short for more
 
 /** @param {Reply} reply */
 const reply = (reply) => postMessage(reply);
@@ -82,7 +83,7 @@ async function forgetOthers(bundle) {
 async function open() {
   if (!isSecureContext) throw new BundleError("open this page through https or on localhost: it has to check hashes");
   ort.env.logLevel = "error";
-  ort.env.wasm.numThreads = crossOriginIsolated ? navigator.hardwareConcurrency : 1;
+  ort.env.wasm.numThreads = crossOriginIsolated ? Math.min(MOST_THREADS, navigator.hardwareConcurrency) : 1;
   const bundle = await Bundle.open(source);
   await forgetOthers(bundle);
   const tokenizer = openTokenizer(Tokenizer, await bundle.read("tokenizer"));
@@ -95,7 +96,7 @@ async function open() {
     type: "open",
     about: `${model.model_type}, ${(model.parameters / 1e6).toFixed(0)} M parameters, ${precision.toUpperCase()}`,
     threads: ort.env.wasm.numThreads,
-    apps: apps.map((each) => ({ name: each.name, speculates: "step" in bundle.functions(each) })),
+    apps: apps.map(({ name }) => name),
     app,
   });
   return { bundle, engine, frames, tokenizer };
@@ -122,7 +123,8 @@ async function decodeAll(request) {
   const answers = {};
   for (const mode of modes) {
     const speculate = mode === "speculative";
-    if (current !== request || (speculate && !conversation.speculates)) continue;
+    if (current !== request) break;
+    if (speculate && !conversation.speculates) throw new BundleError(`the app ${app} has no streams to draft with`);
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);

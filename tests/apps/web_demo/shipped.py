@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
@@ -32,8 +33,15 @@ def bundle() -> Bundle:
     return Bundle.open(made_once("web/shipped", export))
 
 
-def prompts() -> list[str]:
-    """Thirty of the shipped prompts: questions about tables, and general ones."""
+def prompts(app: str) -> list[str]:
+    """Thirty prompts of the kind that an app was trained for; the base has those of ``sql``."""
+    if app == "e2e":
+        parts = product(("Aromi", "The Eagle", "Zizzi"), ("Italian", "English"), ("cheap", "high"), ("yes", "no", None))
+        texts = [
+            f"name[{name}], food[{food}], priceRange[{price}]" + (f", familyFriendly[{family}]" if family else "")
+            for name, food, price, family in parts
+        ]
+        return texts[:30]
     files = [MODELS / "prompts" / name for name in ("sql.jsonl", "general.jsonl")]
     rows = [row for file in files for row in file.read_text("utf-8").splitlines()]
     return [json.loads(row)["prompt"] for row in rows[:30]]

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 from ssdevice.adapters.storage import stored
+from ssdevice.bench.equality import first_difference, led
 from ssdevice.bundle.manifest import Precision
+from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.loop import plain
 from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
 from ssdevice.runtime.session import Session
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -29,6 +33,8 @@ TEXTS = (
 CHARACTERS = "abc XYZ 019 .,;'\"\n\t_-()<|>äß中🙂½²٣\u00a0\u2028\u0301"
 BASE = "ab" * 32
 MAX_TOKENS = 60
+NEAR_TIE = 0.18
+"""Twice what INT8 changes a logit of this model by when sums run in another order (0.09)."""
 
 
 def expected(session: Session, ids: list[int], mode: str, max_tokens: int) -> list[int]:
@@ -116,15 +122,29 @@ def test_adapters_have_the_tensors_that_python_reads(tmp_path: Path, precision: 
 @pytest.mark.slow  # exports the shipped model: `make web-test`
 @pytest.mark.parametrize("app", [*shipped.APPS, "base"])
 def test_apps_of_the_shipped_model_answer_as_in_python(app: str) -> None:
-    bundle, prompts = shipped.bundle(), shipped.prompts()
+    bundle, prompts = shipped.bundle(), shipped.prompts(app)
     answers = host.decoded(bundle.folder, host.framed(bundle, app, prompts, MAX_TOKENS))
+    equal = 0
     with shipped.session(app) as session:
         for prompt, said in zip(prompts, answers, strict=True):
             ids = session.prompt_ids(prompt)
             assert said["ids"] == ids
-            assert said["plain"] == expected(session, ids, "plain", MAX_TOKENS), prompt
-            assert said.get("speculative", []) == (said["plain"] if app in shipped.APPS else [])  # the base has no streams
-            assert said["text"] == session.last.text
+            wanted = expected(session, ids, "plain", MAX_TOKENS)
+            found = [said[mode] for mode in ("plain", "speculative") if mode in said]
+            assert len(found) == (2 if app in shipped.APPS else 1)  # the base has no streams
+            assert all(lost(app, ids, wanted, tokens) <= NEAR_TIE for tokens in found), prompt
+            equal += all(tokens == wanted for tokens in found)
+    assert equal >= 20, "an app's own text is decided, so near-ties are the exception"
+
+
+def lost(app: str, ids: list[int], wanted: list[int], found: list[int]) -> float:
+    """How far the first token that differs is behind the best one, in logits; 0 for equal answers."""
+    position, best, other = first_difference(wanted, found)
+    if wanted == found:
+        return 0.0
+    engine = LogitsEngine.of(shipped.bundle(), app, EngineOptions(threads=1, kernels=False))
+    logits = led(engine.new_conversation(), ids, wanted, plain)[position - 1]
+    return float(logits[best] - logits[other])
 
 
 @pytest.mark.slow  # starts the type checker

@@ -55,7 +55,7 @@ def site(bundle: Bundle) -> web.Site:
 
 
 def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
-    asked = [{"app": app, "prompt": prompt} for prompt in shipped.prompts()[:3] for app in shipped.APPS]
+    asked = [{"app": app, "prompt": shipped.prompts(app)[turn]} for turn in range(3) for app in shipped.APPS]
     with serving(web.server(site(shipped.bundle()), 0)) as address:
         found = visited(address, *asked, screenshot=tmp_path / SCREENSHOT)
     assert found["about"].startswith("llama, 7 M parameters, INT8") and found["status"] == "Ready."
@@ -75,7 +75,7 @@ def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
 
 
 def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
-    request = {"app": "sql", "prompt": shipped.prompts()[0]}
+    request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
     with serving(web.server(site(shipped.bundle()), 0)) as address:
         stopped, whole = visited(address, {**request, "stop": True}, request)["answers"]
     # The stop is there before the first call ends: at most its token is shown.
@@ -85,7 +85,7 @@ def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
 
 def test_a_static_host_without_headers_runs_one_thread_and_refuses_damage(tmp_path: Path) -> None:
     web.write(site(shipped.bundle()), tmp_path / "site")
-    prompt = shipped.prompts()[0]
+    prompt = shipped.prompts("sql")[0]
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
