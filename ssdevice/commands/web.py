@@ -113,7 +113,7 @@ def _check(bundle: Bundle) -> None:
     if manifest.target != "onnx":
         raise BundleError(f"{bundle.folder} is for {manifest.target}; browsers run bundles of --target onnx")
     if manifest.precision is Precision.INT4:
-        raise BundleError(f"{bundle.folder} is INT4, for which browsers have no fast kernel; export it with --quant int8")
+        raise BundleError(f"{bundle.folder} is INT4, for which browsers have no fast kernel; export with --quant int8")
     if manifest.cache_dtype is not CacheDtype.FP32:
         raise BundleError(f"{bundle.folder} has a cache of {manifest.cache_dtype}; browsers need float32")
 

@@ -54,7 +54,7 @@ def test_a_bundle_that_no_browser_runs_is_refused(
     tmp_path: Path, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, changed(tmp_path / "a", precision=Precision.INT4), "--runtime", runtime)
-    assert "is INT4, for which browsers have no fast kernel; export it with --quant int8" in said
+    assert "is INT4, for which browsers have no fast kernel; export with --quant int8" in said
     said = refused(capsys, changed(tmp_path / "b", target="coreml"), "--runtime", runtime)
     assert "is for coreml; browsers run bundles of --target onnx" in said
     halves = tuple(functions(sample_manifest().geometry.geometry, CacheForm.EXTERNAL, "float16").values())
