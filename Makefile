@@ -1,4 +1,5 @@
-# make demo | demo-smollm2 | test | swift-test | lowering | check | conformance | readme | fuzz | soak | bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python.
+# make demo | demo-smollm2 | test | swift-test | web | web-test | lowering | check | conformance | readme | fuzz | soak |
+# bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -21,7 +22,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers clean
+.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers web web-test clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -89,9 +90,22 @@ bench-peers: $(VENV)/peers.stamp
 	mkdir -p '$(dir $(OUT))'
 	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
 
+# The packages of `ssdevice web`: the runtime, and for web-test a type checker and what drives a browser.
+WEB := apps/web_demo
+
+web: $(WEB)/node_modules/made.stamp
+
+web-test: $(VENV)/dev.stamp $(WEB)/node_modules/made.stamp
+	$(BIN)/python -m pytest -q tests/apps tests/commands/test_web.py
+
 clean:
-	rm -rf $(VENV) build dist out apps/ios_demo/.build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf apps/ios_demo/.build $(WEB)/node_modules
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(WEB)/node_modules/made.stamp: $(WEB)/package.json
+	cd $(WEB) && npm install --no-audit --no-fund --loglevel=error
+	touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \

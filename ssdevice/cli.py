@@ -22,6 +22,7 @@ COMMANDS = {
     "tune": "choose the draft tree and schedule for this device",
     "kernels": "compile faster kernels for ONNX bundles on this machine",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
+    "web": "run a bundle in a browser: serve the page, or write it for a static host",
     "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130

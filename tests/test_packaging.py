@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from ssdevice.commands.web import SOURCES
+
 FOLDERS = {"ssdevice": "ssdevice", "export": "ssdevice/export", "runtime": "ssdevice/runtime"}
 LINKS = ("export", "runtime")
+PAGE = "apps/web_demo"
 
 
 def modules(root: Path) -> set[str]:
@@ -39,6 +42,7 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile
     for name in FOLDERS:
         skip = shutil.ignore_patterns("__pycache__", *(LINKS if name == "ssdevice" else ()))
         shutil.copytree(repository / name, copy / name, ignore=skip)
+    shutil.copytree(repository / PAGE, copy / PAGE, ignore=shutil.ignore_patterns("node_modules"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(repository / name, copy)
     build = f"import setuptools.build_meta as backend; backend.build_wheel({str(out)!r})"
@@ -60,6 +64,11 @@ def test_wheel_puts_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ssdevice"}
     assert "ssdevice/py.typed" in wheel.namelist()
+
+
+def test_wheel_holds_the_page(repository: Path, wheel: zipfile.ZipFile) -> None:
+    found = {Path(name).name for name in wheel.namelist() if name.startswith("ssdevice/web/")}
+    assert found == {file.name for pattern in SOURCES for file in (repository / PAGE).glob(pattern)} | {"package.json"}
 
 
 def test_every_package_has_an_init(repository: Path) -> None:

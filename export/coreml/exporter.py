@@ -18,7 +18,7 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, release_memory, save
-from ssdevice.export.coreml.golden import cases, prompt_frame, write_golden
+from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
@@ -40,7 +40,7 @@ from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 PACKAGE = "model.mlpackage"
 SETTINGS = "coreml.json"
@@ -163,7 +163,7 @@ class _Parts:
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
     tokenizer = ChatTokenizer.open(plan.folder)
-    frames = {app.name: prompt_frame(tokenizer, app.instruction) for app in plan.apps}
+    frames = {app.name: prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps}
     settings = {
         "deployment_target": chosen.deployment.value,
         "compute_units": chosen.compute_units.value,

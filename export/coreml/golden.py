@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
-from ssdevice.errors import ConfigError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportJob, ExportPlan
-from ssdevice.text.chat_template import ChatTemplate
-from ssdevice.text.tokenizer import ChatTokenizer, user_content
+from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 SCHEMA_VERSION = 1
 CASES = 2
@@ -45,7 +43,7 @@ def cases(job: ExportJob, driver: EngineDriver) -> list[dict[str, Any]]:
 def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write the cases of all apps, and texts with their tokens."""
     tokenizer = ChatTokenizer.open(plan.folder)
-    frames = [prompt_frame(tokenizer, app.instruction) for app in plan.apps]
+    frames = [prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps]
     texts = [*TEXTS, *(f"{before}{TEXTS[0]}{after}" for before, after in dict.fromkeys(frames))]
     golden = {
         "schema_version": SCHEMA_VERSION,
@@ -53,20 +51,6 @@ def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Pat
         "cases": every,
     }
     file.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", "utf-8")
-
-
-def prompt_frame(tokenizer: ChatTokenizer, instruction: str) -> tuple[str, str]:
-    """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
-
-    Raises ConfigError if the template does not write the user's text as it is.
-    """
-    mark = "the place of the prompt"
-    messages = [{"role": "user", "content": user_content(instruction, mark)}]
-    text = ChatTemplate(tokenizer.chat).render(messages, add_generation_prompt=True)
-    before, found, after = text.partition(mark)
-    if not found:
-        raise ConfigError("the chat template does not write the user's message as it is")
-    return before, after
 
 
 def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:

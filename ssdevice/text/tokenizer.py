@@ -25,7 +25,16 @@ from ssdevice.text.stream import Emission, StopStrings, TextOutput, TextStream
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["ChatFormat", "ChatTokenizer", "Emission", "StopStrings", "TextOutput", "TextStream", "user_content"]
+__all__ = [
+    "ChatFormat",
+    "ChatTokenizer",
+    "Emission",
+    "StopStrings",
+    "TextOutput",
+    "TextStream",
+    "prompt_frame",
+    "user_content",
+]
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKEN_CHARS = 64
@@ -36,6 +45,20 @@ PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
 def user_content(instruction: str | None, prompt: str) -> str:
     """What stands in the user's message: an app's instruction on its own line, then the prompt."""
     return f"{instruction}\n{prompt}" if instruction else prompt
+
+
+def prompt_frame(chat: ChatFormat, instruction: str) -> tuple[str, str]:
+    """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
+
+    Raises ConfigError if the template does not write the user's text as it is.
+    """
+    mark = "the place of the prompt"
+    messages = [{"role": "user", "content": user_content(instruction, mark)}]
+    text = ChatTemplate(chat).render(messages, add_generation_prompt=True)
+    before, found, after = text.partition(mark)
+    if not found:
+        raise ConfigError("the chat template does not write the user's message as it is")
+    return before, after
 
 
 class ChatTokenizer:

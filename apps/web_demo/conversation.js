@@ -1,0 +1,216 @@
+/** The contract's functions (`ssdevice/contract.py`) of one app on a KV cache that the host holds. */
+
+import { readAdapter } from "./adapter.js";
+import { BundleError } from "./bundle.js";
+
+const PREFILL = "prefill";
+const STEP = "step";
+const PLAIN = "step_plain";
+const WEIGHTS = "weights";
+const PAST = /^past_(keys|values)\.(\d+)$/;
+const [BUCKET, LANES] = [32, 16]; // see `visible`
+
+/**
+ * @typedef {typeof import("onnxruntime-web")} Ort
+ * @typedef {import("onnxruntime-web").InferenceSession} InferenceSession
+ * @typedef {import("onnxruntime-web").Tensor} Tensor
+ */
+
+/** The graphs of a bundle, which its apps share, each opened when the first app needs it. */
+export class Engine {
+  /**
+   * @param {Ort} ort
+   * @param {import("./bundle.js").Bundle} bundle
+   */
+  constructor(ort, bundle) {
+    const { layers, kv_heads: heads, head_dim: size } = bundle.manifest.geometry;
+    this.ort = ort;
+    this.bundle = bundle;
+    this.width = heads * size;
+    /** Rows `[2 * layers, capacity, width]`: keys of layer 0, values of layer 0, keys of layer 1, .. */
+    this.rows = new Float32Array(2 * layers * bundle.capacity * this.width);
+    /** @type {Map<string, InferenceSession>} */
+    this.sessions = new Map();
+    /** @type {Map<string, Conversation>} */
+    this.conversations = new Map();
+  }
+
+  /**
+   * The conversation of an app. Those of all apps use the same memory, so they take turns.
+   * @param {string} name
+   */
+  async use(name) {
+    const found = this.conversations.get(name);
+    if (found) return found;
+    const app = this.bundle.app(name);
+    const functions = this.bundle.functions(app);
+    await this.#open(Object.values(functions));
+    /** @type {Record<string, InferenceSession>} */
+    const sessions = {};
+    for (const [contract, own] of Object.entries(functions)) {
+      sessions[contract] = /** @type {InferenceSession} */ (this.sessions.get(own));
+    }
+    /** @type {Record<string, Tensor>} */
+    const adapter = {};
+    for (const file of app.files) {
+      for (const [input, value] of readAdapter(await this.bundle.read(file), this.bundle.manifest.model.sha256)) {
+        adapter[input] = new this.ort.Tensor(/** @type {any} */ (value.type), value.data, value.dims);
+      }
+    }
+    const opened = new Conversation(this, sessions, adapter);
+    this.conversations.set(name, opened);
+    return opened;
+  }
+
+  /** @param {string[]} graphs */
+  async #open(graphs) {
+    const missing = graphs.filter((graph) => !this.sessions.has(graph));
+    if (!missing.length) return;
+    const externalData = [{ path: this.bundle.path(WEIGHTS), data: await this.bundle.read(WEIGHTS) }];
+    for (const graph of missing) {
+      const model = await this.bundle.read(graph);
+      const options = { executionProviders: ["wasm"], externalData };
+      this.sessions.set(graph, await this.ort.InferenceSession.create(model, options));
+    }
+  }
+}
+
+/**
+ * One KV cache and the functions on it. `length`: committed rows; going back means lowering it. The functions write
+ * their rows from `length` on; only `prefill` raises it.
+ */
+export class Conversation {
+  /**
+   * @param {Engine} engine
+   * @param {Record<string, InferenceSession>} sessions by the contract's name
+   * @param {Record<string, Tensor>} adapter by graph input
+   */
+  constructor(engine, sessions, adapter) {
+    const { geometry } = engine.bundle.manifest;
+    this.engine = engine;
+    this.sessions = sessions;
+    this.adapter = adapter;
+    this.geometry = geometry;
+    this.context = geometry.context;
+    this.capacity = engine.bundle.capacity;
+    this.length = 0;
+    /** What the next step verifies, γ rows of k ids. */
+    this.drafts = new Int32Array(geometry.gamma * geometry.k);
+  }
+
+  get speculates() {
+    return STEP in this.sessions;
+  }
+
+  /**
+   * Commits a prompt and returns the first token of the answer.
+   * @param {number[]} prompt
+   */
+  async prefill(prompt) {
+    const { context, geometry, length } = this;
+    if (!prompt.length || length + prompt.length > context) {
+      throw new RangeError(`the prompt has ${prompt.length} tokens, expected 1 to ${context - length}`);
+    }
+    if (!this.#known(prompt)) throw new RangeError("the prompt has tokens that the model does not have");
+    let token = 0;
+    for (let start = 0; start < prompt.length; start += geometry.chunk) {
+      const ids = prompt.slice(start, start + geometry.chunk);
+      const chunk = new Int32Array(geometry.chunk);
+      chunk.set(ids);
+      const out = await this.#call(PREFILL, { chunk, valid: Int32Array.of(ids.length) });
+      token = this.#commit(out, [out.next_root.data[0]], ids.length)[0];
+      this.length += ids.length;
+    }
+    return token;
+  }
+
+  /**
+   * Verifies the drafts after the token `last` and returns the 1 to A tokens that follow it.
+   * @param {number} last
+   */
+  async step(last) {
+    const out = await this.#call(STEP, { root: Int32Array.of(last), drafts: this.drafts });
+    const count = out.count.data[0];
+    return this.#commit(out, Array.from(out.tokens.data.subarray(0, count)), count);
+  }
+
+  /**
+   * The token after `last`. Does not change the drafts.
+   * @param {number} last
+   */
+  async stepPlain(last) {
+    if (!(PLAIN in this.sessions)) {
+      const [token] = await this.step(last);
+      return token;
+    }
+    const out = await this.#call(PLAIN, { root: Int32Array.of(last) });
+    return this.#commit(out, [out.tokens.data[0]], 1)[0];
+  }
+
+  /**
+   * @param {string} name
+   * @param {Record<string, Int32Array>} integers
+   * @returns {Promise<Record<string, any>>}
+   */
+  async #call(name, integers) {
+    const { ort, rows, width } = this.engine;
+    const session = this.sessions[name];
+    if (!session) throw new BundleError(`the app has no ${name}`);
+    const visible = this.#visible();
+    /** @type {Record<string, Int32Array>} */
+    const given = { ...integers, length: Int32Array.of(this.length) };
+    /** @type {Record<string, Tensor>} */
+    const feeds = {};
+    for (const input of session.inputNames) {
+      const past = PAST.exec(input);
+      if (past) {
+        const start = (2 * Number(past[2]) + (past[1] === "values" ? 1 : 0)) * this.capacity * width;
+        feeds[input] = new ort.Tensor("float32", rows.subarray(start, start + visible * width), [visible, width]);
+      } else if (input in given) {
+        const dims = input === "drafts" ? [this.geometry.gamma, this.geometry.k] : [given[input].length];
+        feeds[input] = new ort.Tensor("int32", given[input], dims);
+      } else {
+        feeds[input] = this.adapter[input];
+      }
+    }
+    return session.run(feeds);
+  }
+
+  /**
+   * Rows to show a graph, as in runtime/onnx/cache.py: congruent to the length modulo LANES, so that a sum over rows
+   * adds the same numbers in the same order whether a token was drafted or decoded plainly.
+   */
+  #visible() {
+    const { capacity, length } = this;
+    const remainder = (/** @type {number} */ n) => ((n % LANES) + LANES) % LANES;
+    let shown = Math.ceil(Math.max(length, 1) / BUCKET) * BUCKET;
+    shown += remainder(length - shown);
+    return shown <= capacity ? shown : capacity - remainder(capacity - length);
+  }
+
+  /** @param {number[]} ids */
+  #known(ids) {
+    return ids.every((id) => id >= 0 && id < this.geometry.vocab);
+  }
+
+  /**
+   * Keeps the result of a call; a damaged graph may return anything, and then nothing is kept.
+   * @param {Record<string, any>} out
+   * @param {number[]} tokens
+   * @param {number} count rows that count
+   */
+  #commit(out, tokens, count) {
+    if (!tokens.length || !this.#known([...tokens, ...(out.next_drafts?.data ?? [])])) {
+      throw new BundleError("a graph returned tokens that the model does not have");
+    }
+    if (out.next_drafts) this.drafts = out.next_drafts.data;
+    const { rows, width } = this.engine;
+    const [arrays, written] = out.rows.dims;
+    for (let i = 0; i < arrays; i++) {
+      const start = i * written * width;
+      const place = (i * this.capacity + this.length) * width;
+      rows.set(out.rows.data.subarray(start, start + count * width), place);
+    }
+    return tokens;
+  }
+}

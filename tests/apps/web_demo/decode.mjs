@@ -1,0 +1,48 @@
+// node decode.mjs SOURCES NODE_MODULES BUNDLE < requests: decodes in Node with the modules of the page.
+// A request is a line {"app", "text" or "ids", "max_tokens"}, its answer {"ids", "plain", "speculative", "text", "steps"}.
+
+import { readFile } from "node:fs/promises";
+import { join } from "node:path";
+import { createInterface } from "node:readline";
+import { load, modules, sources } from "./load.mjs";
+
+const { answer } = await load(sources, "answer.js");
+const { Bundle } = await load(sources, "bundle.js");
+const { Engine } = await load(sources, "conversation.js");
+const { encode, openTokenizer } = await load(sources, "text.js");
+const ort = await load(modules, "onnxruntime-web/dist/ort.node.min.mjs");
+const { Tokenizer } = await load(modules, "@huggingface/tokenizers/dist/tokenizers.mjs");
+
+ort.env.wasm.numThreads = 1;
+ort.env.logLevel = "error";
+const source = {
+  fetch: async (path) => new Uint8Array(await readFile(join(process.argv[4], path))),
+  kept: async () => undefined,
+  keep: async () => {},
+};
+
+try {
+  const bundle = await Bundle.open(source);
+  const tokenizer = openTokenizer(Tokenizer, await bundle.read("tokenizer"));
+  const engine = new Engine(ort, bundle);
+  const stopIds = new Set(bundle.manifest.chat.stop_ids);
+  for await (const line of createInterface({ input: process.stdin })) {
+    const { app, text, ids, max_tokens: maxTokens } = JSON.parse(line);
+    const conversation = await engine.use(app);
+    const said = { ids: ids ?? encode(tokenizer, text) };
+    for (const mode of conversation.speculates ? ["plain", "speculative"] : ["plain"]) {
+      [said[mode], said.text] = [[], ""];
+      const options = { speculate: mode === "speculative", maxTokens, stopIds };
+      for await (const { tokens, pieces, speed } of answer(conversation, tokenizer, said.ids, options)) {
+        said[mode].push(...tokens);
+        said.text += pieces.map((piece) => piece.text).join("");
+        said.steps = speed.steps;
+        said[`${mode}_speed`] = speed;
+      }
+    }
+    console.log(JSON.stringify(said));
+  }
+} catch (error) {
+  console.error(error.message);
+  process.exitCode = 1;
+}

@@ -1,0 +1,156 @@
+"""The page's modules in Node: the tokens, texts and tensors of Python, and nothing of a damaged bundle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssdevice.adapters.storage import stored
+from ssdevice.bench.equality import first_difference, led
+from ssdevice.bundle.manifest import Precision
+from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.loop import plain
+from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
+from ssdevice.runtime.session import Session
+from ssdevice.text.tokenizer import ChatTokenizer
+from tests.apps.web_demo import host, shipped
+from tests.runtime import tiny_bundle as tiny
+
+TEXTS = (
+    "<|user|>List the names of all customers.<|end|><|assistant|>",
+    "SELECT name FROM table_12 WHERE price >= 3.50 AND city = 'Zürich'",
+    "  two  spaces, a\ttab\nand a line; it's don't we'll I'M\r\n",
+    "日本語 и кириллица 🙂 👩‍👩‍👧 e\u0301  ½  ²  ٣٤ \u00a0\u200b\u2028",
+)
+CHARACTERS = "abc XYZ 019 .,;'\"\n\t_-()<|>äß中🙂½²٣\u00a0\u2028\u0301"
+BASE = "ab" * 32
+MAX_TOKENS = 60
+NEAR_TIE = 0.18
+"""Twice what INT8 changes a logit of this model by when sums run in another order (0.09)."""
+
+
+def expected(session: Session, ids: list[int], mode: str, max_tokens: int) -> list[int]:
+    return [token for run in session.runs(ids, max_tokens=max_tokens, mode=mode) for token in run.tokens]
+
+
+@pytest.mark.parametrize("quant", ["fp32", "int8"])
+def test_the_loop_gives_the_tokens_of_a_session(quant: str) -> None:
+    bundle = tiny.tiny_bundle(quant)
+    with Session.open(bundle, threads=1) as session:
+        prompts = [session.prompt_ids(text) for text in ("hello", "a prompt of more than two chunks")]
+        # The last of these sizes fills the context.
+        requests = [{"app": tiny.APP, "ids": ids, "max_tokens": most} for ids in prompts for most in (1, 2, 3, 1000)]
+        for request, said in zip(requests, host.decoded(bundle.folder, requests), strict=True):
+            for mode in ("plain", "speculative"):
+                assert said[mode] == expected(session, request["ids"], mode, request["max_tokens"])
+                assert said["text"] == session.last.text
+            assert said["steps"] == session.last.steps
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "weights", "step"])
+def test_a_damaged_file_is_refused(tmp_path: Path, role: str) -> None:
+    folder = host.damaged(tiny.tiny_bundle("fp32"), tmp_path / "bundle", role)
+    done = host.script("decode.mjs", folder, given=host.lines([{"app": tiny.APP, "ids": [9], "max_tokens": 2}]))
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.count("\n") == 1 and "is damaged: its sha256 is not the one in manifest.json" in done.stderr
+
+
+def manifest(change: Callable[[dict[str, Any]], object], out: Path) -> Path:
+    """A folder with nothing but the changed manifest of a bundle."""
+    values = json.loads((tiny.tiny_bundle("fp32").folder / "manifest.json").read_text("utf-8"))
+    change(values)
+    (out / "manifest.json").write_text(json.dumps(values), "utf-8")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"precision": "int4"}, "INT4 has no fast kernel in browsers; export with --quant int8"),
+        ({"target": "coreml"}, "a bundle for coreml; export one with --target onnx"),
+        ({"schema_version": 2}, "schema 2: this page reads 1"),
+        ({"cache_dtype": "float16"}, "a cache of float16; browsers need float32"),
+        ({"files": {"../secret": {}}}, 'the path "../secret" leaves the bundle'),
+    ],
+)
+def test_a_bundle_for_others_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    done = host.script("decode.mjs", manifest(lambda values: values.update(change), tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{message}\n")
+
+
+def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
+    folder = shipped.MODELS / "base-7m"
+    tokenizer = ChatTokenizer.open(folder)
+    draw = Random(0)
+    texts = [*TEXTS, *("".join(draw.choices(CHARACTERS, k=draw.randint(0, 40))) for _ in range(1000))]
+    done = host.script("tokenize.mjs", folder / "tokenizer.json", given=json.dumps(texts))
+    for text, found in zip(texts, json.loads(done.stdout), strict=True):
+        assert found["ids"] == tokenizer.encode(text), ascii(text)
+        assert found["text"] == tokenizer.decode(found["ids"])
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16, Precision.INT8])
+def test_adapters_have_the_tensors_that_python_reads(tmp_path: Path, precision: Precision) -> None:
+    draw = np.random.default_rng(0)
+    tensors = {
+        "lora.down": draw.normal(size=(2, 16, 3)).astype(np.float32),
+        "lora.up": draw.normal(scale=1e-6, size=(3, 2)).astype(np.float32),
+        "ranks": np.arange(3, dtype=np.int32),
+        "packed": draw.integers(-128, 128, (4, 2), dtype=np.int8),
+    }
+    file = tmp_path / "a.onnx_adapter"
+    write_adapter(file, stored(tensors, precision), BASE)
+    found = json.loads(host.script("adapter.mjs", file, BASE).stdout)
+    wanted = AdapterTensors(file, BASE).values
+    assert found.keys() == wanted.keys() == tensors.keys()
+    for name, value in wanted.items():
+        array = value.numpy()
+        assert found[name]["type"] == array.dtype.name and found[name]["dims"] == list(array.shape)
+        np.testing.assert_array_equal(np.array(found[name]["data"], array.dtype).reshape(array.shape), array)
+    other = host.script("adapter.mjs", file, "cd" * 32)
+    assert (other.returncode, other.stderr) == (1, "an adapter for another base\n")
+
+
+@pytest.mark.slow  # exports the shipped model: `make web-test`
+@pytest.mark.parametrize("app", [*shipped.APPS, "base"])
+def test_apps_of_the_shipped_model_answer_as_in_python(app: str) -> None:
+    bundle, prompts = shipped.bundle(), shipped.prompts(app)
+    answers = host.decoded(bundle.folder, host.framed(bundle, app, prompts, MAX_TOKENS))
+    equal = 0
+    with shipped.session(app) as session:
+        for prompt, said in zip(prompts, answers, strict=True):
+            ids = session.prompt_ids(prompt)
+            assert said["ids"] == ids
+            wanted = expected(session, ids, "plain", MAX_TOKENS)
+            found = [said[mode] for mode in ("plain", "speculative") if mode in said]
+            assert len(found) == (2 if app in shipped.APPS else 1)  # the base has no streams
+            assert all(lost(app, ids, wanted, tokens) <= NEAR_TIE for tokens in found), prompt
+            equal += all(tokens == wanted for tokens in found)
+    assert equal >= 20, "an app's own text is decided, so near-ties are the exception"
+
+
+def lost(app: str, ids: list[int], wanted: list[int], found: list[int]) -> float:
+    """How far the first token that differs is behind the best one, in logits; 0 for equal answers."""
+    position, best, other = first_difference(wanted, found)
+    if wanted == found:
+        return 0.0
+    engine = LogitsEngine.of(shipped.bundle(), app, EngineOptions(threads=1, kernels=False))
+    logits = led(engine.new_conversation(), ids, wanted, plain)[position - 1]
+    return float(logits[best] - logits[other])
+
+
+@pytest.mark.slow  # starts the type checker
+def test_types_of_the_sources() -> None:
+    host.needs_packages("typescript")
+    checker = host.PACKAGES / "typescript" / "bin" / "tsc"
+    command = ["node", checker, "-p", host.TREE / "jsconfig.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,144 @@
+"""``ssdevice web``: the page's files and headers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.manifest import CacheDtype, Precision
+from ssdevice.cli import main
+from ssdevice.commands import web
+from ssdevice.contract import CacheForm, functions
+from tests.bundle.samples import fill, sample_manifest, write_sample
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_sample(tmp_path / "bundle")
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    """A folder with files in the places of the packages'."""
+    for name in web.RUNTIME:
+        file = tmp_path / "node_modules" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    return tmp_path / "node_modules"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line with which ``ssdevice web`` refuses these arguments."""
+    assert main(["web", *map(str, args)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1
+    return said.err
+
+
+def changed(out: Path, **changes: object) -> Path:
+    """A bundle with another manifest."""
+    with BundleWriter(out) as writer:
+        fill(writer)
+        return writer.commit(replace(sample_manifest(), **changes)).folder  # type: ignore[arg-type]
+
+
+def test_a_bundle_that_no_browser_runs_is_refused(
+    tmp_path: Path, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, changed(tmp_path / "a", precision=Precision.INT4), "--runtime", runtime)
+    assert "is INT4, for which browsers have no fast kernel; export with --quant int8" in said
+    said = refused(capsys, changed(tmp_path / "b", target="coreml"), "--runtime", runtime)
+    assert "is for coreml; browsers run bundles of --target onnx" in said
+    halves = tuple(functions(sample_manifest().geometry.geometry, CacheForm.EXTERNAL, "float16").values())
+    half = changed(tmp_path / "c", cache_dtype=CacheDtype.FP16, functions=halves)
+    assert "has a cache of float16; browsers need float32" in refused(capsys, half, "--runtime", runtime)
+
+
+def test_no_bundle_and_a_damaged_one_are_refused(
+    tmp_path: Path, bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no such bundle" in refused(capsys, tmp_path / "nothing", "--runtime", runtime)
+    (bundle.folder / "model.onnx").write_bytes(b"a grapH")
+    assert "is damaged" in refused(capsys, bundle.folder, "--runtime", runtime)
+
+
+def test_a_missing_runtime_is_named(bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runtime / web.RUNTIME[1]).unlink()
+    said = refused(capsys, bundle.folder, "--runtime", runtime)
+    versions = json.loads((web.TREE / "package.json").read_text("utf-8"))["dependencies"]
+    assert f"{web.RUNTIME[1]} is missing: run `make web` in a checkout, or `npm install" in said
+    assert all(f"{name}@{version}" in said for name, version in versions.items())
+
+
+def test_a_port_that_cannot_be_had_is_refused(
+    bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server((web.LOOPBACK, 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(capsys, bundle.folder, "--runtime", runtime, "--port", port)
+    assert f"--port {port} is taken; choose another (0: any free one)" in said
+    assert "expected 0 to 65535" in refused(capsys, bundle.folder, "--runtime", runtime, "--port", 70000)
+
+
+def test_a_folder_for_a_static_host(
+    tmp_path: Path, bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "site"
+    assert main(["web", str(bundle.folder), "--runtime", str(runtime), "--out", str(out)]) == 0
+    Bundle.open(out / "bundle")
+    frames = json.loads((out / "prompts.json").read_text("utf-8"))
+    assert frames == {
+        "base": {"before": "", "after": ""},
+        "sql": {"before": "Answer in SQL. 你好\n", "after": ""},
+    }
+    assert {file.name for file in (out / "runtime").iterdir()} == {Path(name).name for name in web.RUNTIME}
+    assert {file.name for file in out.glob("*.js")} == {file.name for file in web.TREE.glob("*.js")}
+    assert "  Cross-Origin-Embedder-Policy: require-corp\n" in (out / web.HEADERS_FILE).read_text("utf-8")
+    said = refused(capsys, bundle.folder, "--runtime", runtime, "--out", out)
+    assert f"--out {out}: exists; choose another folder" in said
+
+
+@pytest.fixture
+def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
+    """To a server of the page."""
+    with web.server(web.site(bundle, runtime), 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield HTTPConnection(web.LOOPBACK, server.server_port, timeout=30)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html; charset=utf-8"),
+        ("/worker.js", "text/javascript; charset=utf-8"),
+        ("/runtime/ort-wasm-simd-threaded.wasm", "application/wasm"),
+        ("/prompts.json", "application/json"),
+        ("/bundle/model.onnx.data?again", "application/octet-stream"),
+    ],
+)
+def test_what_is_served_lets_threads_share_memory(connection: HTTPConnection, path: str, kind: str) -> None:
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert (answer.status, answer.headers["Content-Type"]) == (200, kind)
+    assert len(content) == int(answer.headers["Content-Length"]) > 0
+    assert all(answer.headers[name] == value for name, value in web.HEADERS.items())
+
+
+@pytest.mark.parametrize("path", ["/package.json", "/bundle/", "/bundle/../worker.js", "//etc/passwd", "/node_modules"])
+def test_nothing_else_is_served(connection: HTTPConnection, path: str) -> None:
+    connection.request("GET", path)
+    assert connection.getresponse().status == 404
