@@ -202,9 +202,11 @@ Ids manifest(const fs::path& bundle, const std::string& key) {
   const fs::path file = bundle / "manifest.json";
   std::ifstream stream(file);
   const std::string text{std::istreambuf_iterator<char>(stream), {}};
+  if (text.empty()) throw Error(file.string() + ": there is no such file");
   const auto at = text.find('"' + key + "\":");
-  if (at == std::string::npos) throw Error(file.string() + ": there is no " + (text.empty() ? "such file" : key));
-  std::istringstream value(text.substr(text.find_first_not_of(" \n[", at + key.size() + 3)));
+  const auto from = text.find_first_of("0123456789]", at);
+  if (std::max(at, from) == std::string::npos) throw Error(file.string() + ": there is no valid " + key);
+  std::istringstream value(text.substr(from));
   Ids numbers;
   char separator = 0;
   for (int32_t number = 0; value >> number; value >> separator) numbers.push_back(number);
