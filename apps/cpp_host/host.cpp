@@ -91,7 +91,7 @@ class Graph {
     static const auto environment = make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
     const auto options = make(ort.ReleaseSessionOptions, ort.CreateSessionOptions);
     check(ort.SetIntraOpNumThreads(options.get(), threads));
-    check(ort.AddSessionConfigEntry(options.get(), "session.force_spinning_stop", "1"));  // between calls
+    check(ort.AddSessionConfigEntry(options.get(), "session.force_spinning_stop", "1"));  // after each call
     session_ = make(ort.ReleaseSession, ort.CreateSession, environment.get(), file.c_str(), options.get());
     read(outputs_, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
     read(inputs_, ort.SessionGetInputCount, ort.SessionGetInputName, ort.SessionGetInputTypeInfo);
@@ -104,6 +104,7 @@ class Graph {
   int64_t new_rows() const { return shape_[1]; }
   int64_t width() const { return shape_[2]; }
 
+  // Calls the graph on the first `length` rows of a cache.
   void run(Cache& cache, int64_t length) {
     const int64_t shown = cache.visible(length);
     ids["length"] = {static_cast<int32_t>(length)};
@@ -218,7 +219,7 @@ class Conversation {
  public:
   const int64_t context, vocab;
   int64_t length = 0;
-  double seconds = 0;  // in calls of `next`
+  double seconds = 0;  // spent in `next`
   int64_t calls = 0;   // of `next`
 
   Conversation(const fs::path& bundle, bool plain, int threads)
@@ -317,15 +318,14 @@ Ids parse(const Conversation& conversation, const std::string& line) {
 
 int main(int argc, char** argv) try {
   std::map<std::string, int> options{{"--plain", 0}, {"--max-tokens", 256}, {"--threads", 0}};
-  bool valid = argc > 1;
-  for (int i = 2; i < argc && valid; ++i) {
-    int& value = options[argv[i]];
-    valid = options.size() == 3;
-    value = argv[i] == std::string("--plain") ? 1 : ++i < argc ? std::atoi(argv[i]) : 0;
-    valid = valid && value > 0;
+  const Error usage("expected BUNDLE [--plain] [--max-tokens N] [--threads N]");
+  if (argc < 2) throw usage;
+  for (int i = 2; i < argc; ++i) {
+    const std::string name = argv[i];
+    const int value = name == "--plain" ? 1 : ++i < argc ? std::atoi(argv[i]) : 0;
+    if (!options.count(name) || value < 1) throw usage;
+    options[name] = value;
   }
-  if (!valid) throw Error("expected BUNDLE [--plain] [--max-tokens N] [--threads N]");
-
   const fs::path bundle = argv[1];
   const Ids stops = manifest(bundle, "stop_ids");
   Conversation conversation(bundle, options["--plain"], options["--threads"]);
@@ -336,10 +336,8 @@ int main(int argc, char** argv) try {
     std::cout << answer.back() << std::endl;
     tokens += answer.size() - 1;
   }
-  if (tokens > 0) {
-    std::cerr << tokens / conversation.seconds << " tokens/s, " << double(tokens) / conversation.calls
-              << " tokens per step\n";
-  }
+  if (tokens == 0) return 0;
+  std::cerr << tokens / conversation.seconds << " tokens/s, " << double(tokens) / conversation.calls << " per step\n";
 } catch (const std::exception& error) {
   std::cerr << "host: " << error.what() << '\n';
   return 2;
