@@ -1,0 +1,171 @@
+"""The C++ host: the tokens of Python's session, and one line about what it cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import onnx
+import onnxruntime
+import pytest
+
+from ssdevice.bundle.folder import Bundle
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.onnx.kernels import COMPILERS
+from ssdevice.runtime.session import Session
+from tests.once import made_once
+from tests.runtime import tiny_bundle as tiny
+
+COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "apps" / "cpp_host"
+MODELS = ROOT / "models"
+PROMPTS = 30
+Prompts = Sequence[Sequence[int]]
+
+
+def package() -> Path:
+    """A folder like that of a release of ONNX Runtime: our stand-in for its header, and the library of the wheel."""
+
+    def make(out: Path) -> None:
+        (out / "include").mkdir(parents=True)
+        (out / "lib").mkdir()
+        header = "onnxruntime_c_api.h"
+        (out / "include" / header).symlink_to(Path(__file__).with_name("cpp_host") / header)
+        library = next(Path(onnxruntime.__file__).with_name("capi").glob("libonnxruntime.*"))
+        for name in {library.name, "libonnxruntime.so", "libonnxruntime.so.1", "libonnxruntime.dylib"}:
+            (out / "lib" / name).symlink_to(library)
+
+    return made_once("cpp_host/package", make)
+
+
+def host() -> Path:
+    """The compiled host."""
+
+    def make(file: Path) -> None:
+        include, lib = package() / "include", package() / "lib"
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{include}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
+        subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", "-lonnxruntime"], check=True)
+
+    return made_once("cpp_host/host", make)
+
+
+def run(folder: Path, prompts: str, *options: str, program: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [str(program or host()), str(folder), "--threads", "1", *options]
+    return subprocess.run(command, input=prompts, capture_output=True, text=True)
+
+
+def lines(rows: Prompts) -> str:
+    return "".join(" ".join(map(str, row)) + "\n" for row in rows)
+
+
+def compare(bundle: Bundle, prompts: Callable[[Session], Prompts], max_tokens: int) -> None:
+    """Compare the host with a session of a bundle, plainly and speculatively."""
+    with Session.open(bundle, options=EngineOptions(threads=1, kernels=False)) as session:
+        given = prompts(session)
+        for mode, options in (("speculative", ()), ("plain", ("--plain",))):
+            expected, steps = [], 0
+            for ids in given:
+                list(session.runs(ids, max_tokens=max_tokens, mode=mode))
+                expected.append(session.last.tokens)
+                steps += session.last.steps
+            done = run(bundle.folder, lines(given), "--max-tokens", str(max_tokens), *options)
+            assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
+            speed, _, per_step, *_ = done.stderr.split()
+            assert float(speed) > 0
+            assert float(per_step) == pytest.approx((sum(map(len, expected)) - len(given)) / steps, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 40])
+def test_tokens_are_those_of_python(max_tokens: int) -> None:
+    def prompts(session: Session) -> Prompts:
+        geometry, random = session.engine.geometry, Random(0)
+        sizes = [1, geometry.chunk, geometry.chunk + 1, geometry.context - 1, geometry.context]  # and some at random
+        sizes += [random.randint(1, geometry.context) for _ in range(PROMPTS - len(sizes))]
+        return [[random.randrange(1, geometry.vocab) for _ in range(size)] for size in sizes]
+
+    compare(tiny.tiny_bundle("int8"), prompts, max_tokens)
+
+
+@pytest.mark.slow
+def test_tokens_of_the_shipped_model_are_those_of_python() -> None:
+    def export(out: Path) -> None:
+        from ssdevice.export.plan import ExportOptions, Quant
+        from ssdevice.export.stages import export_bundle
+
+        adapters = (("sql", MODELS / "adapters" / "sql-shared"),)
+        base = str(MODELS / "base-7m")
+        options = ExportOptions(model=base, target="onnx", quant=Quant.INT8, out=out, adapters=adapters)
+        export_bundle(options, lambda *_: None)
+
+    def prompts(session: Session) -> Prompts:
+        files = [MODELS / "prompts" / name for name in ("sql.jsonl", "general.jsonl")]
+        rows = [row for file in files for row in file.read_text("utf-8").splitlines()]
+        return [session.prompt_ids(json.loads(row)["prompt"]) for row in rows[:PROMPTS]]
+
+    compare(Bundle.open(made_once("cpp_host/sql", export)), prompts, max_tokens=60)
+
+
+@pytest.mark.slow
+def test_it_builds_with_cmake(tmp_path: Path) -> None:
+    if not shutil.which("cmake"):
+        pytest.skip("needs a C++ compiler and CMake (Debian: apt-get install g++ cmake)")
+    for arguments in (["-S", SOURCES, "-B", tmp_path, f"-DONNXRUNTIME={package()}"], ["--build", tmp_path]):
+        done = subprocess.run(["cmake", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--max-tokens", "1", program=tmp_path / "host")
+    assert done.returncode == 0 and len(done.stdout.split()) == 1
+
+
+def with_a_slot(file: Path) -> None:
+    model = onnx.load(file, load_external_data=False)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("slot", onnx.TensorProto.FLOAT, [2]))
+    onnx.save(model, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("manifest.json", Path.unlink, "manifest.json: there is no such file"),
+        ("manifest.json", lambda file: file.write_text("{}"), "manifest.json: there is no valid stop_ids"),
+        ("step.onnx", Path.unlink, "step.onnx: there is no such file"),
+        ("step.onnx", lambda file: file.write_bytes(b"no model"), "step.onnx failed"),
+        ("step.onnx", lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), "has no tensor 'count'"),
+        ("prefill.onnx", lambda file: shutil.copy(file.with_name("step.onnx"), file), "has no tensor 'chunk'"),
+        ("step.onnx", with_a_slot, "'slot' is no tensor of a bundle with one app"),
+    ],
+)
+def test_a_broken_bundle_is_one_line(tmp_path: Path, name: str, change: Callable[[Path], object], message: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny.tiny_bundle("int8").folder, folder)
+    change(folder / name)
+    refused(run(folder, "1 2 3\n"), message)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "expected token ids from 0 to"),
+        ("1 two 3", "expected token ids from 0 to"),
+        ("-1", "expected token ids from 0 to"),
+        ("1 99999999999", "expected token ids from 0 to"),
+        ("1 " * (tiny.CONTEXT + 1), f"the prompt has {tiny.CONTEXT + 1} tokens"),
+    ],
+)
+def test_a_wrong_prompt_is_one_line(prompt: str, message: str) -> None:
+    refused(run(tiny.tiny_bundle("int8").folder, f"{prompt}\n"), message)
+
+
+@pytest.mark.parametrize("options", [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"]])
+def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
+    refused(run(tmp_path, "", *options), "expected BUNDLE [--plain]")
+
+
+def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
