@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ssdevice import targets
-from ssdevice.errors import InputError
+from ssdevice.errors import BundleError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,10 @@ class RuntimeTarget(ABC):
         Raises InputError if it cannot be compiled here.
         """
         return None
+
+    def check_browser(self, bundle: Bundle) -> None:
+        """Raise BundleError for a bundle that the page of ``ssdevice web`` does not run."""
+        raise BundleError(f"{bundle.folder} is for {self.name}; browsers run bundles of --target onnx")
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """What ``inspect`` adds for this target, as plain values."""

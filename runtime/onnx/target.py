@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from ssdevice.errors import InputError
+from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.target import RuntimeTarget
 
 if TYPE_CHECKING:
@@ -32,6 +32,15 @@ class OnnxTarget(RuntimeTarget):
         from ssdevice.runtime.onnx import kernels
 
         return kernels.build()
+
+    def check_browser(self, bundle: Bundle) -> None:
+        from ssdevice.bundle.manifest import CacheDtype, Precision
+
+        if bundle.manifest.precision is Precision.INT4:
+            what = "INT4, for which browsers have no fast kernel; export with --quant int8"
+            raise BundleError(f"{bundle.folder} is {what}")
+        if bundle.manifest.cache_dtype is not CacheDtype.FP32:
+            raise BundleError(f"{bundle.folder} has a cache of {bundle.manifest.cache_dtype}; browsers need float32")
 
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.slots import read_layout

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ssdevice.commands.opening import add_signature, open_bundle
-from ssdevice.errors import BundleError, InputError
+from ssdevice.errors import InputError
+from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -88,8 +89,8 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     from ssdevice.bundle.integrity import MANIFEST_FILE
     from ssdevice.text.tokenizer import prompt_frame
 
-    _check(bundle)
     manifest = bundle.manifest
+    runtime_target(manifest.target).check_browser(bundle)
     sources = INSTALLED if INSTALLED.is_dir() else TREE
     files: dict[str, Path | bytes] = {file.name: file for pattern in SOURCES for file in sources.glob(pattern)}
     for name in RUNTIME:
@@ -104,18 +105,6 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     prompts = {name: {"before": before, "after": after} for name, (before, after) in frames.items()}
     files["prompts.json"] = json.dumps(prompts, ensure_ascii=False).encode("utf-8")
     return files | {f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)}
-
-
-def _check(bundle: Bundle) -> None:
-    from ssdevice.bundle.manifest import CacheDtype, Precision
-
-    manifest = bundle.manifest
-    if manifest.target != "onnx":
-        raise BundleError(f"{bundle.folder} is for {manifest.target}; browsers run bundles of --target onnx")
-    if manifest.precision is Precision.INT4:
-        raise BundleError(f"{bundle.folder} is INT4, for which browsers have no fast kernel; export with --quant int8")
-    if manifest.cache_dtype is not CacheDtype.FP32:
-        raise BundleError(f"{bundle.folder} has a cache of {manifest.cache_dtype}; browsers need float32")
 
 
 def write(files: Site, out: Path) -> None:

@@ -240,6 +240,8 @@ def _save(
         for name, p in wrapped.named_parameters():
             if "lora_" in name:
                 p.data = p.data.half()
+        for config in wrapped.peft_config.values():  # PEFT notes where the base lay on this machine
+            config.base_model_name_or_path = Path(options.model).name
         wrapped.save_pretrained(str(options.out))
         (options.out / "README.md").unlink(missing_ok=True)
     streams = model.streams if isinstance(model, StreamModel) else None

@@ -93,6 +93,8 @@ def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys
     assert result["tokens_per_step"]["chain:4"] > 2.5, "plain decoding is 1.0, untrained streams 1.0 to 1.1"
     names = {p.name for p in (tmp_path / "abc").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "streams.json", "streams.safetensors"}
+    lora = json.loads((tmp_path / "abc" / "adapter_config.json").read_text("utf-8"))
+    assert lora["base_model_name_or_path"] == base.name  # not where it lies on this machine
 
 
 def test_killed_run_goes_on_to_the_same_weights(
