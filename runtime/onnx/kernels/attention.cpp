@@ -206,9 +206,7 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
     Require(api, rank <= 3 && width > 0 && width % kernel.heads == 0 && q[2] % width == 0,
             "TreeAttention: the queries do not fit the keys and values");
     const Sizes sizes{q[1], past_keys[0], keys[rank - 2], kernel.heads, q[2] / width, width / kernel.heads};
-    int64_t count = 1;
-    for (const int64_t size : mask) count *= size;
-    Require(api, count == sizes.rows * sizes.groups * (sizes.past + sizes.fresh),
+    Require(api, CountOf(mask) == sizes.rows * sizes.groups * (sizes.past + sizes.fresh),
             "TreeAttention: the mask does not fit the rows");
     const int64_t shape[] = {1, sizes.rows, q[2]};
     ort::Value* y = nullptr;
@@ -229,10 +227,9 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 
 const ort::CustomOp* TreeAttention() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(Create, Compute, Destroy<Kernel>);
+    constexpr ort::Type kFloat = ort::kFloat;
+    ort::CustomOp made = Operator<kFloat, kFloat, kFloat, kFloat, kFloat, kFloat>(Create, Compute, Destroy<Kernel>);
     made.GetName = [](const ort::CustomOp*) { return "TreeAttention"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 6; };
     return made;
   }();
   return &op;

@@ -188,15 +188,9 @@ void Quantize(const float* x, int64_t rows, int64_t inputs, Rows* out) {
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
-    const ort::Value *codes = nullptr, *scales = nullptr;
-    int constant[2] = {0, 0};
-    Check(api.ConstantInput(info, 1, &constant[0], &codes));
-    Check(api.ConstantInput(info, 2, &constant[1], &scales));
-    Require(api, constant[0] && constant[1], "Int4Linear: its weights are no constants");
+    const auto [codes, scales] = Constants(api, info);
     const auto sizes = SizesOf(api, codes), scale_sizes = SizesOf(api, scales);
-    int64_t count = 1;
-    for (const int64_t size : scale_sizes) count *= size;
-    Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && count == sizes[0] * sizes[1],
+    Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && CountOf(scale_sizes) == sizes[0] * sizes[1],
             "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]");
     Weights made = Packed(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes), DataOf<const float>(api, scales));
     *out = new Linear{api, Shared(std::move(made))};
@@ -211,10 +205,8 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 
 const ort::CustomOp* Int4Linear() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(Create, Compute, Destroy<Linear>);
+    ort::CustomOp made = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(Create, Compute, Destroy<Linear>);
     made.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t index) { return index == 1 ? ort::kUint8 : ort::kFloat; };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
     return made;
   }();
   return &op;

@@ -159,11 +159,7 @@ void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
-    const ort::Value *codes = nullptr, *scales = nullptr;
-    int constant[2] = {0, 0};
-    Check(api.ConstantInput(info, 1, &constant[0], &codes));
-    Check(api.ConstantInput(info, 2, &constant[1], &scales));
-    Require(api, constant[0] && constant[1], "its weights are no constants");
+    const auto [codes, scales] = Constants(api, info);
     const auto sizes = SizesOf(api, codes), columns = SizesOf(api, scales);
     Require(api, sizes.size() == 2 && columns.size() == 1 && columns[0] == sizes[1], "expected codes [K, N] and scales [N]");
     *out = new Linear{api, Shared(Packed(sizes[0], sizes[1], DataOf<const int8_t>(api, codes), DataOf<const float>(api, scales)))};
@@ -181,8 +177,7 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
     const Weights& weights = *kernel.weights;
     const ort::Value* input = InputOf(api, context, 0);
     auto sizes = SizesOf(api, input);
-    int64_t count = 1;
-    for (const int64_t size : sizes) count *= size;
+    const int64_t count = CountOf(sizes);
     sizes.push_back(weights.inputs);
     ort::Value* output = nullptr;
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
@@ -204,12 +199,8 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
 
 const ort::CustomOp* Int8Linear() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(Create, Compute, Destroy<Linear>);
+    ort::CustomOp made = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create, Compute, Destroy<Linear>);
     made.GetName = [](const ort::CustomOp*) { return "Int8Linear"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t index) {
-      return index == 1 ? ort::kInt8 : index == 3 ? ort::kUint8 : ort::kFloat;
-    };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 4; };
     return made;
   }();
   return &op;
@@ -217,12 +208,8 @@ const ort::CustomOp* Int8Linear() {
 
 const ort::CustomOp* Int8Embedding() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(Create, Embed, Destroy<Linear>);
+    ort::CustomOp made = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(Create, Embed, Destroy<Linear>);
     made.GetName = [](const ort::CustomOp*) { return "Int8Embedding"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t index) {
-      return index == 0 ? ort::kInt32 : index == 1 ? ort::kInt8 : ort::kFloat;
-    };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
     return made;
   }();
   return &op;

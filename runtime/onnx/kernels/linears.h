@@ -116,6 +116,18 @@ struct Linear {
   std::shared_ptr<const Weights> weights;
 };
 
+// The constants that are inputs 1 and 2 of a linear.
+struct Constants {
+  const ort::Value *codes = nullptr, *scales = nullptr;
+
+  Constants(const ort::Api& api, const ort::KernelInfo* info) {
+    int constant[2] = {0, 0};
+    Check(api.ConstantInput(info, 1, &constant[0], &codes));
+    Check(api.ConstantInput(info, 2, &constant[1], &scales));
+    Require(api, constant[0] && constant[1], "its weights are no constants");
+  }
+};
+
 // Input 0, rows [.., K], times the weights. ``quantize`` fills Rows from [count, K] floats.
 template <typename Rows>
 ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
@@ -128,9 +140,9 @@ ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
     auto sizes = SizesOf(api, x);
     const int64_t inputs = sizes.empty() ? 0 : sizes.back();
     Require(api, Blocks(inputs) == Blocks(weights.inputs), "the rows have another width than the weights");
-    int64_t count = 1;
-    for (size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
-    sizes.back() = weights.outputs;
+    sizes.pop_back();
+    const int64_t count = CountOf(sizes);
+    sizes.push_back(weights.outputs);
     ort::Value* y = nullptr;
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
     if (count == 0) return;

@@ -35,6 +35,12 @@ inline std::vector<int64_t> SizesOf(const ort::Api& api, const ort::Value* value
   return sizes;
 }
 
+inline int64_t CountOf(const std::vector<int64_t>& sizes) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) count *= size;
+  return count;
+}
+
 template <typename T>
 T* DataOf(const ort::Api& api, const ort::Value* value) {
   void* data = nullptr;
@@ -66,12 +72,18 @@ void Destroy(void* kernel) {
   delete static_cast<Kernel*>(kernel);
 }
 
-// An operator on the CPU with one float output; its name and its inputs, which are all required, are still to be set.
-inline ort::CustomOp Operator(decltype(ort::CustomOp::CreateKernelV2) create,
+// An operator on the CPU with inputs of these types, which are all required, and one float output; its name is still to be set.
+template <ort::Type... kInputs>
+ort::CustomOp Operator(decltype(ort::CustomOp::CreateKernelV2) create,
                               decltype(ort::CustomOp::KernelComputeV2) compute, void (*destroy)(void*)) {
   ort::CustomOp op{};
   op.version = ort::kVersion;
   op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return nullptr; };
+  op.GetInputType = [](const ort::CustomOp*, size_t index) {
+    constexpr ort::Type kTypes[] = {kInputs...};
+    return kTypes[index];
+  };
+  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return sizeof...(kInputs); };
   op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
   op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
   op.KernelDestroy = destroy;

@@ -50,9 +50,10 @@ ort::Status* ComputeGate(void* self, ort::KernelContext* context) {
     const ort::Value* input = InputOf(api, context, 0);
     auto sizes = SizesOf(api, input);
     Require(api, !sizes.empty() && sizes.back() % 2 == 0, "GatedSilu: its rows have no two halves");
-    const int64_t width = sizes.back() /= 2;
-    int64_t rows = 1;
-    for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
+    const int64_t width = sizes.back() / 2;
+    sizes.pop_back();
+    const int64_t rows = CountOf(sizes);
+    sizes.push_back(width);
     ort::Value* output = nullptr;
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
     const float* x = DataOf<const float>(api, input);
@@ -136,10 +137,8 @@ ort::Status* ComputeSplit(void* self, ort::KernelContext* context) {
 
 const ort::CustomOp* GatedSilu() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(CreateGate, ComputeGate, Destroy<Gate>);
+    ort::CustomOp made = Operator<ort::kFloat>(CreateGate, ComputeGate, Destroy<Gate>);
     made.GetName = [](const ort::CustomOp*) { return "GatedSilu"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
     return made;
   }();
   return &op;
@@ -147,10 +146,8 @@ const ort::CustomOp* GatedSilu() {
 
 const ort::CustomOp* RotarySplit() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator(CreateSplit, ComputeSplit, Destroy<Split>);
+    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat>(CreateSplit, ComputeSplit, Destroy<Split>);
     made.GetName = [](const ort::CustomOp*) { return "RotarySplit"; };
-    made.GetInputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
-    made.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
     made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
     return made;
   }();
