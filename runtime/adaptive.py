@@ -17,8 +17,29 @@ BUDGET = 12.0
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
 """Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
 CALIBRATED = 4
-"""Steps before the first plain call, which tells what plain decoding costs."""
+"""Steps before the first two plain calls, of which the second tells what plain decoding costs."""
 TIMES = 16
+
+
+class _Cost:
+    """Seconds of a kind of call: the median of the last ones, without the very first, which opens a graph."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=TIMES)
+        self._opened = False
+
+    @property
+    def known(self) -> bool:
+        return bool(self._times)
+
+    @property
+    def seconds(self) -> float:
+        return median(self._times)
+
+    def add(self, seconds: float) -> None:
+        if self._opened:
+            self._times.append(seconds)
+        self._opened = True
 
 
 class Adaptive:
@@ -30,8 +51,7 @@ class Adaptive:
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._plain: deque[float] = deque(maxlen=TIMES)
-        self._step: deque[float] = deque(maxlen=TIMES)
+        self._plain, self._step = _Cost(), _Cost()
         self._lost = 0.0  # plain calls that steps have lost since their best moment
         self._won = 0.0  # plain calls that they have won since the last pause
         self._steps = 0  # since the last plain call
@@ -42,26 +62,27 @@ class Adaptive:
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step or from a plain call."""
-        self.speculated = self._paused == 0 and (bool(self._plain) or self._steps < CALIBRATED)
+        self.speculated = self._paused == 0 and (self._plain.known or self._steps < CALIBRATED)
         return self._by_step(conversation, last) if self.speculated else self._plainly(conversation, last)
 
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
         token = conversation.step_plain(last)
-        self._plain.append(self._clock() - start)
+        self._plain.add(self._clock() - start)
         # What follows the draft's first tokens still fits, if that is what the model said.
         conversation.drafts[:-1] = conversation.drafts[1:].copy()
         self._paused = max(0, self._paused - 1)
-        self._steps = 0
+        if self._plain.known:
+            self._steps = 0
         return (token,)
 
     def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
         tokens = conversation.step(last)
-        self._step.append(self._clock() - start)
+        self._step.add(self._clock() - start)
         self._steps += 1
-        if self._plain and self._steps > 1:  # the first draft after a plain call is an old one
-            gained = len(tokens) - median(self._step) / median(self._plain)
+        if self._plain.known and self._steps > 1:  # the first draft after a plain call is an old one
+            gained = len(tokens) - self._step.seconds / self._plain.seconds
             self._lost = max(0.0, self._lost - gained)
             self._won += gained
             if self._lost > BUDGET:

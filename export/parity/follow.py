@@ -117,12 +117,7 @@ class Walk:
                 self._same_ids(where, f"{NEXT_DRAFTS}[{j},{rank}]", a, b, self.reference.streams[j])
 
     def _same_ids(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> None:
-        """Raise ParityError unless the ids are equal or nearly tied: both sides chose from the same logits."""
-        if mine == theirs:
-            return
-        near = self.bounds.product * float(np.abs(logits).max())
-        if not 0 <= mine < len(logits) or abs(float(logits[mine] - logits[theirs])) > near:
-            raise ParityError(f"{where}: {name} is {mine}, but the artifact's own logits say {theirs}")
+        same_ids(f"{where}: {name}", mine, theirs, logits, self.bounds.product)
 
     def _same_rows(self, where: str, call: Call, length: int, count: int) -> None:
         mine, theirs = call.outputs[ROWS][:, :count], self.reference.rows(length, length + count)
@@ -136,6 +131,18 @@ class Walk:
                     f"{off:.2g} of their size, allowed is {self.bounds.rows:g}. The products are right: rotary "
                     "embedding, a norm of keys, or the choice of accepted rows is not the model's"
                 )
+
+
+def same_ids(name: str, mine: int, theirs: int, logits: Array, bound: float) -> None:
+    """Raise ParityError unless the ids are equal or nearly tied in the ``logits [V]`` from which both were chosen.
+
+    ``bound``: relative difference of products. Tokens outside a draft vocabulary have logits of minus infinity.
+    """
+    if mine == theirs:
+        return
+    near = bound * float(np.abs(logits[np.isfinite(logits)]).max())
+    if not 0 <= mine < len(logits) or abs(float(logits[mine] - logits[theirs])) > near:
+        raise ParityError(f"{name} is {mine}, but the artifact's own logits say {theirs}")
 
 
 def _int(value: int) -> Array:

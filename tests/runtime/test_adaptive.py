@@ -19,6 +19,7 @@ class Machine:
     def __init__(self, step_seconds: float, accepted: float) -> None:
         self.step_seconds, self.accepted = step_seconds, accepted
         self.now = 0.0
+        self.opening = 0.0  # seconds that the first plain call takes longer
         self.calls: list[str] = []
         self.drafts = np.arange(4, dtype=np.int32)[:, None]
         self._draw = np.random.default_rng(0)
@@ -33,7 +34,8 @@ class Machine:
 
     def step_plain(self, last: int) -> int:
         self.calls.append("plain")
-        self.now += PLAIN_SECONDS
+        self.now += PLAIN_SECONDS + self.opening
+        self.opening = 0.0
         return 0
 
     def decode(self, adaptive: Adaptive, tokens: int) -> float:
@@ -90,3 +92,11 @@ def test_a_plain_call_leaves_the_rest_of_the_draft() -> None:
     while "plain" not in machine.calls:
         adaptive(cast(Conversation, machine), 0)
     assert machine.drafts[:3, 0].tolist() == [1, 2, 3] and not adaptive.speculated
+
+
+def test_the_call_that_opens_a_graph_does_not_count() -> None:
+    machine = Machine(2.0, accepted=0)
+    machine.opening = 100.0
+    adaptive = adaptive_on(machine)
+    machine.decode(adaptive, 200)
+    assert machine.calls.count("plain") > machine.calls.count("step")
