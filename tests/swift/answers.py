@@ -58,7 +58,7 @@ def answers(folder: Path) -> dict[str, Any]:
                             "app": app,
                             "prompt": prompt,
                             "ids": ids,
-                            "speculate": mode == "speculative",
+                            "mode": mode,
                             "max_tokens": MAX_TOKENS,
                             "runs": [list(run.tokens) for run in runs],
                             "text": session.last.text,

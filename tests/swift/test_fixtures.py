@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests.swift import broken, conversations
+from ssdevice.runtime.adaptive import FIRST_PAUSE, GROWTH
+from tests.swift import broken, conversations, templates
 
 
 def test_the_swift_package_has_the_schema_of_manifests(repository: Path) -> None:
@@ -23,6 +24,28 @@ def test_recorded_conversations_end_in_every_way() -> None:
     assert any(
         call["outputs"]["count"][0] > 2 for answer in answers for call in answer["calls"] if "count" in call["outputs"]
     )
+
+
+def test_recorded_adaptive_answers_pause_and_come_back() -> None:
+    answers = [answer for found in conversations.record()["conversations"] for answer in found["answers"]]
+    kinds = [
+        "".join(call["function"] for call in answer["calls"]) for answer in answers if answer["mode"] == "adaptive"
+    ]
+    long = "step_plain" * (FIRST_PAUSE - 1)
+    assert sum(f"stepstep{long}" in kind and kind.endswith("stepstep") for kind in kinds) > 5
+    assert any("step_plain" * (GROWTH * FIRST_PAUSE) in kind for kind in kinds)
+
+
+def test_recorded_chats_find_what_they_share_in_the_cache() -> None:
+    answers = [answer for found in conversations.record()["conversations"] for answer in found["answers"]]
+    lengths = [answer["calls"][0]["inputs"]["length"][0] for answer in answers if "chat" in answer and answer["calls"]]
+    assert sum(length > 20 for length in lengths) > 20
+
+
+def test_templates_are_understood_and_refused() -> None:
+    cases = templates.record()["cases"]
+    assert sum(case["text"] is None for case in cases) > 5
+    assert sum(case["text"] is not None and bool(case["known"]) for case in cases) > 600
 
 
 def test_broken_bundles_are_refused_but_for_some(tmp_path: Path) -> None:

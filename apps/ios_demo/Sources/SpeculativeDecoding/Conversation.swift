@@ -7,29 +7,79 @@ public protocol Engine {
     func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]]
 }
 
-/// An engine, the number of rows in its cache, and the next draft. It checks what the engine returns.
+/// The messages up to a user's, and where in the conversation they were: an answer to them must begin there.
+struct Turn: Sendable {
+    let messages: [Message]
+    let place: Int
+}
+
+/// An engine, what is in its cache, and the next draft. It checks what the engine returns.
 ///
 /// It serves one answer at a time: `begin` takes it away from the answer that had it.
 public actor Conversation {
+    public nonisolated let functions: Set<Function>
     /// Committed rows; going back means lowering it.
-    private(set) var length = 0
+    private var length = 0
     private let engine: any Engine
     private let geometry: Geometry
+    /// The time in seconds.
+    private let clock: @Sendable () -> Double
     /// What the next step verifies, γ rows of k ids.
     private var drafts: [Int32]
+    private var adaptive = Adaptive()
     private var owner = 0
+    /// The conversation so far; all but its last token are in the cache.
+    private var tokens: [Int32] = []
+    private var messages: [Message] = []
+    /// Another number whenever the messages are others.
+    private var place = 0
+    /// The answer that has the cache: its prompt, and its turn if it is one.
+    private var prompt: [Int32] = []
+    private var turn: Turn?
+    private var said = ""
 
     public init(engine: sending any Engine, geometry: Geometry) {
+        let start = ContinuousClock.now
+        self.init(engine: engine, geometry: geometry) { start.duration(to: .now) / .seconds(1) }
+    }
+
+    init(engine: sending any Engine, geometry: Geometry, clock: @escaping @Sendable () -> Double) {
+        functions = engine.functions
         self.engine = engine
         self.geometry = geometry
+        self.clock = clock
         drafts = Array(repeating: 0, count: geometry.gamma * geometry.k)
     }
 
-    /// Empties the cache. Returns what the answer that has it now must show with every call.
-    func begin() -> Int {
+    /// The turn that a message of the user begins.
+    func turn(_ content: String) -> Turn {
+        Turn(messages: messages + [Message(role: "user", content: content)], place: place)
+    }
+
+    /// Forgets the conversation.
+    public func reset() {
         owner += 1
+        place += 1
         length = 0
-        return owner
+        (tokens, messages) = ([], [])
+    }
+
+    /// Gives the cache to a new answer. `turn`: nil starts over, else what the cache has of the prompt is kept.
+    ///
+    /// Returns what the answer must show with every call, and how many tokens of the prompt are committed. Throws
+    /// `BundleError.request` if the conversation has gone on since the turn.
+    func begin(_ prompt: [Int32], _ turn: Turn?) throws -> (owner: Int, committed: Int) {
+        guard turn == nil || turn?.place == place else {
+            throw BundleError.request("the conversation has gone on since this message")
+        }
+        // At least the last token must be computed, to predict the next.
+        let most = max(0, min(tokens.count, prompt.count) - 1)
+        let shared = turn == nil ? 0 : (0..<most).first { tokens[$0] != prompt[$0] } ?? most
+        if turn == nil { reset() } else { owner += 1 }
+        length = shared
+        tokens = Array(prompt.prefix(shared))
+        (self.prompt, self.turn, said) = (prompt, turn, "")
+        return (owner, shared)
     }
 
     /// Commits 1 to C tokens of a prompt; the token after them.
@@ -42,8 +92,42 @@ public actor Conversation {
         return token
     }
 
-    /// Verifies the draft after `last`: 1 to A tokens.
-    func step(_ last: Int32, by answer: Int) throws -> [Int32] {
+    /// The 1 to A tokens after `last`, and the draft that was verified for them.
+    func advance(after last: Int32, _ mode: Mode, by answer: Int) throws -> (tokens: [Int32], drafts: [Int32]?) {
+        let verified = drafts
+        switch mode {
+        case .plain: return ([try plain(last, by: answer)], nil)
+        case .plainStep: return ([try step(last, by: answer)[0]], nil)
+        case .speculative: return (try step(last, by: answer), verified)
+        case .adaptive:
+            let start = clock()
+            if adaptive.speculates {
+                let tokens = try step(last, by: answer)
+                adaptive.addStep(tokens: tokens.count, seconds: clock() - start)
+                return (tokens, verified)
+            }
+            let token = try plain(last, by: answer)
+            adaptive.addPlain(seconds: clock() - start)
+            // What follows the draft's first tokens still fits, if that is what the model said.
+            drafts = drafts.dropFirst(geometry.k) + drafts.suffix(geometry.k)
+            return ([token], nil)
+        }
+    }
+
+    /// Takes note of what an answer said: the next call overwrites the rows of all other tokens.
+    func commit(_ run: [Int32], _ text: String, by answer: Int) {
+        guard answer == owner else { return }
+        if tokens.count < prompt.count { tokens = prompt }
+        tokens += run
+        length = tokens.count - 1
+        guard let turn else { return }
+        said += text
+        messages = turn.messages + [Message(role: "assistant", content: said)]
+        place += 1
+    }
+
+    /// Verifies the draft after `last`.
+    private func step(_ last: Int32, by answer: Int) throws -> [Int32] {
         let out = try call(.step, [.root: [last], .drafts: drafts], by: answer)
         let tokens = out[.tokens] ?? []
         guard let count = out[.count]?.first, 1...geometry.emitted ~= Int(count), tokens.count >= count else {
@@ -54,19 +138,13 @@ public actor Conversation {
         return Array(tokens.prefix(Int(count)))
     }
 
-    /// The token after `last`, without drafts.
-    func plainStep(_ last: Int32, by answer: Int) throws -> Int32 {
-        guard engine.functions.contains(.plain) else { return try step(last, by: answer)[0] }
-        return try token(call(.plain, [.root: [last]], by: answer), .tokens)
-    }
-
-    func commit(_ length: Int, by answer: Int) {
-        if answer == owner { self.length = length }
+    private func plain(_ last: Int32, by answer: Int) throws -> Int32 {
+        try token(call(.plain, [.root: [last]], by: answer), .tokens)
     }
 
     private func call(_ function: Function, _ inputs: [Tensor: [Int32]], by answer: Int) throws -> [Tensor: [Int32]] {
         guard answer == owner else { throw BundleError.request("a newer answer has taken the place of this one") }
-        guard engine.functions.contains(function) else {
+        guard functions.contains(function) else {
             throw BundleError.unsupported("the app has no \(function.rawValue)")
         }
         return try engine.call(function, inputs.merging([.length: [Int32(length)]]) { $1 })

@@ -33,6 +33,8 @@ public struct Manifest: Decodable, Sendable {
         public let kind: String
         /// The package's names of the contract's functions; empty where they are the contract's own.
         public let functions: [String: String]?
+        /// What stands before every message of the user.
+        let instruction: String?
         let baseSha256: String
         let mode: String?
         let folder: String?
@@ -42,6 +44,7 @@ public struct Manifest: Decodable, Sendable {
     public struct Chat: Decodable, Sendable {
         public let template: String
         public let stopIds: [Int]
+        let specialTokens: [String: String]
     }
 
     public struct File: Decodable, Sendable {
@@ -64,6 +67,13 @@ public struct Manifest: Decodable, Sendable {
     public let defaultApp: String
     public let roles: [String: String]?
     public let files: [String: File]
+    /// What the chat template is given beside special tokens.
+    private(set) var chatVariables: [String: JSON] = [:]
+
+    private enum CodingKeys: CodingKey {
+        case schemaVersion, target, precision, mode, cache, cacheDtype, model, geometry, msaLayers, functions, chat, apps
+        case defaultApp, roles, files
+    }
 
     /// Throws `BundleError` for anything but a consistent manifest of a Core ML bundle.
     init(_ data: Data) throws {
@@ -78,6 +88,7 @@ public struct Manifest: Decodable, Sendable {
         var schema = try Schema.manifest()
         try schema.check(json, at: name)
         self = try decode(Manifest.self, data, name: name)
+        for (key, value) in json["chat"]?["variables"]?.object ?? [:] { chatVariables[key.text] = value }
         try check()
     }
 

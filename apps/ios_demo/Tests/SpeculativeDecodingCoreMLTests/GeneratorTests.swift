@@ -10,7 +10,7 @@ final class GeneratorTests: XCTestCase {
             let app: String
             let prompt: String
             let ids: [Int32]
-            let speculate: Bool
+            let mode: String
             let maxTokens: Int
             let runs: [[Int32]]
             let text: String
@@ -41,9 +41,8 @@ final class GeneratorTests: XCTestCase {
             var runs: [[Int32]] = []
             var text = ""
             var speed = Speed()
-            for try await run in try await generator.answer(
-                sample.prompt, speculate: sample.speculate, maxTokens: sample.maxTokens
-            ) {
+            let mode = try XCTUnwrap(Mode(rawValue: sample.mode))
+            for try await run in try await generator.answer(ids, mode: mode, maxTokens: sample.maxTokens) {
                 runs.append(run.tokens)
                 text += run.text
                 speed.add(run)
