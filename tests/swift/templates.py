@@ -19,10 +19,10 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 ' + message['content'] + '<|im_end|>' + '
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
-LLAMA = """{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = \
-'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}\
-{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}\
-{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+LLAMA = """{% set loop_messages = messages %}{% for message in loop_messages %}
+{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '!' %}
+{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 QWEN = """{%- if tools %}
     {{- tools | tojson }}
 {%- else %}
@@ -79,17 +79,19 @@ UNKNOWN = ("turns",)
 NAMES: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "enable_thinking": False, "numbers": [3, 1, 2]}
 EXPRESSIONS = """
 1 + 2 * 3 - 4 // 3; (1 + 2) * 3; 7 % 3; -numbers[-1] + 1; numbers | length; numbers[1]; numbers[5]
-numbers[0:2] | length; numbers[1:] | length; numbers[:-1] | length; numbers[::-1][0]; numbers[-2:][0]; 'abc' | length; 'a' ~ 1 ~ none ~ true
-'a' if true else 'b'; 'a' if false; 'a' if 0 else 'b' if '' else 'c'; not true and false; not (true and false)
-true or raise_exception('no'); false and raise_exception('no'); 1 == 1; 1 != 1; 'a' == 'a' and 'a' != 'b'
-'é' == 'e\u0301'; 1 < 2; 2 <= 1; 2 > 1; 1 >= 1; 'b' in 'abc'; 'd' in 'abc'; 3 in numbers; 4 not in numbers; 'x' in {'x': 1}
-nobody is defined; nobody is undefined; nobody is not defined; none is none; 1 is none; 'a' is string; numbers is string
-true is true; false is false; 1 is true; nobody or 'x'; nobody; nobody == 1; none == none; none; nobody | default('d')
-bos_token | default('d'); '  a b \n' | trim; ' a '.strip(); 'xxaxx'.strip('x'); 'xxaxx'.lstrip('x'); 'xxaxx'.rstrip('x')
-'abc'.startswith('ab'); 'abc'.endswith('ab'); 'a,b,,c'.split(',') | length; 'a,b'.split(',')[1]; 'abc'.split('x')[0]
-namespace(a=1).a; namespace(a=1).b is defined; ['a', 'b'][1]; [] or 'empty'; messages[0].role; messages[0]['content']
-messages[0].nothing is defined; '\u2003a\u00a0' | trim; "it's" ~ 'a "word"'; 'a\\nb\\\\c'; ('a'); 'a' + 'b' | trim + 'c'
-numbers | sum; 'a' | upper; range(3) | length; 1.5; {'a': 1}.a; 'a' * 3; 'abc'[1:]; cycler(1); 1 < 2 < 3; 'a' 'b'
+numbers[0:2] | length; numbers[1:] | length; numbers[:-1] | length; numbers[::-1][0]; numbers[-2:][0]
+'abc' | length; 'a' ~ 1 ~ none ~ true; 'a' if true else 'b'; 'a' if false; 'a' if 0 else 'b' if '' else 'c'
+not true and false; not (true and false); true or raise_exception('no'); false and raise_exception('no'); 1 == 1
+1 != 1; 'a' == 'a' and 'a' != 'b'; 'é' == 'e\u0301'; 1 < 2; 2 <= 1; 2 > 1; 1 >= 1; 'b' in 'abc'; 'd' in 'abc'
+3 in numbers; 4 not in numbers; 'x' in {'x': 1}; nobody is defined; nobody is undefined; nobody is not defined
+none is none; 1 is none; 'a' is string; numbers is string; true is true; false is false; 1 is true; nobody or 'x'
+nobody; nobody == 1; none == none; none; nobody | default('d'); bos_token | default('d'); '  a b \n' | trim
+' a '.strip(); 'xxaxx'.strip('x'); 'xxaxx'.lstrip('x'); 'xxaxx'.rstrip('x'); 'abc'.startswith('ab')
+'abc'.endswith('ab'); 'a,b,,c'.split(',') | length; 'a,b'.split(',')[1]; 'abc'.split('x')[0]; namespace(a=1).a
+namespace(a=1).b is defined; ['a', 'b'][1]; [] or 'empty'; messages[0].role; messages[0]['content']
+messages[0].nothing is defined; '\u2003a\u00a0' | trim; "it's" ~ 'a "word"'; 'a\\nb\\\\c'; ('a')
+'a' + 'b' | trim + 'c'; numbers | sum; 'a' | upper; range(3) | length; 1.5; {'a': 1}.a; 'a' * 3; 'abc'[1:]
+cycler(1); 1 < 2 < 3; 'a' 'b'
 """
 PIECES = ("a", " ", "\n", " \n ", "\t", "\r\n", "\r", "{{ 'x' }}", "{{- 'y' }}", "{{ '\\n' -}}", "{# c #}", "{#- c -#}")
 SIGNS = ("", "", "-", "+")
@@ -101,7 +103,7 @@ def record() -> dict[str, Any]:
     for name, template in {**WRITTEN, "base-7m": BASE_7M.read_text("utf-8")}.items():
         for messages in _conversations():
             cases.append(_case(template, messages, known=name not in UNKNOWN))
-    for expression in EXPRESSIONS.replace("\n", ";").split(";"):
+    for expression in EXPRESSIONS.strip().replace("\n", "; ").split("; "):
         cases.append(_case("{{ " + expression + " }}", _conversations()[0], known=None))
     rng = Random(0)
     cases += [_case(_spaced(rng, 3), _conversations()[0], known=True) for _ in range(600)]
