@@ -77,14 +77,16 @@ private struct Times: Sendable {
     private var values: [Double] = []
 
     var isEmpty: Bool { values.isEmpty }
-
-    var median: Double {
-        let sorted = values.sorted()
-        return (sorted[(sorted.count - 1) / 2] + sorted[sorted.count / 2]) / 2
-    }
+    var median: Double { SpeculativeDecoding.median(values) }
 
     mutating func add(_ seconds: Double) {
         if values.count == 16 { values.removeFirst() }
         values.append(seconds)
     }
+}
+
+/// Of one value or more.
+public func median(_ values: [Double]) -> Double {
+    let sorted = values.sorted()
+    return (sorted[(sorted.count - 1) / 2] + sorted[sorted.count / 2]) / 2
 }

@@ -22,6 +22,8 @@ public struct Run: Sendable {
     /// Why the answer ends here; nil if it continues.
     public let reason: Reason?
     public let duration: Duration
+    /// The part of it inside the engine; 0 for prefill.
+    public let engineSeconds: Double
 
     public var text: String { pieces.map(\.text).joined() }
 }
@@ -77,13 +79,13 @@ public struct Answer: AsyncSequence, Sendable {
         public mutating func next() async throws -> Run? {
             guard !ended, !Task.isCancelled else { return nil }
             let clock = ContinuousClock.now
-            guard let (tokens, drafts) = try await call() else { return nil }
-            return await take(tokens, drafts, clock.duration(to: .now))
+            guard let call = try await call() else { return nil }
+            return await take(call, clock.duration(to: .now))
         }
 
-        /// The tokens of the next call, and the draft it verified; nil if the task is cancelled during prefill.
-        private mutating func call() async throws -> (tokens: [Int32], drafts: [Int32]?)? {
-            guard let last else { return try await prefill().map { ([$0], nil) } }
+        /// The next call; nil if the task is cancelled during prefill.
+        private mutating func call() async throws -> Conversation.Call? {
+            guard let last else { return try await prefill().map { .init(tokens: [$0], drafts: nil, seconds: 0) } }
             return try await answer.conversation.advance(after: last, answer.mode, by: owner)
         }
 
@@ -100,9 +102,9 @@ public struct Answer: AsyncSequence, Sendable {
         }
 
         /// Cuts a call's tokens at a stop and at the room that is left.
-        private mutating func take(_ tokens: [Int32], _ drafts: [Int32]?, _ duration: Duration) async -> Run {
-            var pieces = output.push(tokens.prefix(room))
-            let run = Array(tokens.prefix(pieces.count))
+        private mutating func take(_ call: Conversation.Call, _ duration: Duration) async -> Run {
+            var pieces = output.push(call.tokens.prefix(room))
+            let run = Array(call.tokens.prefix(pieces.count))
             emitted += run.count
             last = run.last
             var reason: Reason?
@@ -115,9 +117,9 @@ public struct Answer: AsyncSequence, Sendable {
             ended = reason != nil
             await answer.conversation.commit(run, pieces.joined(), by: owner)
             return Run(
-                tokens: run, drafts: drafts,
-                pieces: pieces.enumerated().map { .init(text: $1, accepted: $0 < tokens.count - 1) },
-                reason: reason, duration: duration
+                tokens: run, drafts: call.drafts,
+                pieces: pieces.enumerated().map { .init(text: $1, accepted: $0 < call.tokens.count - 1) },
+                reason: reason, duration: duration, engineSeconds: call.seconds
             )
         }
 

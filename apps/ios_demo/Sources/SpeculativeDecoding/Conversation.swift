@@ -13,6 +13,13 @@ struct Turn: Sendable {
     let place: Int
 }
 
+/// What a call costs that computes `width` tokens at once.
+public struct Cost: Encodable, Sendable {
+    public let function: String
+    public let width: Int
+    public let milliseconds: Double
+}
+
 /// An engine, what is in its cache, and the next draft. It checks what the engine returns.
 ///
 /// It serves one answer at a time: `begin` takes it away from the answer that had it.
@@ -27,6 +34,8 @@ public actor Conversation {
     /// What the next step verifies, γ rows of k ids.
     private var drafts: [Int32]
     private var adaptive = Adaptive()
+    /// Time that the last call of the engine took.
+    private var seconds = 0.0
     private var owner = 0
     /// The conversation so far; all but its last token are in the cache.
     private var tokens: [Int32] = []
@@ -92,25 +101,52 @@ public actor Conversation {
         return token
     }
 
-    /// The 1 to A tokens after `last`, and the draft that was verified for them.
-    func advance(after last: Int32, _ mode: Mode, by answer: Int) throws -> (tokens: [Int32], drafts: [Int32]?) {
-        let verified = drafts
-        switch mode {
-        case .plain: return ([try plain(last, by: answer)], nil)
-        case .plainStep: return ([try step(last, by: answer)[0]], nil)
-        case .speculative: return (try step(last, by: answer), verified)
-        case .adaptive:
-            let start = clock()
-            if adaptive.speculates {
-                let tokens = try step(last, by: answer)
-                adaptive.addStep(tokens: tokens.count, seconds: clock() - start)
-                return (tokens, verified)
-            }
+    /// What a call after prefill gave: 1 to A tokens, the draft that it verified, and its time inside the engine.
+    struct Call: Sendable {
+        let tokens: [Int32]
+        let drafts: [Int32]?
+        let seconds: Double
+    }
+
+    /// The next tokens after `last`.
+    func advance(after last: Int32, _ mode: Mode, by answer: Int) throws -> Call {
+        let steps = mode == .plainStep || mode == .speculative || mode == .adaptive && adaptive.speculates
+        guard steps else {
             let token = try plain(last, by: answer)
-            adaptive.addPlain(seconds: clock() - start)
-            // What follows the draft's first tokens still fits, if that is what the model said.
-            drafts = drafts.dropFirst(geometry.k) + drafts.suffix(geometry.k)
-            return ([token], nil)
+            if mode == .adaptive {
+                adaptive.addPlain(seconds: seconds)
+                // What follows the draft's first tokens still fits, if that is what the model said.
+                drafts = drafts.dropFirst(geometry.k) + drafts.suffix(geometry.k)
+            }
+            return Call(tokens: [token], drafts: nil, seconds: seconds)
+        }
+        let verified = drafts
+        let tokens = try step(last, by: answer)
+        if mode == .adaptive { adaptive.addStep(tokens: tokens.count, seconds: seconds) }
+        let plainly = mode == .plainStep
+        return Call(tokens: plainly ? [tokens[0]] : tokens, drafts: plainly ? nil : verified, seconds: seconds)
+    }
+
+    /// Median milliseconds of each function, of several calls after a prompt of 32 tokens. It starts over.
+    public func costs(calls: Int = 40) throws -> [Cost] {
+        let answer = try begin([], nil).owner
+        let prompt = (0..<min(32, geometry.context / 2)).map { Int32($0 % geometry.vocab) }
+        var root: Int32 = 0
+        for start in stride(from: 0, to: prompt.count, by: geometry.chunk) {
+            root = try prefill(prompt[start...].prefix(geometry.chunk), by: answer)
+        }
+        let committed = length
+        return try Function.allCases.filter(functions.contains).map { function in
+            let times = try (0..<calls).map { _ in
+                length = committed
+                switch function {
+                case .step: _ = try step(root, by: answer)
+                case .plain: _ = try plain(root, by: answer)
+                case .prefill: _ = try prefill(prompt.prefix(geometry.chunk), by: answer)
+                }
+                return seconds * 1e3
+            }
+            return Cost(function: function.rawValue, width: geometry.width(of: function), milliseconds: median(times))
         }
     }
 
@@ -147,6 +183,8 @@ public actor Conversation {
         guard functions.contains(function) else {
             throw BundleError.unsupported("the app has no \(function.rawValue)")
         }
+        let start = clock()
+        defer { seconds = clock() - start }
         return try engine.call(function, inputs.merging([.length: [Int32(length)]]) { $1 })
     }
 

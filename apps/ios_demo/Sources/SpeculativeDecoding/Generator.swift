@@ -15,7 +15,7 @@ public actor Generator {
     private let template: Result<ChatTemplate, any Error>
     private let open: Open
     private var opened: [String: Conversation] = [:]
-    private var app: Manifest.App
+    public private(set) var app: Manifest.App
 
     /// `app`: nil for the bundle's default one.
     public init(bundle: ModelBundle, app: String? = nil, open: @escaping Open) async throws {
@@ -73,6 +73,18 @@ public actor Generator {
         try check(prompt)
         let mode = Mode(speculate: speculate, functions: conversation.functions)
         return try answer(tokenizer.encode(prompt), turn, by: conversation, mode, maxTokens, stop)
+    }
+
+    /// The modes that the app has the functions for, as `ssdevice bench` names them.
+    public func modes() async throws -> [Mode] {
+        let functions = try await conversation().functions
+        let plain = functions.contains(.plain)
+        return Mode.allCases.filter { $0 == .plain ? plain : functions.contains(.step) && ($0 != .adaptive || plain) }
+    }
+
+    /// What calls of the app's functions cost, see `Conversation`.
+    public func costs(calls: Int = 40) async throws -> [Cost] {
+        try await conversation().costs(calls: calls)
     }
 
     /// Forgets the conversation.

@@ -10,6 +10,7 @@ public struct Manifest: Decodable, Sendable {
     static let maxFileBytes = 1 << 42
 
     public struct Model: Decodable, Sendable {
+        public let parameters: Int
         let layers: Int
         let vocab: Int
         let sha256: String
@@ -54,7 +55,10 @@ public struct Manifest: Decodable, Sendable {
 
     public let schemaVersion: Int
     public let target: String
+    /// Package -> version.
+    public let tools: [String: String]
     public let precision: String
+    public let schedule: String
     public let mode: String?
     public let cache: String
     public let cacheDtype: String
@@ -71,8 +75,8 @@ public struct Manifest: Decodable, Sendable {
     private(set) var chatVariables: [String: JSON] = [:]
 
     private enum CodingKeys: CodingKey {
-        case schemaVersion, target, precision, mode, cache, cacheDtype, model, geometry, msaLayers, functions, chat, apps
-        case defaultApp, roles, files
+        case schemaVersion, target, tools, precision, schedule, mode, cache, cacheDtype, model, geometry, msaLayers
+        case functions, chat, apps, defaultApp, roles, files
     }
 
     /// Throws `BundleError` for anything but a consistent manifest of a Core ML bundle.
