@@ -103,7 +103,8 @@ public struct Answer: AsyncSequence, Sendable {
 
         /// Cuts a call's tokens at a stop and at the room that is left.
         private mutating func take(_ call: Conversation.Call, _ duration: Duration) async -> Run {
-            var pieces = output.push(call.tokens.prefix(room))
+            // Prefill's token needs no room: its row is not in the cache yet.
+            var pieces = output.push(call.tokens.prefix(emitted == 0 ? 1 : room))
             let run = Array(call.tokens.prefix(pieces.count))
             emitted += run.count
             last = run.last

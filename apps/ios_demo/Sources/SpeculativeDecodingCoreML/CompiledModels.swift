@@ -7,7 +7,11 @@ import SpeculativeDecoding
 /// The key is the hash of the package and names the system, whose compiler made it. Of a name only the newest stays.
 public struct CompiledModels: Sendable {
     /// In Application Support, which the system does not empty.
-    public static let standard = CompiledModels(folder: .applicationSupportDirectory.appending(path: "CompiledModels"))
+    public static var standard: CompiledModels {
+        let places = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask)
+        return CompiledModels(
+            folder: (places.first ?? FileManager.default.temporaryDirectory).appending(path: "CompiledModels"))
+    }
 
     private let folder: URL
 

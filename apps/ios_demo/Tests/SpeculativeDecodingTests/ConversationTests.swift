@@ -67,8 +67,8 @@ final class ConversationTests: XCTestCase {
         let (all, tokenizer) = try recorded()
         var points = 0
         for recorded in all {
-            let recordedHere = recorded.answers.first { $0.mode != "adaptive" && 6...99 ~= $0.calls.count }
-            guard let request = recordedHere else { continue }
+            let whole = recorded.answers.first { $0.prompt != nil && $0.mode != "adaptive" && 6...99 ~= $0.calls.count }
+            guard let request = whole else { continue }
             let prefills = request.calls.count { $0.function == "prefill" }
             for point in 0..<request.calls.count {
                 let engine = RecordedEngine(recorded.functions, request.calls, RecordedClock()) { call in
