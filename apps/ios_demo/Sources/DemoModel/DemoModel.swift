@@ -108,8 +108,9 @@ public final class DemoModel {
         let model = DemoModel(places: places, compiled: compiled)
         model.findBundles()
         let generator = try await model.open()
-        let answer = try await generator.answer(prompt, maxTokens: maxTokens)
-        return try await answer.reduce(into: "") { $0 += $1.text }
+        var text = ""
+        for try await run in try await generator.answer(prompt, maxTokens: maxTokens) { text += run.text }
+        return text
     }
 
     public func cancel() {
@@ -120,7 +121,9 @@ public final class DemoModel {
     func open() async throws -> Generator {
         guard let selected else { throw BundleError.request("no bundle is selected") }
         let known = generator
-        if known == nil { status = "Loading \(selected.lastPathComponent). The first time on a device can take minutes." }
+        if known == nil {
+            status = "Loading \(selected.lastPathComponent). The first time on a device can take minutes."
+        }
         let opened = if let known { known } else { try await Generator(folder: selected, compiled: compiled) }
         if known == nil {
             generator = opened

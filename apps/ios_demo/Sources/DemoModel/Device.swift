@@ -24,7 +24,7 @@ public struct Device: Sendable, Equatable {
                 lowPower: ProcessInfo.processInfo.isLowPowerModeEnabled
             )
         #else
-            getrusage(RUSAGE_SELF, &usage)
+            getrusage(Int32(RUSAGE_SELF.rawValue), &usage)
             return Device(peakMB: Double(usage.ru_maxrss) * 1024 / 1e6, thermalState: "nominal", lowPower: false)
         #endif
     }

@@ -27,7 +27,8 @@ public enum Mode: String, CaseIterable, Sendable {
 struct Adaptive: Sendable {
     /// Loss, in plain calls, at which speculation pauses.
     static let budget = 12.0
-    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won `budget`.
+    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
+    /// `budget`.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
     /// Steps before the first plain call, which tells what plain decoding costs.
     static let calibrated = 4

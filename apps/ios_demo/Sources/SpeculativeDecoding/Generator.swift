@@ -100,7 +100,8 @@ public actor Generator {
     }
 
     private func answer(
-        _ prompt: [Int32], _ turn: Turn?, by conversation: Conversation, _ mode: Mode, _ maxTokens: Int, _ stop: [String]
+        _ prompt: [Int32], _ turn: Turn?, by conversation: Conversation, _ mode: Mode, _ maxTokens: Int,
+        _ stop: [String]
     ) throws -> Answer {
         guard stop.allSatisfy({ !$0.isEmpty }) else { throw BundleError.request("a stop string is empty") }
         let stopIds = Set(bundle.manifest.chat.stopIds.compactMap(Int32.init(exactly:)))

@@ -22,7 +22,8 @@ public struct CompiledModels: Sendable {
     /// A bundle's package, compiled now unless it is there.
     public func model(of bundle: ModelBundle) async throws -> URL {
         let system = ProcessInfo.processInfo.operatingSystemVersion
-        let key = "\(try bundle.hash(role: "model"))-\(system.majorVersion).\(system.minorVersion).\(system.patchVersion)"
+        let version = "\(system.majorVersion).\(system.minorVersion).\(system.patchVersion)"
+        let key = "\(try bundle.hash(role: "model"))-\(version)"
         let name = bundle.folder.lastPathComponent
         return try await model(name: name, key: key, package: bundle.url(role: "model"))
     }

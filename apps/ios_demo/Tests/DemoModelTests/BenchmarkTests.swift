@@ -6,7 +6,8 @@ import XCTest
 @testable import DemoModel
 
 /// The report of the benchmark screen is that of `ssdevice bench`.
-final class BenchmarkTests: XCTestCase {
+@MainActor
+final class BenchmarkTests: XCTestCase, @unchecked Sendable {
     private struct Recording: Decodable {
         struct Given: Decodable {
             struct Arm: Decodable {
@@ -74,7 +75,6 @@ final class BenchmarkTests: XCTestCase {
         }
     }
 
-    @MainActor
     func testTheScreenMeasuresABundle() async throws {
         guard FileManager.default.fileExists(atPath: folder.appending(path: "bundle").path) else {
             throw XCTSkip("make swift-test exports a bundle")

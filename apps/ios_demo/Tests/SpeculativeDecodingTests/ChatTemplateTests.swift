@@ -50,7 +50,8 @@ final class ChatTemplateTests: XCTestCase {
         for template in [
             String(repeating: "(", count: 100_000), "{{ " + String(repeating: "(", count: 100_000),
             "{{ " + String(repeating: "not ", count: 100_000), String(repeating: "{% if a %}", count: 10_000),
-            "{% for a in messages %}", "{{", "{{ 'a", "{% macro a() %}{% endmacro %}", "{{ a b }}", "{% else %}", "{{ 1 }",
+            "{% for a in messages %}", "{{", "{{ 'a", "{% macro a() %}{% endmacro %}", "{{ a b }}", "{% else %}",
+            "{{ 1 }",
         ] {
             do {
                 _ = try ChatTemplate(template, names: [:])
