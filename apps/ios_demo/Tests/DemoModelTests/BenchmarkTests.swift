@@ -37,7 +37,7 @@ final class BenchmarkTests: XCTestCase, @unchecked Sendable {
         return (try decoder.decode(Recording.self, from: data).given, report)
     }
 
-    func testNumbersAreThoseOfPython() throws {
+    func testNumbersAreThoseOfPython() async throws {
         let (given, expected) = try recorded()
         let modes = try given.modes.map { arm in
             let rounds = stride(from: 0, to: arm.answers.count, by: given.prompts).map {
