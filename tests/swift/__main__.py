@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.swift import answers, broken, conversations, strings
+from tests.swift import answers, benches, broken, conversations, strings, templates
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,6 +24,8 @@ def write(place: Path) -> None:
     (place / "interpreter").chmod(0o755)
     strings.write(place / "tokenizers")
     write_json(place / "conversations.json", conversations.record())
+    write_json(place / "bench.json", benches.record())
+    write_json(place / "templates.json", templates.record())
     broken.write(place / "broken")
     answers.export(place / "bundle")
     write_json(place / "answers.json", answers.answers(place / "bundle"))

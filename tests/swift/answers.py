@@ -22,6 +22,7 @@ PROMPTS = {
     "base": ("List the names of all customers.",),
 }
 """By app. The second ones have characters of several tokens."""
+CHAT = (PROMPTS["sql"][0], "And how many are from Österreich?", "List their names.")
 
 
 def export(out: Path) -> None:
@@ -44,7 +45,10 @@ def export(out: Path) -> None:
 
 
 def answers(folder: Path) -> dict[str, Any]:
-    """Every prompt by every app that has answers for it, in every mode: ids of the prompt, runs and text."""
+    """Every prompt by every app that has answers for it, in every mode: ids of the prompt, runs and text.
+
+    Then ``chat``, a conversation with the first app: messages, tokens of the answers and their texts.
+    """
     found = []
     with Session.open(Bundle.open(folder)) as session:
         for app, prompts in PROMPTS.items():
@@ -58,10 +62,15 @@ def answers(folder: Path) -> dict[str, Any]:
                             "app": app,
                             "prompt": prompt,
                             "ids": ids,
-                            "speculate": mode == "speculative",
+                            "mode": mode,
                             "max_tokens": MAX_TOKENS,
                             "runs": [list(run.tokens) for run in runs],
                             "text": session.last.text,
                         }
                     )
-    return {"answers": found}
+        session.use(next(iter(PROMPTS)))
+        turns = []
+        for message in CHAT:
+            text = "".join(session.chat(message, max_tokens=MAX_TOKENS))
+            turns.append({"message": message, "tokens": session.last.tokens, "text": text})
+    return {"answers": found, "chat": turns, "max_tokens": MAX_TOKENS}

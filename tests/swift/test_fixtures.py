@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from tests.swift import broken, conversations
+import pytest
+
+from ssdevice.runtime.adaptive import FIRST_PAUSE, GROWTH
+from tests.swift import broken, conversations, templates
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    """Those of all recorded conversations."""
+    return [answer for found in conversations.record()["conversations"] for answer in found["answers"]]
 
 
 def test_the_swift_package_has_the_schema_of_manifests(repository: Path) -> None:
@@ -15,14 +25,34 @@ def test_the_swift_package_has_the_schema_of_manifests(repository: Path) -> None
     assert copy.read_bytes() == (repository / "ssdevice" / "bundle" / name).read_bytes(), f"copy {name} there"
 
 
-def test_recorded_conversations_end_in_every_way() -> None:
-    answers = [answer for found in conversations.record()["conversations"] for answer in found["answers"]]
+def test_recorded_conversations_end_in_every_way(answers: list[dict[str, Any]]) -> None:
     ends = Counter(answer["runs"][-1]["reason"] for answer in answers if answer["runs"])
     assert min(ends[reason] for reason in ("stop", "max_tokens", "context", None)) > 5
     assert sum(answer["refused"] for answer in answers) > 5
     assert any(
         call["outputs"]["count"][0] > 2 for answer in answers for call in answer["calls"] if "count" in call["outputs"]
     )
+
+
+def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, Any]]) -> None:
+    kinds = [
+        "".join(call["function"] for call in answer["calls"]) for answer in answers if answer["mode"] == "adaptive"
+    ]
+    long = "step_plain" * (FIRST_PAUSE - 1)
+    assert sum(f"stepstep{long}" in kind for kind in kinds) > 5
+    assert sum(f"{long}stepstep" in kind for kind in kinds) > 5
+    assert any("step_plain" * (GROWTH * FIRST_PAUSE) in kind for kind in kinds)
+
+
+def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str, Any]]) -> None:
+    lengths = [answer["calls"][0]["inputs"]["length"][0] for answer in answers if "chat" in answer and answer["calls"]]
+    assert sum(length > 20 for length in lengths) > 20
+
+
+def test_templates_are_understood_and_refused() -> None:
+    cases = templates.record()["cases"]
+    assert sum(case["text"] is None for case in cases) > 5
+    assert sum(case["text"] is not None and bool(case["known"]) for case in cases) > 600
 
 
 def test_broken_bundles_are_refused_but_for_some(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@ import SpeculativeDecoding
 import SwiftUI
 
 struct ContentView: View {
-    /// Bundles are looked for in the app's documents and in what it was shipped with.
-    @State private var model = DemoModel(places: [URL.documentsDirectory] + [Bundle.main.resourceURL].compactMap { $0 })
+    @Bindable var model: DemoModel
+    /// Whether the benchmark has the model.
+    let busy: Bool
 
     var body: some View {
         VStack(alignment: .leading, spacing: 12) {
@@ -20,8 +21,19 @@ struct ContentView: View {
                 }
                 .disabled(model.task != nil)
             }
+            ScrollView {
+                LazyVStack(alignment: .leading, spacing: 8) {
+                    ForEach(model.exchanges) { exchange in
+                        Text(exchange.prompt).foregroundStyle(.secondary)
+                        Text(colored(exchange.answer)).font(.body.monospaced()).textSelection(.enabled)
+                    }
+                }
+                .frame(maxWidth: .infinity, alignment: .leading)
+            }
+            .defaultScrollAnchor(.bottom)
+            Toggle("Go on with the conversation", isOn: $model.continues)
             TextEditor(text: $model.prompt)
-                .frame(minHeight: 80, maxHeight: 160)
+                .frame(minHeight: 60, maxHeight: 120)
                 .border(.separator)
             HStack {
                 Button("Speculative") { model.run(speculate: true) }
@@ -33,27 +45,24 @@ struct ContentView: View {
                     Button("Stop", role: .cancel) { model.cancel() }
                 }
             }
-            .disabled(model.selected == nil)
-            ScrollView {
-                Text(colored)
-                    .font(.body.monospaced())
-                    .textSelection(.enabled)
-                    .frame(maxWidth: .infinity, alignment: .leading)
-            }
+            .disabled(model.selected == nil || busy)
             Divider()
             SpeedRow(title: "Speculative", speed: model.speeds[true])
             SpeedRow(title: "Plain", speed: model.speeds[false])
+            LabeledContent("Device") {
+                Text("\(model.device.peakMB, specifier: "%.0f") MB at most, \(model.device.thermalState)")
+            }
+            .font(.footnote)
             if !model.status.isEmpty {
                 Text(model.status).font(.footnote).foregroundStyle(.secondary)
             }
         }
         .padding()
-        .onAppear { model.findBundles() }
     }
 
     /// Accepted drafts in green, what the main stream chose itself as it is.
-    private var colored: AttributedString {
-        model.answer.flatMap(\.pieces).reduce(into: AttributedString()) { text, piece in
+    private func colored(_ answer: [Run]) -> AttributedString {
+        answer.flatMap(\.pieces).reduce(into: AttributedString()) { text, piece in
             var colored = AttributedString(piece.text)
             if piece.accepted { colored.foregroundColor = .green }
             text += colored

@@ -15,11 +15,15 @@ public struct Run: Sendable {
     }
 
     public let tokens: [Int32]
+    /// The γ rows of k candidates that the call verified; nil for prefill and plain decoding.
+    public let drafts: [Int32]?
     /// One for each token, and the rest of the text behind them if the answer ends.
     public let pieces: [Piece]
     /// Why the answer ends here; nil if it continues.
     public let reason: Reason?
     public let duration: Duration
+    /// The part of it inside the engine; 0 for prefill.
+    public let engineSeconds: Double
 
     public var text: String { pieces.map(\.text).joined() }
 }
@@ -30,14 +34,16 @@ public struct Answer: AsyncSequence, Sendable {
     let conversation: Conversation
     let geometry: Geometry
     let prompt: [Int32]
-    let speculate: Bool
+    let mode: Mode
     let maxTokens: Int
     let output: TextOutput
+    /// Nil for the answer to a prompt of its own.
+    let turn: Turn?
 
     /// Throws `BundleError.request` for a prompt that does not fit, or no room for a token.
     init(
-        conversation: Conversation, geometry: Geometry, prompt: [Int32], speculate: Bool, maxTokens: Int,
-        output: TextOutput
+        conversation: Conversation, geometry: Geometry, prompt: [Int32], mode: Mode, maxTokens: Int, output: TextOutput,
+        turn: Turn? = nil
     ) throws {
         guard !prompt.isEmpty, prompt.allSatisfy({ 0..<geometry.vocab ~= Int($0) }) else {
             throw BundleError.request("the prompt is empty or has tokens that the model lacks")
@@ -49,9 +55,10 @@ public struct Answer: AsyncSequence, Sendable {
         self.conversation = conversation
         self.geometry = geometry
         self.prompt = prompt
-        self.speculate = speculate
+        self.mode = mode
         self.maxTokens = maxTokens
         self.output = output
+        self.turn = turn
     }
 
     public func makeAsyncIterator() -> Iterator { Iterator(answer: self, output: output) }
@@ -72,22 +79,21 @@ public struct Answer: AsyncSequence, Sendable {
         public mutating func next() async throws -> Run? {
             guard !ended, !Task.isCancelled else { return nil }
             let clock = ContinuousClock.now
-            guard let tokens = try await call() else { return nil }
-            return await take(tokens, clock.duration(to: .now))
+            guard let call = try await call() else { return nil }
+            return await take(call, clock.duration(to: .now))
         }
 
-        /// The tokens of the next call; nil if the task is cancelled during prefill.
-        private mutating func call() async throws -> [Int32]? {
-            let conversation = answer.conversation
-            guard let last else { return try await prefill().map { [$0] } }
-            guard answer.speculate else { return [try await conversation.plainStep(last, by: owner)] }
-            return try await conversation.step(last, by: owner)
+        /// The next call; nil if the task is cancelled during prefill.
+        private mutating func call() async throws -> Conversation.Call? {
+            guard let last else { return try await prefill().map { .init(tokens: [$0], drafts: nil, seconds: 0) } }
+            return try await answer.conversation.advance(after: last, answer.mode, by: owner)
         }
 
         private mutating func prefill() async throws -> Int32? {
-            owner = await answer.conversation.begin()
+            let committed: Int
+            (owner, committed) = try await answer.conversation.begin(answer.prompt, answer.turn)
             var token: Int32?
-            for start in stride(from: 0, to: answer.prompt.count, by: answer.geometry.chunk) {
+            for start in stride(from: committed, to: answer.prompt.count, by: answer.geometry.chunk) {
                 if Task.isCancelled { return nil }
                 let chunk = answer.prompt[start...].prefix(answer.geometry.chunk)
                 token = try await answer.conversation.prefill(chunk, by: owner)
@@ -96,13 +102,12 @@ public struct Answer: AsyncSequence, Sendable {
         }
 
         /// Cuts a call's tokens at a stop and at the room that is left.
-        private mutating func take(_ tokens: [Int32], _ duration: Duration) async -> Run {
-            var pieces = output.push(tokens.prefix(room))
-            let run = Array(tokens.prefix(pieces.count))
+        private mutating func take(_ call: Conversation.Call, _ duration: Duration) async -> Run {
+            // Prefill's token needs no room: its row is not in the cache yet.
+            var pieces = output.push(call.tokens.prefix(emitted == 0 ? 1 : room))
+            let run = Array(call.tokens.prefix(pieces.count))
             emitted += run.count
             last = run.last
-            // The next call overwrites the rows of tokens that do not count.
-            await answer.conversation.commit(answer.prompt.count + emitted - 1, by: owner)
             var reason: Reason?
             if output.stopped {
                 reason = .stop
@@ -111,10 +116,11 @@ public struct Answer: AsyncSequence, Sendable {
                 pieces.append(output.finish())
             }
             ended = reason != nil
+            await answer.conversation.commit(run, pieces.joined(), by: owner)
             return Run(
-                tokens: run,
-                pieces: pieces.enumerated().map { .init(text: $1, accepted: $0 < tokens.count - 1) },
-                reason: reason, duration: duration
+                tokens: run, drafts: call.drafts,
+                pieces: pieces.enumerated().map { .init(text: $1, accepted: $0 < call.tokens.count - 1) },
+                reason: reason, duration: duration, engineSeconds: call.seconds
             )
         }
 

@@ -65,6 +65,15 @@ public struct Geometry: Decodable, Sendable {
         }
     }
 
+    /// Tokens that a call computes at once.
+    func width(of function: Function) -> Int {
+        switch function {
+        case .step: tree.count + 1
+        case .prefill: chunk
+        case .plain: 1
+        }
+    }
+
     /// Throws `BundleError.damaged` for sizes that contradict each other.
     func check() throws {
         guard k <= vocab else { throw BundleError.damaged("geometry: k is \(k), the vocabulary has \(vocab)") }

@@ -12,9 +12,10 @@ public actor Generator {
 
     public nonisolated let bundle: ModelBundle
     public nonisolated let tokenizer: Tokenizer
+    private let template: Result<ChatTemplate, any Error>
     private let open: Open
     private var opened: [String: Conversation] = [:]
-    private var app: Manifest.App
+    public private(set) var app: Manifest.App
 
     /// `app`: nil for the bundle's default one.
     public init(bundle: ModelBundle, app: String? = nil, open: @escaping Open) async throws {
@@ -22,47 +23,100 @@ public actor Generator {
         self.open = open
         self.app = try bundle.app(app)
         tokenizer = try Tokenizer(file: bundle.url(role: "tokenizer"))
+        let manifest = bundle.manifest
+        template = Result {
+            let names = manifest.chat.specialTokens.mapValues(JSON.string).merging(manifest.chatVariables) { $1 }
+            return try ChatTemplate(manifest.chat.template, names: names)
+        }
         _ = try await conversation()
     }
 
-    /// Switches to another app. Those that were used stay open, so switching back takes no time.
+    /// Switches to another app, whose conversation starts over. Those that were used stay open, so switching back takes
+    /// no time.
     public func use(_ name: String) async throws {
         let before = app
         app = try bundle.app(name)
         do {
-            _ = try await conversation()
+            try await conversation().reset()
         } catch {
             app = before
             throw error
         }
     }
 
-    /// The answer to a prompt. It is the same with and without `speculate`.
+    /// The answer to a single prompt, with which the conversation starts over. It is the same with and without
+    /// `speculate`.
     ///
     /// `stop`: strings that end the answer and are not part of it. It begins when its first run is asked for, and ends
     /// the app's answer before it. Throws `BundleError.request` for what cannot be answered.
     public func answer(
         _ prompt: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
     ) async throws -> Answer {
+        try check(prompt)
+        let conversation = try await conversation()
+        let mode = Mode(speculate: speculate, functions: conversation.functions)
+        return try answer(promptIds(prompt), nil, by: conversation, mode, maxTokens, stop)
+    }
+
+    /// The answer to the next message of a conversation, which lasts until `reset`, `use` or `answer`. Only tokens that
+    /// are not in the cache are computed. What an answer that was left said so far counts.
+    ///
+    /// Throws also `BundleError.unsupported` for a chat template that is not understood.
+    public func chat(
+        _ message: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
+    ) async throws -> Answer {
+        try check(message)
+        let conversation = try await conversation()
+        let instruction = app.instruction ?? ""
+        let turn = await conversation.turn(instruction.isEmpty ? message : "\(instruction)\n\(message)")
+        let prompt = try template.get().prompt(turn.messages)
+        try check(prompt)
+        let mode = Mode(speculate: speculate, functions: conversation.functions)
+        return try answer(tokenizer.encode(prompt), turn, by: conversation, mode, maxTokens, stop)
+    }
+
+    /// The modes that the app has the functions for, as `ssdevice bench` names them.
+    public func modes() async throws -> [Mode] {
+        let functions = try await conversation().functions
+        let plain = functions.contains(.plain)
+        return Mode.allCases.filter { $0 == .plain ? plain : functions.contains(.step) && ($0 != .adaptive || plain) }
+    }
+
+    /// What calls of the app's functions cost, see `Conversation`.
+    public func costs(calls: Int = 40) async throws -> [Cost] {
+        try await conversation().costs(calls: calls)
+    }
+
+    /// Forgets the conversation.
+    public func reset() async throws {
+        try await conversation().reset()
+    }
+
+    /// The same for a prompt in tokens, without the app's frame, in a mode that the app has the functions for.
+    public func answer(
+        _ prompt: [Int32], mode: Mode, maxTokens: Int = 256, stop: [String] = []
+    ) async throws -> Answer {
+        try await answer(prompt, nil, by: conversation(), mode, maxTokens, stop)
+    }
+
+    private func answer(
+        _ prompt: [Int32], _ turn: Turn?, by conversation: Conversation, _ mode: Mode, _ maxTokens: Int,
+        _ stop: [String]
+    ) throws -> Answer {
+        guard stop.allSatisfy({ !$0.isEmpty }) else { throw BundleError.request("a stop string is empty") }
+        let stopIds = Set(bundle.manifest.chat.stopIds.compactMap(Int32.init(exactly:)))
+        return try Answer(
+            conversation: conversation, geometry: bundle.manifest.geometry, prompt: prompt, mode: mode,
+            maxTokens: maxTokens, output: TextOutput(tokenizer: tokenizer, stopIds: stopIds, stops: stop), turn: turn
+        )
+    }
+
+    private func check(_ prompt: String) throws {
         guard prompt.contains(where: { !$0.isWhitespace }) else { throw BundleError.request("the prompt is empty") }
         // Tokens of any text have far fewer characters, and take time to find.
         guard prompt.utf8.count <= (bundle.manifest.geometry.context + 64) * 256 else {
             throw BundleError.request("the prompt has \(prompt.utf8.count) bytes, far more than the context")
         }
-        return try await answer(promptIds(prompt), speculate: speculate, maxTokens: maxTokens, stop: stop)
-    }
-
-    /// The same for a prompt in tokens, without the app's frame.
-    public func answer(
-        _ prompt: [Int32], speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
-    ) async throws -> Answer {
-        guard stop.allSatisfy({ !$0.isEmpty }) else { throw BundleError.request("a stop string is empty") }
-        let stopIds = Set(bundle.manifest.chat.stopIds.compactMap(Int32.init(exactly:)))
-        return try await Answer(
-            conversation: conversation(), geometry: bundle.manifest.geometry, prompt: prompt,
-            speculate: speculate && bundle.functions(of: app)[.step] != nil, maxTokens: maxTokens,
-            output: TextOutput(tokenizer: tokenizer, stopIds: stopIds, stops: stop)
-        )
     }
 
     /// The tokens of a prompt with the app's text around it.

@@ -10,6 +10,7 @@ public struct Manifest: Decodable, Sendable {
     static let maxFileBytes = 1 << 42
 
     public struct Model: Decodable, Sendable {
+        public let parameters: Int
         let layers: Int
         let vocab: Int
         let sha256: String
@@ -33,6 +34,8 @@ public struct Manifest: Decodable, Sendable {
         public let kind: String
         /// The package's names of the contract's functions; empty where they are the contract's own.
         public let functions: [String: String]?
+        /// What stands before every message of the user.
+        let instruction: String?
         let baseSha256: String
         let mode: String?
         let folder: String?
@@ -42,6 +45,7 @@ public struct Manifest: Decodable, Sendable {
     public struct Chat: Decodable, Sendable {
         public let template: String
         public let stopIds: [Int]
+        let specialTokens: [String: String]
     }
 
     public struct File: Decodable, Sendable {
@@ -51,7 +55,10 @@ public struct Manifest: Decodable, Sendable {
 
     public let schemaVersion: Int
     public let target: String
+    /// Package -> version.
+    public let tools: [String: String]
     public let precision: String
+    public let schedule: String
     public let mode: String?
     public let cache: String
     public let cacheDtype: String
@@ -64,6 +71,13 @@ public struct Manifest: Decodable, Sendable {
     public let defaultApp: String
     public let roles: [String: String]?
     public let files: [String: File]
+    /// What the chat template is given beside special tokens.
+    private(set) var chatVariables: [String: JSON] = [:]
+
+    private enum CodingKeys: CodingKey {
+        case schemaVersion, target, tools, precision, schedule, mode, cache, cacheDtype, model, geometry, msaLayers
+        case functions, chat, apps, defaultApp, roles, files
+    }
 
     /// Throws `BundleError` for anything but a consistent manifest of a Core ML bundle.
     init(_ data: Data) throws {
@@ -78,6 +92,7 @@ public struct Manifest: Decodable, Sendable {
         var schema = try Schema.manifest()
         try schema.check(json, at: name)
         self = try decode(Manifest.self, data, name: name)
+        for (key, value) in json["chat"]?["variables"]?.object ?? [:] { chatVariables[key.text] = value }
         try check()
     }
 

@@ -46,6 +46,14 @@ public struct ModelBundle: Sendable {
         return folder.appending(path: path)
     }
 
+    /// The SHA-256 of the names and hashes of all files of a role.
+    public func hash(role: String) throws -> String {
+        guard let path = manifest.roles?[role] else { throw BundleError.damaged("no file has the role \(role)") }
+        let files = manifest.files.filter { $0.key == path || $0.key.hasPrefix(path + "/") }
+        let lines = files.sorted { $0.key < $1.key }.map { "\($0.key) \($0.value.sha256)\n" }
+        return sha256(of: Data(lines.joined().utf8))
+    }
+
     /// An app by name; nil is the default one.
     public func app(_ wanted: String? = nil) throws -> Manifest.App {
         let name = wanted ?? manifest.defaultApp

@@ -82,5 +82,16 @@ func sha256(of file: URL) throws -> String {
     defer { try? handle.close() }
     var hash = SHA256()
     while let piece = try handle.read(upToCount: 1 << 20), !piece.isEmpty { hash.update(data: piece) }
-    return hash.finalize().map { ($0 < 16 ? "0" : "") + String($0, radix: 16) }.joined()
+    return digits(hash)
+}
+
+/// The same for bytes in memory.
+func sha256(of data: Data) -> String {
+    var hash = SHA256()
+    hash.update(data: data)
+    return digits(hash)
+}
+
+private func digits(_ hash: SHA256) -> String {
+    hash.finalize().map { ($0 < 16 ? "0" : "") + String($0, radix: 16) }.joined()
 }

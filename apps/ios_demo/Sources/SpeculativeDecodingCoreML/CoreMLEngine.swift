@@ -57,9 +57,9 @@ extension MLComputeUnits {
 
 extension Generator {
     /// Opens a bundle folder. `app`: nil for its default one. The apps of a bundle share its weights on disk.
-    public init(folder: URL, app: String? = nil) async throws {
+    public init(folder: URL, app: String? = nil, compiled models: CompiledModels = .standard) async throws {
         let bundle = try ModelBundle(folder: folder)
-        let compiled = try await MLModel.compileModel(at: bundle.url(role: "model"))
+        let compiled = try await models.model(of: bundle)
         try await self.init(bundle: bundle, app: app) { app in
             let engine = try await CoreMLEngine(bundle: bundle, app: app, compiled: compiled)
             return Conversation(engine: engine, geometry: bundle.manifest.geometry)

@@ -23,12 +23,18 @@ open class MLModel: @unchecked Sendable {
         self.function = function
     }
 
-    /// Nothing is compiled: the interpreter reads packages.
-    public class func compileModel(at url: URL) async throws -> URL { url }
+    /// Nothing is compiled, since the interpreter reads packages: a file in the new folder names the package.
+    public class func compileModel(at url: URL) async throws -> URL {
+        let folder = FileManager.default.temporaryDirectory.appending(path: "\(UUID().uuidString).mlmodelc")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try Data(url.path.utf8).write(to: folder.appending(path: "package"))
+        return folder
+    }
 
     public class func load(contentsOf url: URL, configuration: MLModelConfiguration) async throws -> MLModel {
         let function = configuration.functionName ?? "main"
-        let interpreter = try Interpreter.of(url)
+        let package = try String(contentsOf: url.appending(path: "package"), encoding: .utf8)
+        let interpreter = try Interpreter.of(URL(filePath: package))
         _ = try interpreter.ask(["ask": "function", "function": function])
         return MLModel(interpreter: interpreter, function: function)
     }

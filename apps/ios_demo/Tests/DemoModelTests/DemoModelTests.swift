@@ -1,12 +1,16 @@
 import DemoModel
 import Foundation
+import SpeculativeDecodingCoreML
 import XCTest
 
 /// The screen's model on the bundle that `make swift-test` exports.
 @MainActor
 final class DemoModelTests: XCTestCase, @unchecked Sendable {
+    private let compiled = CompiledModels(
+        folder: FileManager.default.temporaryDirectory.appending(path: UUID().uuidString))
+
     func testBothButtonsShowTheSameAnswer() async throws {
-        let model = DemoModel(places: [try made()])
+        let model = DemoModel(places: [try made()], compiled: compiled)
         model.findBundles()
         XCTAssertEqual(model.selected?.lastPathComponent, "bundle")
         model.run(speculate: true)
@@ -21,10 +25,35 @@ final class DemoModelTests: XCTestCase, @unchecked Sendable {
         XCTAssertEqual(model.answer.map(\.text).joined(), fast)
         let (speculative, plain) = (try XCTUnwrap(model.speeds[true]), try XCTUnwrap(model.speeds[false]))
         XCTAssertGreaterThan(speculative.tokensPerStep, plain.tokensPerStep)
+        XCTAssertGreaterThan(model.device.peakMB, 1)
+    }
+
+    func testAConversationGoesOnUntilItIsLeft() async throws {
+        let model = DemoModel(places: [try made()], compiled: compiled)
+        model.findBundles()
+        model.continues = true
+        for prompt in [model.prompt, "And how many are from France?"] {
+            model.prompt = prompt
+            model.run(speculate: true)
+            await model.task?.value
+            XCTAssertEqual(model.status, "")
+        }
+        XCTAssertEqual(model.exchanges.count, 2)
+        XCTAssertTrue(model.exchanges.allSatisfy { !$0.text.isEmpty })
+        model.continues = false
+        model.run(speculate: false)
+        await model.task?.value
+        XCTAssertEqual(model.exchanges.map(\.prompt), ["And how many are from France?"])
+    }
+
+    func testAnAnswerWithoutAScreen() async throws {
+        let prompt = DemoModel(places: []).prompt
+        let text = try await DemoModel.answer(to: prompt, places: [made()], maxTokens: 3, compiled: compiled)
+        XCTAssertTrue(text.hasPrefix("SELECT"), text)
     }
 
     func testAnotherAppAndStop() async throws {
-        let model = DemoModel(places: [try made()])
+        let model = DemoModel(places: [try made()], compiled: compiled)
         model.findBundles()
         model.app = "e2e"
         model.prompt = "name[Alimentum], area[city centre], familyFriendly[no]"
@@ -40,7 +69,7 @@ final class DemoModelTests: XCTestCase, @unchecked Sendable {
 
     func testWhatGoesWrongIsShown() async throws {
         let place = FileManager.default.temporaryDirectory.appending(path: UUID().uuidString)
-        let model = DemoModel(places: [place])
+        let model = DemoModel(places: [place], compiled: compiled)
         model.findBundles()
         XCTAssertTrue(model.status.contains(place.path))
         try FileManager.default.createDirectory(at: place.appending(path: "broken"), withIntermediateDirectories: true)

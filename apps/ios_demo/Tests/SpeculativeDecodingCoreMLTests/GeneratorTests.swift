@@ -10,30 +10,41 @@ final class GeneratorTests: XCTestCase {
             let app: String
             let prompt: String
             let ids: [Int32]
-            let speculate: Bool
+            let mode: String
             let maxTokens: Int
             let runs: [[Int32]]
             let text: String
         }
 
+        struct Turn: Decodable {
+            let message: String
+            let tokens: [Int32]
+            let text: String
+        }
+
         let answers: [Sample]
+        let chat: [Turn]
+        let maxTokens: Int
     }
 
     private let folder = URL(filePath: #filePath).appending(path: "../../../../../build/swift").standardizedFileURL
 
-    private func samples() throws -> [Expected.Sample] {
+    private let compiled = CompiledModels(
+        folder: FileManager.default.temporaryDirectory.appending(path: UUID().uuidString))
+
+    private func expected() throws -> Expected {
         let file = folder.appending(path: "answers.json")
         guard FileManager.default.fileExists(atPath: file.path) else {
             throw XCTSkip("make swift-test writes answers.json")
         }
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
-        return try decoder.decode(Expected.self, from: Data(contentsOf: file)).answers
+        return try decoder.decode(Expected.self, from: Data(contentsOf: file))
     }
 
     func testAnswersOfTwoAppsAreThoseOfPython() async throws {
-        let samples = try samples()
-        let generator = try await Generator(folder: folder.appending(path: "bundle"))
+        let samples = try expected().answers
+        let generator = try await Generator(folder: folder.appending(path: "bundle"), compiled: compiled)
         for sample in samples + samples.prefix(1) {  // and back to the first app
             try await generator.use(sample.app)
             let ids = try await generator.promptIds(sample.prompt)
@@ -41,9 +52,8 @@ final class GeneratorTests: XCTestCase {
             var runs: [[Int32]] = []
             var text = ""
             var speed = Speed()
-            for try await run in try await generator.answer(
-                sample.prompt, speculate: sample.speculate, maxTokens: sample.maxTokens
-            ) {
+            let mode = try XCTUnwrap(Mode(rawValue: sample.mode))
+            for try await run in try await generator.answer(ids, mode: mode, maxTokens: sample.maxTokens) {
                 runs.append(run.tokens)
                 text += run.text
                 speed.add(run)
@@ -54,9 +64,21 @@ final class GeneratorTests: XCTestCase {
         }
     }
 
+    func testAChatGoesOnAsInPython() async throws {
+        let expected = try expected()
+        let generator = try await Generator(folder: folder.appending(path: "bundle"), compiled: compiled)
+        try await generator.use(expected.answers[0].app)
+        for turn in expected.chat {
+            let runs = try await generator.chat(turn.message, maxTokens: expected.maxTokens)
+                .reduce(into: [Run]()) { $0.append($1) }
+            XCTAssertEqual(runs.flatMap(\.tokens), turn.tokens, turn.message)
+            XCTAssertEqual(runs.map(\.text).joined(), turn.text, turn.message)
+        }
+    }
+
     func testWhatCannotBeAnsweredIsRefused() async throws {
-        _ = try samples()
-        let generator = try await Generator(folder: folder.appending(path: "bundle"), app: "e2e")
+        _ = try expected()
+        let generator = try await Generator(folder: folder.appending(path: "bundle"), app: "e2e", compiled: compiled)
         let long = String(repeating: "a b ", count: 300)
         for (prompt, maxTokens, stop) in [
             (" \n", 5, []), ("a", 0, []), ("a", 5, [""]), (long, 5, []), (String(repeating: long, count: 1000), 5, []),

@@ -4,67 +4,6 @@ import XCTest
 
 /// Python's conversations, call by call: the same requests make the same calls and have the same answers.
 final class ConversationTests: XCTestCase {
-    struct Recording: Decodable {
-        struct Conversation: Decodable {
-            let geometry: Geometry
-            let functions: [String]
-            let stopIds: [Int32]
-            let answers: [Request]
-        }
-
-        struct Request: Decodable {
-            struct Run: Decodable {
-                let tokens: [Int32]
-                let text: String
-                let reason: String?
-                let drafted: Bool
-            }
-
-            let prompt: [Int32]
-            let maxTokens: Int
-            let stop: [String]
-            let speculate: Bool
-            let runsWanted: Int?
-            let refused: Bool
-            let runs: [Run]
-            let calls: [Call]
-        }
-
-        struct Call: Decodable {
-            let function: String
-            let inputs: [String: [Int32]]
-            let outputs: [String: [Int32]]
-        }
-
-        let conversations: [Conversation]
-    }
-
-    /// Answers with recorded outputs; a call that was not recorded fails the test.
-    final class RecordedEngine: Engine {
-        let functions: Set<Function>
-        private var calls: ArraySlice<Recording.Call>
-        private let atCall: (Int) -> Void
-        private var done = 0
-
-        init(_ functions: [String], _ calls: [Recording.Call], atCall: @escaping (Int) -> Void = { _ in }) {
-            self.functions = Set(functions.compactMap(Function.init))
-            self.calls = calls[...]
-            self.atCall = atCall
-        }
-
-        func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]] {
-            atCall(done)
-            done += 1
-            let call = try XCTUnwrap(calls.popFirst(), "one call too many")
-            XCTAssertEqual(function.rawValue, call.function)
-            XCTAssertEqual(Dictionary(uniqueKeysWithValues: inputs.map { ($0.rawValue, $1) }), call.inputs)
-            return Dictionary(
-                uniqueKeysWithValues: call.outputs.compactMap { name, values in
-                    Tensor(rawValue: name).map { ($0, values) }
-                })
-        }
-    }
-
     private func recorded() throws -> ([Recording.Conversation], Tokenizer) {
         let found = try Fixtures.read(Recording.self, "conversations.json").conversations
         return (found, try Tokenizer(file: Fixtures.folder.appending(path: "tokenizers/base-7m/tokenizer.json")))
@@ -73,24 +12,37 @@ final class ConversationTests: XCTestCase {
     private func answer(
         _ request: Recording.Request, of recorded: Recording.Conversation, by conversation: Conversation,
         _ tokenizer: Tokenizer
-    ) throws -> Answer {
-        try Answer(
-            conversation: conversation, geometry: recorded.geometry, prompt: request.prompt,
-            speculate: request.speculate, maxTokens: request.maxTokens,
-            output: TextOutput(tokenizer: tokenizer, stopIds: Set(recorded.stopIds), stops: request.stop)
+    ) async throws -> Answer {
+        var turn: Turn?
+        if let message = request.chat {
+            guard message.contains(where: { !$0.isWhitespace }) else { throw BundleError.request("no message") }
+            turn = await conversation.turn(message)
+        }
+        let messages = try turn.map { try template.prompt($0.messages) }
+        return try Answer(
+            conversation: conversation, geometry: recorded.geometry,
+            prompt: request.prompt ?? tokenizer.encode(messages ?? ""),
+            mode: XCTUnwrap(Mode(rawValue: request.mode)), maxTokens: request.maxTokens,
+            output: TextOutput(tokenizer: tokenizer, stopIds: Set(recorded.stopIds), stops: request.stop),
+            turn: turn
         )
     }
+
+    private let template = try! ChatTemplate(
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}{% if "
+            + "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}", names: [:])
 
     func testRecordedConversations() async throws {
         let (all, tokenizer) = try recorded()
         for (number, recorded) in all.enumerated() {
-            let engine = RecordedEngine(recorded.functions, recorded.answers.flatMap(\.calls))
-            let conversation = Conversation(engine: engine, geometry: recorded.geometry)
+            let clock = RecordedClock()
+            let engine = RecordedEngine(recorded.functions, recorded.answers.flatMap(\.calls), clock)
+            let conversation = Conversation(engine: engine, geometry: recorded.geometry) { clock.now }
             for (index, request) in recorded.answers.enumerated() {
                 let place = "conversation \(number), answer \(index)"
                 var runs: [Run] = []
                 do {
-                    let answer = try answer(request, of: recorded, by: conversation, tokenizer)
+                    let answer = try await answer(request, of: recorded, by: conversation, tokenizer)
                     XCTAssertFalse(request.refused, place)
                     if request.runsWanted != 0 {
                         for try await run in answer {
@@ -105,6 +57,7 @@ final class ConversationTests: XCTestCase {
                 // Bytes that are no character show at once here, and a little later in Python.
                 let (text, expected) = (runs.map(\.text).joined(), request.runs.map(\.text).joined())
                 XCTAssertTrue(runs.last?.reason == nil ? text.hasPrefix(expected) : text == expected, place)
+                XCTAssertEqual(runs.map(\.drafts), request.runs.map(\.drafts), place)
                 XCTAssertEqual(runs.map { $0.reason?.rawValue }, request.runs.map(\.reason), place)
             }
         }
@@ -114,14 +67,15 @@ final class ConversationTests: XCTestCase {
         let (all, tokenizer) = try recorded()
         var points = 0
         for recorded in all {
-            guard let request = recorded.answers.first(where: { $0.calls.count > 5 }) else { continue }
+            let whole = recorded.answers.first { $0.prompt != nil && $0.mode != "adaptive" && 6...99 ~= $0.calls.count }
+            guard let request = whole else { continue }
             let prefills = request.calls.count { $0.function == "prefill" }
             for point in 0..<request.calls.count {
-                let engine = RecordedEngine(recorded.functions, request.calls) { call in
+                let engine = RecordedEngine(recorded.functions, request.calls, RecordedClock()) { call in
                     if call == point { withUnsafeCurrentTask { $0?.cancel() } }
                 }
                 let conversation = Conversation(engine: engine, geometry: recorded.geometry)
-                let answer = try answer(request, of: recorded, by: conversation, tokenizer)
+                let answer = try await answer(request, of: recorded, by: conversation, tokenizer)
                 let runs = try await Task { try await answer.reduce(into: []) { $0.append($1.tokens) } }.value
                 let complete = max(0, point + 2 - prefills)
                 XCTAssertEqual(runs, request.runs.prefix(complete).map(\.tokens))
@@ -146,7 +100,7 @@ final class ConversationTests: XCTestCase {
         let conversation = Conversation(engine: CountingEngine(), geometry: all[0].geometry)
         func answer(_ prompt: [Int32]) throws -> Answer {
             try Answer(
-                conversation: conversation, geometry: all[0].geometry, prompt: prompt, speculate: false, maxTokens: 9,
+                conversation: conversation, geometry: all[0].geometry, prompt: prompt, mode: .plain, maxTokens: 9,
                 output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
             )
         }
@@ -179,7 +133,7 @@ final class ConversationTests: XCTestCase {
         ] {
             var answer = try Answer(
                 conversation: Conversation(engine: WrongEngine(outputs: outputs), geometry: geometry),
-                geometry: geometry, prompt: [1], speculate: true, maxTokens: 9,
+                geometry: geometry, prompt: [1], mode: .speculative, maxTokens: 9,
                 output: TextOutput(tokenizer: tokenizer, stopIds: [], stops: [])
             ).makeAsyncIterator()
             do {

@@ -1,0 +1,93 @@
+/// How an answer is decoded. Its tokens are the same in every mode.
+public enum Mode: String, CaseIterable, Sendable {
+    /// By the graph for one token.
+    case plain
+    /// By the step, whose first token does not depend on drafts.
+    case plainStep = "plain_step"
+    case speculative
+    /// Speculative where it pays, else plain.
+    case adaptive
+
+    /// The mode that fits an app's functions.
+    public init(speculate: Bool, functions: Set<Function>) {
+        let plain = functions.contains(.plain)
+        if speculate, functions.contains(.step) {
+            self = plain ? .adaptive : .speculative
+        } else {
+            self = plain ? .plain : .plainStep
+        }
+    }
+}
+
+/// Decides between steps and plain calls, as Python's `ssdevice.runtime.adaptive` does, so that no text is slower than
+/// plainly.
+///
+/// Steps pause when, since their best moment, they have lost more than `budget` plain calls against plain decoding (a
+/// cumulative sum test).
+struct Adaptive: Sendable {
+    /// Loss, in plain calls, at which speculation pauses.
+    static let budget = 12.0
+    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
+    /// `budget`.
+    static let (firstPause, longestPause, growth) = (32, 1024, 4)
+    /// Steps before the first plain call, which tells what plain decoding costs.
+    static let calibrated = 4
+
+    private var plain = Times()
+    private var step = Times()
+    /// Plain calls that steps have lost since their best moment.
+    private var lost = 0.0
+    /// Plain calls that they have won since the last pause.
+    private var won = 0.0
+    /// Since the last plain call.
+    private var steps = 0
+    private var pause = firstPause
+    /// Tokens to decode plainly from now on.
+    private var paused = 0
+
+    /// Whether the next call is a step.
+    var speculates: Bool { paused == 0 && (!plain.isEmpty || steps < Self.calibrated) }
+
+    mutating func addPlain(seconds: Double) {
+        plain.add(seconds)
+        paused = max(0, paused - 1)
+        steps = 0
+    }
+
+    /// `tokens`: how many the step emitted.
+    mutating func addStep(tokens: Int, seconds: Double) {
+        step.add(seconds)
+        steps += 1
+        // The first draft after a plain call is an old one.
+        guard !plain.isEmpty, steps > 1 else { return }
+        let gained = Double(tokens) - step.median / plain.median
+        lost = max(0, lost - gained)
+        won += gained
+        if lost > Self.budget {
+            (lost, won) = (0, 0)
+            paused = pause
+            pause = min(Self.growth * pause, Self.longestPause)
+        } else if won > Self.budget {
+            pause = Self.firstPause
+        }
+    }
+}
+
+/// The last 16 times of a call, in seconds.
+private struct Times: Sendable {
+    private var values: [Double] = []
+
+    var isEmpty: Bool { values.isEmpty }
+    var median: Double { SpeculativeDecoding.median(values) }
+
+    mutating func add(_ seconds: Double) {
+        if values.count == 16 { values.removeFirst() }
+        values.append(seconds)
+    }
+}
+
+/// Of one value or more.
+public func median(_ values: [Double]) -> Double {
+    let sorted = values.sorted()
+    return (sorted[(sorted.count - 1) / 2] + sorted[sorted.count / 2]) / 2
+}

@@ -1,0 +1,69 @@
+"""A measurement with made-up times, and the report that Python writes of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+from ssdevice.bench.acceptance import Acceptance
+from ssdevice.bench.machine import Load
+from ssdevice.bench.report import Setting, as_json
+from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
+from ssdevice.data import Example
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
+from ssdevice.tree import Tree
+from tests.runtime.scripted import make_geometry
+
+MODES = ("plain", "plain_step", SPECULATIVE, ADAPTIVE)
+GAMMA, K, PROMPTS, ROUNDS = 2, 2, 5, 4
+
+
+def record() -> dict[str, Any]:
+    """The setting, the answers by mode, round and prompt, and the report."""
+    rng = Random(0)
+    geometry = make_geometry(Tree.parse("full:k=2,depth=2"), k=K, vocab=5)
+    setting = Setting(
+        "a.bundle", "sql", "coreml", "int8", "tail", "lossless", geometry, 12345678, 7000000, 0, False, "some.jsonl"
+    )
+    options = BenchOptions(rounds=ROUNDS, max_tokens=40)
+    acceptance, modes, answers = Acceptance(), {}, {}
+    texts = [[rng.randrange(5) for _ in range(rng.randint(1, 40))] for _ in range(PROMPTS)]
+    for name in MODES:
+        modes[name] = Measured(name)
+        for number in range(ROUNDS):
+            for at, text in enumerate(texts):
+                # One answer of one mode is another one.
+                tokens = text if (name, at) != ("plain_step", 2) else [4, *text[1:], 0]
+                answer, drafts = _answer(rng, name, tokens)
+                modes[name].add(number, answer)
+                answers.setdefault(name, []).append({**asdict(answer), "drafts": drafts})
+                if number == 0 and name == SPECULATIVE:
+                    acceptance.add(tokens, list(zip([_rows(d) for d in drafts if d], answer.accepted, strict=True)))
+    result = BenchResult([Example("")] * PROMPTS, modes, acceptance, Load(0.0, (1, 2, 3), (1, 2, 3)), 2)
+    report = as_json(setting, options, result, {}, {})
+    given = {
+        "setting": {**report, "model_bytes": setting.model_bytes},
+        "skipped": 2,
+        "prompts": PROMPTS,
+        "modes": [{"mode": name, "answers": answers[name]} for name in MODES],
+    }
+    return {"given": given, "report": report}
+
+
+def _answer(rng: Random, mode: str, tokens: list[int]) -> tuple[Generation, list[list[int] | None]]:
+    answer, drafts = Generation(rng.randint(1, 60), prefill_seconds=rng.random()), list[list[int] | None]()
+    answer.tokens = tokens
+    while sum(answer.accepted) < len(tokens) - 1:
+        stepped = mode == SPECULATIVE or (mode == ADAPTIVE and rng.random() < 0.5)
+        left = len(tokens) - 1 - sum(answer.accepted)
+        answer.accepted.append(min(left, rng.randint(1, 3) if stepped else 1))
+        drafts.append([rng.randrange(5) for _ in range(GAMMA * K)] if stepped else None)
+    answer.native_seconds = rng.random() * len(answer.accepted)
+    answer.decode_seconds = answer.native_seconds * 1.1
+    return answer, drafts
+
+
+def _rows(draft: list[int]) -> list[list[int]]:
+    return [draft[at : at + K] for at in range(0, len(draft), K)]
