@@ -30,7 +30,7 @@ struct Adaptive: Sendable {
     /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
     /// `budget`.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
-    /// Steps before the first plain call, which tells what plain decoding costs.
+    /// Steps before the first two plain calls, of which the second tells what plain decoding costs.
     static let calibrated = 4
 
     private var plain = Times()
@@ -51,7 +51,7 @@ struct Adaptive: Sendable {
     mutating func addPlain(seconds: Double) {
         plain.add(seconds)
         paused = max(0, paused - 1)
-        steps = 0
+        if !plain.isEmpty { steps = 0 }
     }
 
     /// `tokens`: how many the step emitted.
@@ -73,16 +73,18 @@ struct Adaptive: Sendable {
     }
 }
 
-/// The last 16 times of a call, in seconds.
+/// The last 16 times of a call, in seconds, without the very first, which opens a graph.
 private struct Times: Sendable {
     private var values: [Double] = []
+    private var opened = false
 
     var isEmpty: Bool { values.isEmpty }
     var median: Double { SpeculativeDecoding.median(values) }
 
     mutating func add(_ seconds: Double) {
         if values.count == 16 { values.removeFirst() }
-        values.append(seconds)
+        if opened { values.append(seconds) }
+        opened = true
     }
 }
 
