@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive
+from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_session, positive
 from ssdevice.commands.peers import add_peers, measure_peers
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -110,15 +110,14 @@ def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None
 def _report(
     args: argparse.Namespace, folder: Path, session: Session, result: BenchResult, options: BenchOptions
 ) -> dict[str, Any]:
-    from ssdevice.bench.peak_memory import peak_rss_mb
+    from ssdevice.bench.memory import measure_memory
     from ssdevice.bench.report import Setting, as_json, quality_of
 
     assert session.bundle is not None
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
-    memory = {
-        name: peak_rss_mb(folder, args.app, name, args.threads, first, options.max_tokens) for name in result.modes
-    }
+    engine = engine_options(args)
+    memory = {name: measure_memory(folder, args.app, name, engine, first, options.max_tokens) for name in result.modes}
     setting = Setting(
         bundle=str(folder),
         app=args.app or manifest.default_app,

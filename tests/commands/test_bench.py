@@ -134,8 +134,9 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     assert found["prompts"] == 2 and found["threads"] == 1 and found["equal"] is True and found["speedup"] > 0
     assert set(found["arms"]) == {"plain", "plain_step", "speculative", "adaptive"}
     for mode in found["arms"].values():
-        for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "peak_rss_mb"):
+        for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "resident_mb"):
             assert mode[key] > 0, key
+        assert mode["peak_rss_mb"] >= mode["resident_mb"]
     histogram = found["arms"]["speculative"]["accepted_histogram"]
     assert len(histogram) == tiny.TREE.emitted and sum(histogram) == found["arms"]["speculative"]["steps"]
     assert found["quality"]["metric"] == "exact_match"
