@@ -20,7 +20,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default."""
+    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default.
+
+    ``app_bytes``: of the app's own files, 0 for one that is merged; ``versions``: of the packages here.
+    """
 
     bundle: str
     app: str
@@ -34,6 +37,8 @@ class Setting:
     threads: int
     kernels: bool
     data: str
+    app_bytes: int
+    versions: Mapping[str, str]
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
@@ -72,6 +77,7 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
+        "versions": dict(setting.versions),
         "target": setting.target,
         "precision": setting.precision,
         "schedule": setting.schedule,
@@ -81,6 +87,7 @@ def as_json(
         "k": geometry.k,
         "context": geometry.context,
         "parameters": setting.parameters,
+        "app_bytes": setting.app_bytes,
         "model_mb": round(setting.model_bytes / 1e6, 3),
         "arms": {name: _mode(mode, result, setting, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
@@ -107,6 +114,7 @@ def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: Process
         "peak_rss_mb": round(memory.peak_mb, 1) if memory is not None else None,
         "tokens": sum(len(answer.tokens) for answer in mode.answers),
         "steps": sum(answer.steps for answer in mode.answers),
+        "prompt_tokens_per_second": per_prompt(mode),
         "spread": {
             "tokens_per_second": asdict(mode.tokens_per_second),
             "ttft_ms": asdict(mode.ttft_ms),
@@ -116,6 +124,11 @@ def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: Process
     if mode.name == SPECULATIVE:
         found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
     return found
+
+
+def per_prompt(mode: Measured) -> list[float | None]:
+    """The speed on each prompt, rounded."""
+    return [round(value, 3) if value is not None else None for value in mode.prompt_tokens_per_second]
 
 
 TITLES = {

@@ -128,6 +128,7 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     data.write_text("\n".join(json.dumps({"prompt": p, "completion": "a"}) for p in ("hello", "what now")) + "\n")
     bundle, report, picture = str(tiny.tiny_bundle("fp32").folder), tmp_path / "r.json", tmp_path / "r.png"
     arguments = ["--rounds", "2", "--max-tokens", "8", "--threads", "1", "--json", str(report), "--plot", str(picture)]
+    arguments += ["--report", str(tmp_path / "page")]
     assert call("bench", bundle, "--data", str(data), *arguments) == 0
     text = capsys.readouterr().out
     found = json.loads(report.read_text())
@@ -143,6 +144,8 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     assert found["valid"] is (found["machine"]["others_cpu_share"] <= LOADED)
     assert ("**Not valid:**" in text) is not found["valid"]
     assert "All decoding modes gave the same tokens" in text and "| speculative |" in text
+    assert json.loads((tmp_path / "page" / "report.json").read_text()) == found
+    assert f"ssdevice bench {bundle}" in (tmp_path / "page" / "index.html").read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -160,6 +163,7 @@ def test_a_profile_names_kernels_and_the_host(tmp_path: Path, capsys: pytest.Cap
     [
         (["--metric", "bleu"], "--metric 'bleu' is not one of"),
         (["--json", "/nowhere/at/all.json"], "its folder does not exist"),
+        (["--report", __file__], "this is a file, expected a folder"),
         (["--rounds", "0"], "expected 1 or more"),
     ],
 )
