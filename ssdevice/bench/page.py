@@ -17,7 +17,9 @@ Json = dict[str, Any]
 
 PAGE, DATA = "index.html", "report.json"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 48, 24
-COLORS = {"plain": "c0", "plain_step": "c1", SPECULATIVE: "c2", ADAPTIVE: "c3"}
+PLAIN_STEP = "plain_step"
+"""Plain decoding through the step's graph, which is there to compare bits: that it is slower is no loss."""
+COLORS = {"plain": "c0", PLAIN_STEP: "c1", SPECULATIVE: "c2", ADAPTIVE: "c3"}
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --dim: #636c76; --line: #d0d7de; --paper: #fff; --bad: #b42318;
@@ -113,7 +115,7 @@ def _losses(report: Json) -> str:
     lines = []
     base = _baseline(report)
     for name, arm in report["arms"].items():
-        if base is None or arm is base:
+        if base is None or arm is base or name == PLAIN_STEP:
             continue
         pairs = zip(arm["prompt_tokens_per_second"], base["prompt_tokens_per_second"], strict=True)
         slower = sum(mine < theirs for mine, theirs in pairs if mine and theirs)
@@ -126,19 +128,17 @@ def _losses(report: Json) -> str:
         first = f"the first is prompt {min(prompts) + 1}"
         lines.append(f"{TITLES.get(name, name)} gave other tokens on {len(prompts)} prompts; {first}")
     lines += [f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()]
-    if report.get("equal"):
-        lines.append("All ways to decode gave the same tokens on all prompts")
-    return "".join(f"<p>{escape(line)}.</p>" for line in lines)
+    equal = "<p>All ways to decode gave the same tokens on all prompts.</p>" if report.get("equal") else ""
+    return "".join(f'<p class="bad">{escape(line)}.</p>' for line in lines) + equal
 
 
 def _arms(report: Json) -> str:
     base = _baseline(report)
-    head = ("", "tokens/s", "quartiles", "over plain", "β", "TTFT ms", "resident MB", "MB on disk", "app's own files")
+    head = ("", "tokens/s", "quartiles", "over plain", "β", "TTFT ms", "resident MB", "MB on disk")
     rows = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"]
     for name, arm in report["arms"].items():
         spread = arm["spread"]["tokens_per_second"]
         ratio = arm["tokens_per_second"] / base["tokens_per_second"] if base and base["tokens_per_second"] else None
-        own = report.get("app_bytes")
         cells = [
             TITLES.get(name, name),
             f"{arm['tokens_per_second']:.1f}",
@@ -148,9 +148,8 @@ def _arms(report: Json) -> str:
             f"{arm['ttft_ms']:.1f}",
             f"{arm['resident_mb']:.0f}" if arm["resident_mb"] is not None else "",
             f"{arm.get('disk_mb', report.get('model_mb')):.1f}",
-            f"{own / 1e6:.1f} MB" if own else "",
         ]
-        loss = ' class="bad"' if ratio is not None and ratio < 1 else ""
+        loss = ' class="bad"' if ratio is not None and ratio < 1 and name != PLAIN_STEP else ""
         rows.append(f"<tr{loss}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
@@ -230,7 +229,9 @@ def _origin(report: Json, command: Sequence[str]) -> str:
         rows["engines"] = ", ".join(engines)
     if "bundle" in report:
         rows["kernels"] = "those of ssdevice kernels" if report["kernels"] else "the engine's own"
-        rows["parameters"] = f"{report['parameters'] / 1e6:.1f} M in the base"
+        own = report["app_bytes"]
+        more = f"; the app's own files: {own / 1e6:.1f} MB" if own else "; no files of the app's own"
+        rows["parameters"] = f"{report['parameters'] / 1e6:.1f} M in the base{more}"
         rows["tree"] = (
             f"{len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, {report['schedule']}"
         )
