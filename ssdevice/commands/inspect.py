@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_engine, engine_options, positive
+from ssdevice.commands.opening import add_no_kernels, positive
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
@@ -26,7 +26,7 @@ TERMS = {
     "cache": "KV cache",
     "work": "intermediate values",
     "total": "resident after answers",
-    "peak": "at most, while opening",
+    "peak": "at most",
 }
 
 
@@ -37,18 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)"
     )
+    add_no_kernels(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.engine import EngineOptions
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
     tokens = min(args.tokens or bundle.geometry.context, bundle.geometry.context)
-    memory = {"resident": resident(bundle, target, args.app, tokens, engine_options(args))}
+    options = EngineOptions(kernels=not args.no_kernels)
+    memory = {"resident": resident(bundle, target, args.app, tokens, options)}
     found = {**describe(bundle), **memory, **target.describe(bundle)}
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
