@@ -32,7 +32,8 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 p { margin: .4rem 0; } .dim { color: var(--dim); } .bad { color: var(--bad); font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--dim); font-weight: 500; }
+th:first-child, td:first-child, .facts td { text-align: left; } .facts td { white-space: normal; }
+th { color: var(--dim); font-weight: 500; }
 .numbers { display: flex; flex-wrap: wrap; gap: 2.5rem; margin: 1.2rem 0; }
 .numbers b { display: block; font-size: 1.9rem; line-height: 1.2; }
 svg { width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 11px; } svg line { stroke: var(--line); }
@@ -237,4 +238,4 @@ def _origin(report: Json, command: Sequence[str]) -> str:
         )
     cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows.items())
     shown = f"<p><code>{escape(shlex.join(command))}</code></p>"
-    return f'<h2>How this was measured</h2>{shown}<div class="scroll"><table>{cells}</table></div>'
+    return f'<h2>How this was measured</h2>{shown}<table class="facts">{cells}</table>'

@@ -25,6 +25,7 @@ from ssdevice.tree import Tree
 TIMED_STEPS = 40
 TIMED_PROMPT = 32
 TIMED_PREFILLS = 10
+DIGITS = 4  # of milliseconds
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
         clock = perf_counter()
         call(root)
         times.append((perf_counter() - clock) * 1e3)
-    return median(times)
+    return round(median(times), DIGITS)
 
 
 def _time_prefill(conversation: Conversation) -> float:
@@ -130,7 +131,7 @@ def _time_prefill(conversation: Conversation) -> float:
         clock = perf_counter()
         prefill(conversation, chunk)
         times.append((perf_counter() - clock) * 1e3)
-    return median(times)
+    return round(median(times), DIGITS)
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
