@@ -21,7 +21,6 @@ from ssdevice.runtime.resident import Resident
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import Manifest
 
 RUNTIME = 72_000_000
 TOKENIZER = 2_500_000, 8
@@ -69,7 +68,7 @@ class Weight:
 
 
 def predict(
-    manifest: Manifest, files: dict[str, Path], geometry: Geometry, adapter: int, tokens: int, ours: bool
+    bundle: Bundle, files: dict[str, Path], geometry: Geometry, adapter: int, tokens: int, ours: bool
 ) -> Resident:
     """The memory of a process that calls the functions in ``files`` (their graphs) with ``tokens`` in the cache.
 
@@ -85,7 +84,7 @@ def predict(
         largest = max(largest, *(weight.size for weight in graph), 0)
         last = max(last, sum(weight.size for weight in graph if ours and weight.read_by(OURS)))
     start, each = TOKENIZER
-    tokenizer = start + each * manifest.files[manifest.roles["tokenizer"]].size
+    tokenizer = start + each * bundle.file("tokenizer").stat().st_size
     nodes = (GRAPH if ours else GRAPH_WITHOUT_KERNELS) * sum(file.stat().st_size for file in files.values())
     # Kernels of our own are packed while the whole file is mapped, and once more to find them equal.
     opening = last + largest if last else int(OPENING * largest)
@@ -97,7 +96,7 @@ def predict(
         graphs=nodes,
         weights=packed,
         mapped=mapped,
-        cache=rows * geometry.token_bytes(manifest.cache_dtype),
+        cache=rows * geometry.token_bytes(bundle.manifest.cache_dtype),
         work=int((WORK + LOGITS * _logits(files, geometry)) * (1 if ours else WORK_WITHOUT_KERNELS)),
         opening=RUNTIME + tokenizer + nodes + packed + opening,
     )
@@ -144,4 +143,4 @@ def resident(bundle: Bundle, app: str | None, functions: Collection[str], tokens
     own = bundle.app(app).files
     adapter = sum(bundle.manifest.files[path].size for path in own)
     called = {function: file for function, file in files.items() if function in functions}
-    return predict(bundle.manifest, called, geometry, adapter, tokens, ours)
+    return predict(bundle, called, geometry, adapter, tokens, ours)

@@ -65,7 +65,7 @@ def quantized_graph(file: Path) -> Path:
 def test_kernels_hold_weights_once_and_onnx_runtime_once_for_each_graph(tmp_path: Path) -> None:
     bundle, file = tiny.tiny_bundle("fp32"), quantized_graph(tmp_path / "step.onnx")
     files = {"prefill": file, "step": file}
-    ours, without = (predict(bundle.manifest, files, bundle.geometry, 500, 40, own) for own in (True, False))
+    ours, without = (predict(bundle, files, bundle.geometry, 500, 40, own) for own in (True, False))
     assert ours.weights == 500 + 108_000 and ours.mapped == 0
     assert ours.opening - (ours.total - ours.mapped - ours.cache - ours.work) == 108_000 + 64_000
     # MatMulNBits keeps scales twice; the columns of a head that is gathered lie in all its pages.
