@@ -75,7 +75,8 @@ def main() -> None:
         import psutil  # here, so that its own memory does not count in the peak
 
         resident = psutil.Process().memory_info().rss / 1e6
-    print(json.dumps(asdict(ProcessMemory(resident, own_peak_mb()))))
+    peak = max(resident, own_peak_mb())  # Linux counts pages in batches, so the peak it tells may lag behind
+    print(json.dumps(asdict(ProcessMemory(resident, peak))))
 
 
 if __name__ == "__main__":
