@@ -87,6 +87,7 @@ def _run(args: Sequence[str]) -> int:
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     options = parser.parse_args(args)
+    options.words = ("ssdevice", *args)
     if not options.debug:
         for name in CHATTER:
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -50,6 +50,7 @@ VALUES = "values"
 PAST = "past"
 
 CAPACITY_MULTIPLE = 32
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_CONTEXT = 1 << 20
 
 
@@ -130,6 +131,10 @@ class Geometry:
     def row_width(self) -> int:
         """Elements of one cache row of one layer's keys."""
         return self.kv_heads * self.head_dim
+
+    def token_bytes(self, cache_dtype: str) -> int:
+        """Bytes of the cache for each token: keys and values of all layers."""
+        return 2 * self.layers * self.row_width * CACHE_BYTES[cache_dtype]
 
 
 def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:

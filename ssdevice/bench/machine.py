@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -32,6 +34,15 @@ def cpu_name() -> str:
     """The processor as the system names it."""
     names = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are here."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _cpuinfo() -> list[str]:

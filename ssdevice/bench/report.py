@@ -8,6 +8,7 @@ from typing import Any
 
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
+from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
@@ -19,7 +20,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default."""
+    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default.
+
+    ``app_bytes``: of the app's own files, 0 for one that is merged; ``versions``: of the packages here.
+    """
 
     bundle: str
     app: str
@@ -33,6 +37,8 @@ class Setting:
     threads: int
     kernels: bool
     data: str
+    app_bytes: int
+    versions: Mapping[str, str]
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
@@ -53,7 +59,7 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
 
 
 def as_json(
-    setting: Setting, options: BenchOptions, result: BenchResult, quality: Json, memory: Mapping[str, float]
+    setting: Setting, options: BenchOptions, result: BenchResult, quality: Json, memory: Mapping[str, ProcessMemory]
 ) -> Json:
     """The object ``bench --json`` writes."""
     geometry, speedup = setting.geometry, result.speedup
@@ -71,6 +77,7 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
+        "versions": dict(setting.versions),
         "target": setting.target,
         "precision": setting.precision,
         "schedule": setting.schedule,
@@ -80,6 +87,7 @@ def as_json(
         "k": geometry.k,
         "context": geometry.context,
         "parameters": setting.parameters,
+        "app_bytes": setting.app_bytes,
         "model_mb": round(setting.model_bytes / 1e6, 3),
         "arms": {name: _mode(mode, result, setting, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
@@ -94,7 +102,7 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: float | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: ProcessMemory | None) -> Json:
     found: Json = {
         "tokens_per_second": round(mode.tokens_per_second.median, 3),
         "tokens_per_step": round(mode.tokens_per_step, 4),
@@ -102,9 +110,11 @@ def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: float |
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
-        "peak_rss_mb": round(memory, 1) if memory is not None else None,
+        "resident_mb": round(memory.resident_mb, 1) if memory is not None else None,
+        "peak_rss_mb": round(memory.peak_mb, 1) if memory is not None else None,
         "tokens": sum(len(answer.tokens) for answer in mode.answers),
         "steps": sum(answer.steps for answer in mode.answers),
+        "prompt_tokens_per_second": per_prompt(mode),
         "spread": {
             "tokens_per_second": asdict(mode.tokens_per_second),
             "ttft_ms": asdict(mode.ttft_ms),
@@ -114,6 +124,11 @@ def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: float |
     if mode.name == SPECULATIVE:
         found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
     return found
+
+
+def per_prompt(mode: Measured) -> list[float | None]:
+    """The speed on each prompt, rounded."""
+    return [round(value, 3) if value is not None else None for value in mode.prompt_tokens_per_second]
 
 
 TITLES = {
@@ -160,12 +175,15 @@ def as_markdown(report: Json) -> str:
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
         f"{report['schedule']} schedule, context {report['context']}.",
         "",
-        "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s | peak MB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s "
+        "| resident MB | peak MB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, mode in report["arms"].items():
         rounds = mode["spread"]["tokens_per_second"]
-        memory = f"{mode['peak_rss_mb']:.0f}" if mode["peak_rss_mb"] is not None else ""
+        memory = " | ".join(
+            f"{mode[key]:.0f}" if mode[key] is not None else "" for key in ("resident_mb", "peak_rss_mb")
+        )
         lines.append(
             f"| {TITLES[name]} | {mode['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
             f"| {mode['tokens_per_step']:.2f} | {mode['native_ms_per_step']:.2f} | {mode['host_us_per_step']:.0f} "

@@ -61,6 +61,15 @@ class Measured:
         return [median(a.decode_seconds for a in column) for column in columns if column[0].steps]
 
     @property
+    def prompt_tokens_per_second(self) -> list[float | None]:
+        """The speed on each prompt: the median over rounds, None for an answer of one token."""
+        columns = zip(*self.rounds, strict=True)
+        return [
+            median(_ratio(sum(a.accepted), a.decode_seconds) for a in column) if column[0].steps else None
+            for column in columns
+        ]
+
+    @property
     def tokens_per_second(self) -> Spread:
         """Tokens emitted by steps over the time of steps, without prefill."""
         return self.per_round(lambda answers: _ratio(_emitted(answers), sum(a.decode_seconds for a in answers)))

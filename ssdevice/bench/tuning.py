@@ -1,5 +1,5 @@
-"""The fastest draft tree and schedule for this device: the acceptance of every tree is computed from one decoding,
-its cost is interpolated between measured steps."""
+"""The fastest draft tree and schedule for a device: the acceptance of every tree is computed from one decoding, and the
+cost of every size that may be chosen is measured."""
 
 from __future__ import annotations
 
@@ -8,43 +8,38 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer, forcer
+from ssdevice.bench.machine import cpu_name, instructions
+from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
 from ssdevice.progress import Report, track
 from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Engine
+from ssdevice.runtime.engine import Engine, EngineOptions
 from ssdevice.runtime.loop import plain, plain_step, prefill
 from ssdevice.tree import Tree
 
 TIMED_STEPS = 40
 TIMED_PROMPT = 32
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Milliseconds of a step of ``size`` tree nodes; size 1 is plain decoding, whose ``schedule`` is None."""
-
-    size: int
-    milliseconds: float
-    schedule: Schedule | None = None
+TIMED_PREFILLS = 10
+DIGITS = 4  # of milliseconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree and its expected performance. ``milliseconds`` per step are interpolated between measured sizes."""
+    """A tree, the cost of its step in the cheaper schedule, and the tokens that a step emits by the observed drafts."""
 
     tree: Tree
-    schedule: Schedule
+    cost: StepCost
     tokens_per_step: float
-    milliseconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Expected decoding speed."""
-        return self.tokens_per_step / self.milliseconds * 1e3
+        """Predicted decoding speed, without prefill."""
+        return self.tokens_per_step / self.cost.ms * 1e3
 
 
 def observe(
@@ -80,22 +75,38 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
     return rows
 
 
-def measure_costs(engines: Sequence[tuple[Engine, Schedule]], report: Report) -> list[Cost]:
-    """Median milliseconds of plain steps and of each engine's step; for equal sizes and schedules, the cheapest."""
-    costs: dict[tuple[int, Schedule | None], float] = {}
-    for engine, schedule in track(report, "time steps", engines):
-        conversation = engine.new_conversation()
-        calls: list[tuple[int, Schedule | None, Callable[[int], object]]] = [
-            (engine.geometry.tree.size, schedule, conversation.step)
-        ]
-        if PLAIN in engine.functions:
-            calls.append((1, None, conversation.step_plain))
-        for size, kind, call in calls:
-            costs[size, kind] = min(costs.get((size, kind), float("inf")), _time(conversation, call))
-    if len(costs) < 2:
-        raise InputError("only one size of step can be timed; give a bundle that has step_plain")
-    found = [Cost(size, milliseconds, kind) for (size, kind), milliseconds in costs.items()]
-    return sorted(found, key=lambda cost: (cost.schedule or "", cost.size))
+def measure_costs(bundles: Sequence[tuple[Engine, Manifest]], options: EngineOptions, report: Report) -> CostTable:
+    """Median times of each engine's step, and of plain steps and prefill; for equal sizes and schedules, the least.
+
+    The table describes this device and the first bundle.
+    """
+    steps: dict[tuple[int, Schedule], float] = {}
+    plain_ms: list[float] = []
+    prefill_ms: list[float] = []
+    engine, first = bundles[0]
+    for each, manifest in track(report, "time steps", bundles):
+        conversation = each.new_conversation()
+        key = each.geometry.tree.size, manifest.schedule
+        steps[key] = min(steps.get(key, float("inf")), _time(conversation, conversation.step))
+        if PLAIN in each.functions:
+            plain_ms.append(_time(conversation, conversation.step_plain))
+        if each.geometry.chunk == engine.geometry.chunk:
+            prefill_ms.append(_time_prefill(conversation))
+    return CostTable(
+        device=cpu_name(),
+        instructions=tuple(instructions()),
+        target=first.target,
+        precision=first.precision.value,
+        threads=options.threads,
+        kernels=engine.kernels,
+        model=first.model.sha256,
+        gamma=first.geometry.gamma,
+        msa_layers=first.msa_layers,
+        steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
+        plain_ms=min(plain_ms, default=None),
+        prefill_tokens=min(engine.geometry.chunk, engine.geometry.context),
+        prefill_ms=min(prefill_ms),
+    )
 
 
 def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
@@ -108,34 +119,39 @@ def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
         clock = perf_counter()
         call(root)
         times.append((perf_counter() - clock) * 1e3)
-    return median(times)
+    return round(median(times), DIGITS)
 
 
-def interpolate(costs: Sequence[Cost], size: int) -> float:
-    """Milliseconds of a step of ``size`` nodes on the line through the nearest measured sizes."""
-    after = next((i for i, cost in enumerate(costs) if cost.size >= size), len(costs) - 1)
-    low, high = costs[max(after, 1) - 1], costs[max(after, 1)]
-    share = (size - low.size) / (high.size - low.size)
-    return low.milliseconds + share * (high.milliseconds - low.milliseconds)
+def _time_prefill(conversation: Conversation) -> float:
+    geometry = conversation.geometry
+    chunk = [i % geometry.vocab for i in range(min(geometry.chunk, geometry.context))]
+    times = []
+    for _ in range(TIMED_PREFILLS):
+        conversation.length = 0
+        clock = perf_counter()
+        prefill(conversation, chunk)
+        times.append((perf_counter() - clock) * 1e3)
+    return round(median(times), DIGITS)
 
 
-def choices(ranks: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], costs: Sequence[Cost]) -> list[Choice]:
-    """The best tree of each size in the cheaper schedule, fastest first. Sizes that no observed draft fills are absent.
+def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
+    """The best tree of each measured size in the cheaper schedule, fastest first.
 
-    A schedule counts if its steps were measured at two sizes, one of which may be plain decoding.
+    Only measured sizes are chosen: kernels work on tiles of rows, so a step of one row more may cost much more. Sizes
+    that no observed draft fills are absent. Raises InputError if none remains.
     """
     paths = count_paths(ranks)
-    trees = {tree.size: tree for tree in (Tree.from_counts(paths, size) for size in sizes) if tree.size > 1}
-    if not trees:
-        raise InputError("no draft was ever right: the app has not learned to draft these prompts")
-    plain_costs = [cost for cost in costs if cost.schedule is None]
-    lines: dict[Schedule, list[Cost]] = {}
-    for schedule in Schedule:
-        own = [cost for cost in costs if cost.schedule is schedule]
-        if own and len(plain_costs) + len(own) > 1:
-            lines[schedule] = [*plain_costs, *own]
-    found = []
-    for size, tree in trees.items():
-        schedule = min(lines, key=lambda s: interpolate(lines[s], size))
-        found.append(Choice(tree, schedule, tokens_per_step(ranks, tree), interpolate(lines[schedule], size)))
+    cheapest: dict[int, StepCost] = {}
+    for cost in sorted(costs, key=lambda cost: -cost.ms):
+        cheapest[cost.nodes] = cost
+    trees = {size: Tree.from_counts(paths, size) for size in cheapest}
+    found = [
+        Choice(tree, cheapest[size], tokens_per_step(ranks, tree)) for size, tree in trees.items() if tree.size == size
+    ]
+    if not found:
+        most = max(tree.size for tree in trees.values())
+        if most == 1:
+            raise InputError("no draft was ever right: the app has not learned to draft these prompts")
+        sizes = ", ".join(map(str, sorted(cheapest)))
+        raise InputError(f"the drafts fill a tree of {most} nodes, and only steps of {sizes} nodes were measured")
     return sorted(found, key=lambda choice: -choice.tokens_per_second)

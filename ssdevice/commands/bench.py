@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive
+from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_session, positive
 from ssdevice.commands.peers import add_peers, measure_peers
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
     parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_engine(parser)
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
     check_new_file(args.json, "--json")
     check_new_file(args.plot, "--plot")
+    if args.report is not None and args.report.exists() and not args.report.is_dir():
+        raise InputError(f"--report {args.report}: this is a file, expected a folder")
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.metric is not None:
         from ssdevice.bench.quality import METRICS
@@ -59,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if args.profile:
         if args.beside is not None:
             raise InputError(f"--profile takes one bundle; leave out {args.beside}")
+        if args.report is not None:
+            raise InputError("--report shows a measurement, not a --profile")
         from ssdevice.commands.profile import show_profile
 
         with open_session(args, profile=True) as session:
@@ -100,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
     """Write the report, print it as Markdown, and say if it does not count."""
+    if args.report is not None:
+        from ssdevice.bench.page import write_page
+
+        write_page(report, args.report, args.words)
     if args.json is not None:
         args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
     print(text)
@@ -110,15 +121,15 @@ def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None
 def _report(
     args: argparse.Namespace, folder: Path, session: Session, result: BenchResult, options: BenchOptions
 ) -> dict[str, Any]:
-    from ssdevice.bench.peak_memory import peak_rss_mb
+    from ssdevice.bench.machine import installed
+    from ssdevice.bench.memory import measure_memory
     from ssdevice.bench.report import Setting, as_json, quality_of
 
     assert session.bundle is not None
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
-    memory = {
-        name: peak_rss_mb(folder, args.app, name, args.threads, first, options.max_tokens) for name in result.modes
-    }
+    engine = engine_options(args)
+    memory = {name: measure_memory(folder, args.app, name, engine, first, options.max_tokens) for name in result.modes}
     setting = Setting(
         bundle=str(folder),
         app=args.app or manifest.default_app,
@@ -132,5 +143,7 @@ def _report(
         threads=args.threads,
         kernels=session.engine.kernels,
         data=str(args.data),
+        app_bytes=sum(manifest.files[path].size for path in session.bundle.app(args.app).files),
+        versions=installed(["numpy", *manifest.tools]),
     )
     return as_json(setting, options, result, quality_of(result, args.metric), memory)

@@ -7,28 +7,51 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.opening import add_no_kernels, positive
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Manifest
+    from ssdevice.runtime.engine import EngineOptions
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+TERMS = {
+    "runtime": "Python and packages",
+    "weights": "weights, packed",
+    "mapped": "weights, mapped",
+    "cache": "KV cache",
+    "work": "intermediate values",
+    "total": "resident after answers",
+    "peak": "at most",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
+    parser.add_argument("--app", metavar="NAME", help="app whose resident memory is predicted (default: its first)")
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)"
+    )
+    add_no_kernels(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.engine import EngineOptions
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    found = {**describe(bundle), **target.describe(bundle)}
+    tokens = min(args.tokens or bundle.geometry.context, bundle.geometry.context)
+    options = EngineOptions(kernels=not args.no_kernels)
+    memory = {"resident": resident(bundle, target, args.app, tokens, options)}
+    found = {**describe(bundle), **memory, **target.describe(bundle)}
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
@@ -94,8 +117,27 @@ def memory(manifest: Manifest) -> dict[str, int]:
     geometry = manifest.geometry.geometry
     tokenizer = {manifest.roles.get("tokenizer")}
     weights = sum(entry.size for name, entry in manifest.files.items() if name not in tokenizer)
-    row = 2 * geometry.layers * geometry.row_width * DTYPE_BYTES[manifest.cache_dtype.value]
+    row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
+
+
+def resident(
+    bundle: Bundle, target: RuntimeTarget, app: str | None, tokens: int, options: EngineOptions
+) -> dict[str, Any] | None:
+    """The predicted memory of a process that answers as an app, by decoding mode; None if the target cannot tell."""
+    own = bundle.app(app)
+    functions = own.functions or bundle.functions
+    calls = {"plain": (PREFILL, PLAIN), SPECULATIVE: (PREFILL, STEP), ADAPTIVE: FUNCTIONS}
+    modes = {}
+    for mode, called in calls.items():
+        if not set(called) <= set(functions):
+            continue
+        predicted = target.resident(bundle, app, called, tokens, options)
+        if predicted is None:
+            return None
+        sums = {"total": predicted.total, "peak": predicted.peak}
+        modes[mode] = {"kernels": predicted.kernels, **predicted.terms, **sums}
+    return {"app": own.name, "tokens": tokens, "modes": modes}
 
 
 def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
@@ -141,7 +183,23 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     for name, size in found["files"].items():
         files.add_row(escape(name), _size(size))
     console.print(files)
+    if found["resident"] is not None:
+        console.print(_resident_table(found["resident"]))
     target.print_description(console, found, _size)
+
+
+def _resident_table(found: dict[str, Any]) -> Table:
+    """Terms as rows, decoding modes as columns."""
+    from rich import box
+    from rich.table import Table
+
+    modes = found["modes"]
+    kernels = "with" if any(terms["kernels"] for terms in modes.values()) else "without"
+    title = f"predicted memory as {found['app']}, {found['tokens']} tokens, {kernels} kernels"
+    table = Table(title, *modes, box=box.SIMPLE, pad_edge=False)
+    for term in ("runtime", "tokenizer", "graphs", "weights", "mapped", "cache", "work", "total", "peak"):
+        table.add_row(TERMS.get(term, term), *(_size(terms[term]) for terms in modes.values()))
+    return table
 
 
 def _size(count: int) -> str:

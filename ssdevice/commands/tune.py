@@ -1,4 +1,4 @@
-"""``ssdevice tune``: find the draft tree and schedule for this device."""
+"""``ssdevice tune``: find the draft tree and schedule for a device, by its measured costs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from ssdevice.commands.opening import (
     named_folder,
     positive,
 )
-from ssdevice.config import Schedule
+from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, MissingExtraError
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
-    from ssdevice.bench.tuning import Choice, Cost
+    from ssdevice.bench.cost_table import CostTable
+    from ssdevice.bench.tuning import Choice
     from ssdevice.bundle.folder import Bundle
     from ssdevice.commands.progress import Progress
 
-SIZES = range(2, 17)
+WIDEST = 16
 WIDTH = 4
 """Candidates per stream in trial bundles: a tree of up to 16 nodes rarely uses more."""
 
@@ -44,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial.add_argument("--adapter", metavar="NAME=DIR", help="the app's name and its adapter folder")
     trial.add_argument("--target", choices=targets.names(), default=targets.DEFAULT)
     trial.add_argument("--quant", default="int8", help="how weights are stored (default int8)")
+    trial.add_argument(
+        "--sizes", type=_sizes, metavar="N,N,..",
+        help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
+    )  # fmt: skip
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
     parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
@@ -51,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost-of", type=Path, action="append", default=[], metavar="BUNDLE",
         help="also time the steps of this bundle: the same model with another tree or schedule; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--cost-table", type=Path, metavar="FILE", help="choose with the costs that another device wrote; time nothing"
+    )
+    parser.add_argument(
+        "--write-cost-table", type=Path, metavar="FILE", help="write the measured costs, for --cost-table elsewhere"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE"
     )
@@ -60,12 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the best tree of each size with its schedule, the fastest first."""
+    from ssdevice.bench.cost_table import CostTable
     from ssdevice.bench.tuning import choices, measure_costs, observe
     from ssdevice.commands.progress import Progress
     from ssdevice.contract import STEP
     from ssdevice.runtime.session import Session
 
     check_new_file(args.out, "--out")
+    check_new_file(args.write_cost_table, "--write-cost-table")
+    if args.cost_table is not None and (args.cost_of or args.write_cost_table is not None):
+        raise InputError("--cost-table times nothing, so it does not go with --cost-of or --write-cost-table")
+    table = CostTable.read(args.cost_table) if args.cost_table is not None else None
     if (args.bundle is None) == (args.model is None):
         raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
     options = engine_options(args)
@@ -75,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         for bundle in bundles:
             if STEP not in bundle.functions:
                 raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
+        if table is not None:
+            table.check(bundles[0].manifest, str(args.cost_table))
         # Other bundles run their default app: only the cost of their steps is measured.
         sessions = [
             stack.enter_context(Session.open(bundle, app=None if number else args.app, options=options))
@@ -84,13 +102,16 @@ def run(args: argparse.Namespace) -> int:
         examples = read_examples(args.data, args.limit, require_completion=False)
         prompts = [first.prompt_ids(example.prompt, system=example.system) for example in examples]
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
-        engines = [(s.engine, b.manifest.schedule) for s, b in zip(sessions, bundles, strict=True)]
-        costs = measure_costs(engines, progress.report)
+        if table is None:
+            timed = [(s.engine, b.manifest) for s, b in zip(sessions, bundles, strict=True)]
+            table = measure_costs(timed, options, progress.report)
         narrow = first.engine.geometry.k == 1
-    found = choices(ranks, SIZES, costs)
+    if args.write_cost_table is not None:
+        table.write(args.write_cost_table)
+    found = choices(ranks, table.steps)
     if args.out is not None:
         args.out.write_text(json.dumps(found[0].tree.to_json()) + "\n", "utf-8")
-    print(json.dumps(_as_json(found, costs)) if args.json else "\n".join(_table(found, costs)))
+    print(json.dumps(_as_json(found, table)) if args.json else "\n".join(_lines(found, table)))
     if narrow and not args.json:
         print("this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 to see wider trees")
     return 0
@@ -110,7 +131,7 @@ def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bund
 
 
 def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:
-    """Exports of a wide and a narrow tree in each schedule; costs are interpolated between their sizes."""
+    """Exports of a tree of each size in each schedule, the widest first; with a cost table, only that one."""
     try:
         from ssdevice.adapters.settings import read_settings
         from ssdevice.export.plan import ExportOptions, Quant
@@ -123,9 +144,13 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     if args.quant not in [quant.value for quant in Quant]:
         raise InputError(f"--quant {args.quant}: choose one of {', '.join(Quant)}")
     gamma = read_settings(app[1]).streams.gamma
-    trees = [_wide(gamma), Tree.chain(gamma)]
+    sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
+    trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())
+    schedules: tuple[Schedule, ...] = (Schedule.DEFERRED, Schedule.FUSED)
+    if args.cost_table is not None:
+        trees, schedules = [_tree(gamma, WIDEST)], schedules[:1]
     bundles = []
-    for schedule in (Schedule.DEFERRED, Schedule.FUSED):
+    for schedule in schedules:
         for tree in trees:
             out = folder / f"{schedule}-{tree.size}"
             options = ExportOptions(
@@ -136,39 +161,58 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     return bundles
 
 
-def _wide(gamma: int) -> Tree:
-    """A tree of the largest size considered: all candidates of the first stream, then the best of deeper ones."""
-    first = [[rank] for rank in range(WIDTH)]
-    second = [[a, b] for a in range(WIDTH) for b in range(WIDTH)] if gamma > 1 else []
-    deep = [[0] * depth for depth in range(3, gamma + 1)]
-    room = SIZES.stop - 2 - len(first) - len(deep)
-    return Tree.of([*first, *second[: max(room, 0)], *deep])
+def _tree(gamma: int, size: int) -> Tree:
+    """A tree of ``size`` nodes, or all there are: the best candidate of each stream, then more from the first on."""
+    chain = [[0] * depth for depth in range(1, gamma + 1)]
+    wide = [[rank] for rank in range(1, WIDTH)]
+    level = [[rank] for rank in range(WIDTH)]
+    for _ in range(1, gamma):
+        level = [[*path, rank] for path in level for rank in range(WIDTH)]
+        wide += [path for path in level if any(path)]
+        if len(wide) >= size:
+            break
+    return Tree.of([*chain, *wide][: size - 1])
 
 
-def _table(found: list[Choice], costs: list[Cost]) -> Iterator[str]:
-    names = (f"{cost.size} nodes {cost.schedule}" if cost.schedule else "plain" for cost in costs)
-    yield "measured steps: " + ", ".join(
-        f"{name} {cost.milliseconds:.2f} ms" for name, cost in zip(names, costs, strict=True)
-    )
+def _sizes(text: str) -> list[int]:
+    sizes = [positive(part) for part in text.split(",")]
+    if min(sizes) < 2 or max(sizes) > WIDEST:
+        raise argparse.ArgumentTypeError(f"{text}, expected sizes of 2..{WIDEST}")
+    return sorted(set(sizes))
+
+
+def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
+    steps = ", ".join(f"{cost.nodes} nodes {cost.schedule} {cost.ms:.2f} ms" for cost in table.steps)
+    plain = f"plain {table.plain_ms:.2f} ms, " if table.plain_ms is not None else ""
+    threads = f"{table.threads} threads" if table.threads else "the engine's threads"
+    yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
+    yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
+    yield "predicted from these and the observed drafts, without prefill:"
     yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9}  tree"
     for choice in found:
         yield (
-            f"{choice.tree.size:>5} {choice.schedule:>9} {choice.tokens_per_step:>12.2f} {choice.milliseconds:>8.2f} "
+            f"{choice.tree.size:>5} {choice.cost.schedule:>9} {choice.tokens_per_step:>12.2f} {choice.cost.ms:>8.2f} "
             f"{choice.tokens_per_second:>9.1f}  {json.dumps(choice.tree.to_json(), separators=(',', ':'))}"
         )
+    if table.plain_ms is not None:
+        speed = 1e3 / table.plain_ms
+        yield f"{1:>5} {'plain':>9} {1:>12.2f} {table.plain_ms:>8.2f} {speed:>9.1f}"
+        if found[0].tokens_per_second <= speed:
+            yield "no tree is faster than plain decoding on these prompts"
 
 
-def _as_json(found: list[Choice], costs: list[Cost]) -> dict[str, object]:
+def _as_json(found: list[Choice], table: CostTable) -> dict[str, object]:
     return {
-        "costs": [{"nodes": cost.size, "schedule": cost.schedule, "ms": cost.milliseconds} for cost in costs],
+        "costs": to_json(table),
+        "plain_tokens_per_second": 1e3 / table.plain_ms if table.plain_ms is not None else None,
         "choices": [
             {
                 "tree": choice.tree.to_json(),
                 "nodes": choice.tree.size,
-                "schedule": choice.schedule.value,
+                "schedule": choice.cost.schedule.value,
                 "tokens_per_step": choice.tokens_per_step,
-                "ms_per_step": choice.milliseconds,
-                "tokens_per_second": choice.tokens_per_second,
+                "ms_per_step": choice.cost.ms,
+                "predicted_tokens_per_second": choice.tokens_per_second,
             }
             for choice in found
         ],

@@ -1,4 +1,4 @@
-"""The part of the protobuf wire format that a Core ML model file uses. Every length is checked before it is used."""
+"""The part of the protobuf wire format in Core ML and ONNX model files. Every length is checked before it is used."""
 
 from __future__ import annotations
 

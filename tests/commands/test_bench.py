@@ -128,20 +128,24 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     data.write_text("\n".join(json.dumps({"prompt": p, "completion": "a"}) for p in ("hello", "what now")) + "\n")
     bundle, report, picture = str(tiny.tiny_bundle("fp32").folder), tmp_path / "r.json", tmp_path / "r.png"
     arguments = ["--rounds", "2", "--max-tokens", "8", "--threads", "1", "--json", str(report), "--plot", str(picture)]
+    arguments += ["--report", str(tmp_path / "page")]
     assert call("bench", bundle, "--data", str(data), *arguments) == 0
     text = capsys.readouterr().out
     found = json.loads(report.read_text())
     assert found["prompts"] == 2 and found["threads"] == 1 and found["equal"] is True and found["speedup"] > 0
     assert set(found["arms"]) == {"plain", "plain_step", "speculative", "adaptive"}
     for mode in found["arms"].values():
-        for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "peak_rss_mb"):
+        for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "resident_mb"):
             assert mode[key] > 0, key
+        assert mode["peak_rss_mb"] >= mode["resident_mb"]
     histogram = found["arms"]["speculative"]["accepted_histogram"]
     assert len(histogram) == tiny.TREE.emitted and sum(histogram) == found["arms"]["speculative"]["steps"]
     assert found["quality"]["metric"] == "exact_match"
     assert found["valid"] is (found["machine"]["others_cpu_share"] <= LOADED)
     assert ("**Not valid:**" in text) is not found["valid"]
     assert "All decoding modes gave the same tokens" in text and "| speculative |" in text
+    assert json.loads((tmp_path / "page" / "report.json").read_text()) == found
+    assert f"ssdevice bench {bundle}" in (tmp_path / "page" / "index.html").read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -159,6 +163,7 @@ def test_a_profile_names_kernels_and_the_host(tmp_path: Path, capsys: pytest.Cap
     [
         (["--metric", "bleu"], "--metric 'bleu' is not one of"),
         (["--json", "/nowhere/at/all.json"], "its folder does not exist"),
+        (["--report", __file__], "this is a file, expected a folder"),
         (["--rounds", "0"], "expected 1 or more"),
     ],
 )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer
-from ssdevice.bench.tuning import Cost, choices, interpolate, observe
-from ssdevice.config import Schedule
-from ssdevice.errors import InputError
+from ssdevice.bench.tuning import choices, observe
+from ssdevice.commands.tune import WIDTH, _tree
+from ssdevice.config import Schedule, to_json
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.ranks import tokens_per_step
 from ssdevice.runtime.loop import speculative
 from ssdevice.tree import Tree
@@ -53,37 +57,107 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
         assert tokens_per_step(single, tree) == pytest.approx(emitted / steps)
 
 
-def test_costs_lie_on_lines_between_measured_sizes() -> None:
-    costs = [Cost(1, 2.0), Cost(5, 4.0), Cost(9, 10.0)]
-    assert [interpolate(costs, size) for size in (1, 3, 5, 7, 11)] == [2.0, 3.0, 4.0, 7.0, 13.0]
+ALWAYS = [[[0, 0, 0]] * 30]
+FUSED, DEFERRED = Schedule.FUSED, Schedule.DEFERRED
 
 
-def test_the_fastest_tree_weighs_acceptance_against_cost() -> None:
-    ranks = [[[0, 0, 0]] * 30]
-    cheap = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(4, 1.1, Schedule.FUSED)])
-    assert cheap[0].tree == Tree.chain(3)
-    dear = choices(ranks, range(2, 5), [Cost(1, 1.0), Cost(2, 1.1, Schedule.FUSED), Cost(4, 9.0, Schedule.FUSED)])
+def table(*steps: StepCost, plain_ms: float | None = 1.0) -> CostTable:
+    """A synthetic device: a phone that runs INT4 bundles for Core ML."""
+    manifest = tiny.tiny_bundle("fp32").manifest
+    return CostTable(
+        device="phone", instructions=("asimddp",), target="coreml", precision="int4", threads=2, kernels=False,
+        model=manifest.model.sha256, gamma=manifest.geometry.gamma, msa_layers=manifest.msa_layers,
+        steps=steps, plain_ms=plain_ms, prefill_tokens=32, prefill_ms=9.5,
+    )  # fmt: skip
+
+
+def test_a_cliff_behind_four_rows_chooses_a_tree_of_four() -> None:
+    # Kernels work on tiles of four rows, so the fifth is dear, though all drafts are right.
+    ranks = [[[0, 0, 0, 0]] * 31]
+    cliff = [StepCost(n, FUSED, ms) for n, ms in ((2, 1.0), (3, 1.05), (4, 1.1), (5, 2.0))]
+    assert choices(ranks, cliff)[0].tree == Tree.chain(3)
+    flat = [StepCost(n, FUSED, ms) for n, ms in ((2, 1.0), (3, 1.05), (4, 1.1), (5, 1.11))]
+    assert choices(ranks, flat)[0].tree == Tree.chain(4)
+
+
+def test_only_measured_sizes_are_chosen() -> None:
+    found = choices(ALWAYS, [StepCost(2, FUSED, 1.0), StepCost(4, FUSED, 1.1)])
+    assert [choice.tree.size for choice in found] == [4, 2]
+    with pytest.raises(InputError, match="the drafts fill a tree of 4 nodes, and only steps of 5, 8 nodes"):
+        choices(ALWAYS, [StepCost(5, FUSED, 1.0), StepCost(8, FUSED, 1.0)])
+
+
+def test_speed_is_predicted_from_tokens_and_milliseconds() -> None:
+    chosen = choices(ALWAYS, [StepCost(4, FUSED, 2.0)])[0]
+    assert chosen.tokens_per_second == chosen.tokens_per_step / 2.0 * 1e3
+    dear = choices(ALWAYS, [StepCost(2, FUSED, 1.1), StepCost(4, FUSED, 9.0)])
     assert dear[0].tree == Tree.chain(1)
 
 
 def test_each_size_runs_in_its_cheaper_schedule() -> None:
-    costs = [Cost(1, 1.0), Cost(2, 1.5, Schedule.FUSED), Cost(4, 4.0, Schedule.FUSED), Cost(4, 2.8, Schedule.DEFERRED)]
-    found = {choice.tree.size: choice.schedule for choice in choices([[[0, 0, 0]] * 30], range(2, 5), costs)}
-    assert found == {2: Schedule.FUSED, 3: Schedule.DEFERRED, 4: Schedule.DEFERRED}
+    costs = [StepCost(2, FUSED, 1.5), StepCost(4, FUSED, 4.0), StepCost(4, DEFERRED, 2.8)]
+    assert {c.tree.size: c.cost.schedule for c in choices(ALWAYS, costs)} == {2: FUSED, 4: DEFERRED}
 
 
 def test_drafts_that_are_never_right_are_an_error() -> None:
     with pytest.raises(InputError, match="no draft was ever right"):
-        choices([[[1 << 20]] * 5], range(2, 5), [Cost(1, 1.0), Cost(4, 1.1, Schedule.FUSED)])
+        choices([[[1 << 20]] * 5], [StepCost(4, FUSED, 1.1)])
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = table(StepCost(3, FUSED, 1.25), StepCost(3, DEFERRED, 1.0))
+    written.write(tmp_path / "t.json")
+    assert CostTable.read(tmp_path / "t.json") == written
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plain_ms": 0}, "plain_ms is 0.0, expected milliseconds above 0"),
+        ({"steps": []}, "steps: none"),
+        ({"steps": [{"nodes": 1, "schedule": "fused", "ms": 1}]}, "nodes is 1, expected 2.."),
+        ({"steps": [{"nodes": 4, "schedule": "fused", "ms": 1}] * 2}, "a size appears twice"),
+        ({"speed": 1}, "unknown key 'speed'"),
+    ],
+)
+def test_a_broken_table_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
+    table(StepCost(3, FUSED, 1.25)).write(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text(json.dumps(json.loads((tmp_path / "t.json").read_text()) | change))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        CostTable.read(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
+def test_trial_trees_have_the_sizes_asked_for(size: int) -> None:
+    tree = _tree(3, size)
+    assert tree.size == size and tree.depth == min(size - 1, 3) and tree.width <= WIDTH
+
+
+def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, costs, bundle = tmp_path / "data.jsonl", tmp_path / "phone.json", str(tiny.tiny_bundle("fp32").folder)
+    data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n")
+    table(StepCost(2, FUSED, 4.0), StepCost(3, FUSED, 40.0)).write(costs)
+    arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--cost-table", str(costs)]
+    assert call("tune", bundle, *arguments) == 0
+    text = capsys.readouterr().out
+    assert "measured on phone (2 threads, asimddp), int4 coreml:" in text and "4.00 ms" in text
+    assert "no tree is faster than plain decoding" in text and "predicted" in text
+    assert call("tune", bundle, *arguments, "--write-cost-table", str(tmp_path / "t.json")) == 2
+    replace(table(StepCost(2, FUSED, 4.0)), gamma=2).write(costs)
+    assert call("tune", bundle, *arguments) == 2
+    assert "phone.json: measured with γ 2, the bundle has 3" in capsys.readouterr().err
 
 
 def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "tree.json"
     data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n")
     arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--out", str(out), "--json"]
+    arguments += ["--write-cost-table", str(tmp_path / "costs.json")]
     assert call("tune", str(tiny.tiny_bundle("fp32").folder), *arguments) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [cost["nodes"] for cost in found["costs"]] == [1, tiny.TREE.size]
+    assert [cost["nodes"] for cost in found["costs"]["steps"]] == [tiny.TREE.size]
+    costs = CostTable.read(tmp_path / "costs.json")
+    assert to_json(costs) == found["costs"] and costs.prefill_tokens == tiny.CHUNK and costs.plain_ms is not None
     assert Tree.parse(str(out)).to_json() == found["choices"][0]["tree"]
 
 
@@ -91,9 +165,11 @@ def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.Cap
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now")) + "\n")
     model = ["--model", str(tiny.base_folder()), "--adapter", f"app={tiny.adapter_folder()}", "--quant", "fp32"]
-    assert call("tune", *model, "--data", str(data), "--max-tokens", "60", "--threads", "1", "--json") == 0
+    asked = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--json", "--sizes", "2,4"]
+    assert call("tune", *model, *asked) == 0
     found = json.loads(capsys.readouterr().out)
-    timed = {(cost["nodes"], cost["schedule"]) for cost in found["costs"]}
-    assert {schedule for _, schedule in timed} == {None, "fused", "deferred"} and len(timed) == 5
+    timed = {(cost["nodes"], cost["schedule"]) for cost in found["costs"]["steps"]}
+    assert timed == {(nodes, schedule) for nodes in (2, 4) for schedule in ("fused", "deferred")}
+    assert {choice["nodes"] for choice in found["choices"]} <= {2, 4}
     assert call("tune", *model[:2], "--data", str(data)) == 2
     assert call("tune", "--data", str(data)) == 2

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from ssdevice import __version__
 from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
-from ssdevice.bench.report import heading, processor, prompts_of
+from ssdevice.bench.report import heading, per_prompt, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
 
 
@@ -53,6 +53,7 @@ def _row(comparison: Comparison, row: Row) -> Json:
         "peak_rss_mb": round(row.peak_mb, 1),
         "disk_mb": round(row.arm.disk_bytes / 1e6, 1),
         "tokens": sum(len(answer.tokens) for answer in measured.answers),
+        "prompt_tokens_per_second": per_prompt(measured),
         "equal_to_plain": None if differing is None else not differing,
         "differing_prompts": differing,
         "over_fastest_plain_peer": asdict(ratio) if ratio is not None else None,

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import IO
 
-from ssdevice.bench.peak_memory import own_peak_mb
+from ssdevice.bench.memory import own_peak_mb
 from ssdevice.bench.peers.arm import Answer, Engine, Json
 from ssdevice.errors import first_line
 

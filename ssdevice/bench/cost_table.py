@@ -1,0 +1,86 @@
+"""What steps cost on a device, as a small file: a phone writes it, and trees are chosen with it elsewhere.
+
+``docs/performance.md`` describes the JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdevice.bundle.manifest import Manifest
+from ssdevice.config import Schedule, load_strict, read_json, to_json
+from ssdevice.errors import ConfigError, InputError
+from ssdevice.tree import MAX_NODES
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Median milliseconds of a step of ``nodes`` tree nodes, streams included, in a schedule."""
+
+    nodes: int
+    schedule: Schedule
+    ms: float
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MAX_NODES:
+            raise ConfigError(f"nodes is {self.nodes}, expected 2..{MAX_NODES}")
+        _check_time("ms", self.ms)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs on one device with one setting.
+
+    ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
+    default. ``plain_ms``: a plain step, None if the bundles have none; ``prefill_ms``: a call over ``prefill_tokens``.
+    Raises ConfigError for a time that is not above 0, or a size that appears twice in a schedule.
+    """
+
+    device: str
+    instructions: tuple[str, ...]
+    target: str
+    precision: str
+    threads: int
+    kernels: bool
+    model: str
+    gamma: int
+    msa_layers: int
+    steps: tuple[StepCost, ...]
+    plain_ms: float | None
+    prefill_tokens: int
+    prefill_ms: float
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ConfigError("steps: none, so there is no tree to choose")
+        if len({(step.nodes, step.schedule) for step in self.steps}) < len(self.steps):
+            raise ConfigError("steps: a size appears twice in one schedule")
+        _check_time("prefill_ms", self.prefill_ms)
+        if self.plain_ms is not None:
+            _check_time("plain_ms", self.plain_ms)
+
+    @classmethod
+    def read(cls, file: Path) -> CostTable:
+        """The table in a file. Raises ConfigError, which names the file and the field."""
+        return load_strict(cls, read_json(file), str(file))
+
+    def write(self, file: Path) -> None:
+        """Write the table as JSON."""
+        file.write_text(json.dumps(to_json(self), ensure_ascii=False, indent=1) + "\n", "utf-8")
+
+    def check(self, manifest: Manifest, where: str) -> None:
+        """Raise InputError if the table is of another model, or of streams of another number or depth."""
+        for name, mine, theirs in (
+            ("base model", self.model, manifest.model.sha256),
+            ("γ", self.gamma, manifest.geometry.gamma),
+            ("number of MSA layers", self.msa_layers, manifest.msa_layers),
+        ):
+            if mine != theirs:
+                raise InputError(f"{where}: measured with {name} {mine}, the bundle has {theirs}")
+
+
+def _check_time(name: str, value: float) -> None:
+    if value <= 0:
+        raise ConfigError(f"{name} is {value}, expected milliseconds above 0")
