@@ -17,8 +17,9 @@ BUDGET = 12.0
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
 """Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
 CALIBRATED = 4
-"""Steps before the first two plain calls, of which the second tells what plain decoding costs."""
-TIMES = 16
+"""Steps before the first plain calls, which tell what plain decoding costs."""
+TIMES, ENOUGH = 16, 3
+"""Times of a call of which the median is taken, and of how many at least."""
 
 
 class _Cost:
@@ -30,7 +31,7 @@ class _Cost:
 
     @property
     def known(self) -> bool:
-        return bool(self._times)
+        return len(self._times) >= ENOUGH
 
     @property
     def seconds(self) -> float:

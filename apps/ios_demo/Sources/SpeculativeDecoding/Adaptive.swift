@@ -30,7 +30,7 @@ struct Adaptive: Sendable {
     /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
     /// `budget`.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
-    /// Steps before the first two plain calls, of which the second tells what plain decoding costs.
+    /// Steps before the first plain calls, which tell what plain decoding costs.
     static let calibrated = 4
 
     private var plain = Times()
@@ -46,12 +46,12 @@ struct Adaptive: Sendable {
     private var paused = 0
 
     /// Whether the next call is a step.
-    var speculates: Bool { paused == 0 && (!plain.isEmpty || steps < Self.calibrated) }
+    var speculates: Bool { paused == 0 && (plain.isKnown || steps < Self.calibrated) }
 
     mutating func addPlain(seconds: Double) {
         plain.add(seconds)
         paused = max(0, paused - 1)
-        if !plain.isEmpty { steps = 0 }
+        if plain.isKnown { steps = 0 }
     }
 
     /// `tokens`: how many the step emitted.
@@ -59,7 +59,7 @@ struct Adaptive: Sendable {
         step.add(seconds)
         steps += 1
         // The first draft after a plain call is an old one.
-        guard !plain.isEmpty, steps > 1 else { return }
+        guard plain.isKnown, steps > 1 else { return }
         let gained = Double(tokens) - step.median / plain.median
         lost = max(0, lost - gained)
         won += gained
@@ -78,7 +78,7 @@ private struct Times: Sendable {
     private var values: [Double] = []
     private var opened = false
 
-    var isEmpty: Bool { values.isEmpty }
+    var isKnown: Bool { values.count >= 3 }
     var median: Double { SpeculativeDecoding.median(values) }
 
     mutating func add(_ seconds: Double) {
