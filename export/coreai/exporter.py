@@ -49,7 +49,7 @@ class CoreAIExporter(Exporter):
         return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, notes, tools)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the asset, run by Apple's runtime, with the torch model that ``export`` left. See ``plan.Exporter``."""
+        """Compare the asset, as Apple's runtime runs it, with the torch model that ``export`` left; see ``plan.Exporter``."""
         engine = CoreAIEngine(folder / ASSET, job.plan.geometry, job.plan.function_names)
         with EngineDriver(engine) as driver:
             return check(job, driver, FLOAT_JITTER)

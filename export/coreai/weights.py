@@ -3,6 +3,7 @@
 In float16 the runtime for CPUs also adds in float16, which no reference can follow (docs/coreai.md); and only weights
 are rounded, so no row can see another through a scale. A matrix is a parametrization of its linear or embedding: the
 module's ``weight`` is computed from what is stored, by the operators that coreai-torch stores compressed weights with.
+What is stored is a tuple, also if it is one tensor: torch then leaves the weight that it replaces as it was.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ DTYPES = {8: torch.int8, 4: torch.int4}  # type: ignore[attr-defined]
 class Turned(nn.Module):
     """A float32 matrix as the right operand of a product. The runtime would turn it in every call."""
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
         """``[outputs, inputs] -> [inputs, outputs]``."""
-        return weight.detach().T.contiguous()
+        return (weight.detach().T.contiguous(),)
 
     def forward(self, stored: Tensor) -> Tensor:
         """The matrix."""
@@ -41,9 +42,9 @@ class Turned(nn.Module):
 class Halves(nn.Module):
     """A matrix in float16."""
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
         """``[outputs, inputs]`` in float16."""
-        return weight.detach().half()
+        return (weight.detach().half(),)
 
     def forward(self, stored: Tensor) -> Tensor:
         """The matrix in float32."""
@@ -85,6 +86,7 @@ def stored(model: StreamModel, quant: Quant) -> Iterator[tuple[str, ...]]:
 
     forms, notes = _forms(model, quant)
     for part, form in forms.items():
+        part.requires_grad_(False)  # integers have no gradients
         parametrize.register_parametrization(part, "weight", form, unsafe=True)
     try:
         yield notes

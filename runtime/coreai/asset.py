@@ -36,7 +36,9 @@ class OpenAsset:
             self._model = self._wait(self._enter())
         except Exception as error:
             self.close()
-            raise BundleError(f"{path}: Core AI cannot open it ({first_line(error)}); export the bundle again") from error
+            raise BundleError(
+                f"{path}: Core AI cannot open it ({first_line(error)}); export the bundle again"
+            ) from error
 
     def function(self, name: str) -> Any:
         """A function of the asset, loaded on first use. Raises BundleError for one that it does not have."""
