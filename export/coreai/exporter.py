@@ -8,14 +8,16 @@ from pathlib import Path
 
 from torch import nn
 
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
+from ssdevice.export.app_functions import function_names, jobs
 from ssdevice.export.calibration.grid import Grid
-from ssdevice.export.coreai.conversion import save_asset
-from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
+from ssdevice.export.coreai.conversion import Asset
+from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity.gate import FLOAT_JITTER, check
-from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
 ASSET = "model.aimodel"
@@ -25,34 +27,49 @@ LARGE_CACHE = 2048
 
 
 class CoreAIExporter(Exporter):
-    """``step``, ``prefill`` and ``step_plain`` in one ``.aimodel``; see ``plan.Exporter``."""
+    """Writes one ``.aimodel``. Several apps become functions of it, over the base's weights; see ``plan.Exporter``."""
 
     bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.2}  # noqa: RUF012
     schedule = Schedule.FUSED
+    several_apps = True
     calibrates = frozenset({Quant.INT4})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return None if factor or linear.in_features % GROUP else INT4_GRID
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the asset; afterwards the job's model has the values that it stores. See ``plan.Exporter``."""
-        plan = job.plan
-        stages = len(plan.function_names) + 1
-
-        def report(number: int, what: str) -> None:
-            job.report("write the graphs", number, stages, what)
-
-        with stored(job.loaded.model, plan.options.quant) as notes:
-            save_asset(job.loaded.model, plan, folder / ASSET, report)
-        notes = (*job.notes, *notes, *_notes(plan))
+        """Write the asset; see ``plan.Exporter``."""
+        plan, table, asset = job.plan, function_names(job.plan), Asset()
+        total = len({name for names in table.values() for name in names.values()})
+        notes = [*job.notes]
+        for app, one in jobs(job):
+            specs, model = one.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE), one.loaded.model
+            with stored(model, plan.options.quant) as found:
+                for function, name in table[app.name].items():
+                    if name not in asset.functions:
+                        job.report("write the graphs", len(asset.functions), total + 1, name)
+                        asset.add(name, specs[function], model, one.plan)
+            notes += [note for note in found if note not in notes]
+        job.report("write the graphs", total, total + 1, "convert")
+        asset.save(folder / ASSET)
+        notes += _notes(plan)
+        apps = {}
+        if not plan.merged:
+            kinds = {app.name: AdapterKind.FUNCTION if app.folder else AdapterKind.BASE for app in plan.apps}
+            apps = {name: AppResult(kind, functions=dict(table[name])) for name, kind in kinds.items()}
         tools = {name: version(name) for name in TOOLS}
-        return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, notes, tools)
+        return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the asset, as Apple's runtime runs it, with the torch model that ``export`` left; see ``plan.Exporter``."""
-        engine = CoreAIEngine(folder / ASSET, job.plan.geometry, job.plan.function_names)
-        with EngineDriver(engine) as driver:
-            return check(job, driver, FLOAT_JITTER)
+        """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
+        facts: dict[str, float] = {}
+        table = function_names(job.plan)
+        for app, one in jobs(job):
+            engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
+            with EngineDriver(engine) as driver, as_stored(one.loaded.model, job.plan.options.quant):
+                found = check(one, driver, FLOAT_JITTER)
+            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
+        return facts
 
 
 def _notes(plan: ExportPlan) -> list[str]:

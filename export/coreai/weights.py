@@ -3,7 +3,7 @@
 In float16 the runtime for CPUs also adds in float16, which no reference can follow (docs/coreai.md); and only weights
 are rounded, so no row can see another through a scale. A matrix is a parametrization of its linear or embedding: the
 module's ``weight`` is computed from what is stored, by the operators that coreai-torch stores compressed weights with.
-What is stored is a tuple, also if it is one tensor: torch then leaves the weight that it replaces as it was.
+What is stored is a tuple, also if it is one tensor, which torch would not let change its type.
 """
 
 from __future__ import annotations
@@ -76,45 +76,64 @@ class Integers(nn.Module):
         return dense
 
 
+Weights = dict[nn.Linear | nn.Embedding, nn.Parameter]
+
+
 @contextmanager
 def stored(model: StreamModel, quant: Quant) -> Iterator[tuple[str, ...]]:
-    """In this context the model's matrices are stored as an asset stores them; afterwards they keep the rounded values.
+    """In this context the model's matrices are computed from what an asset stores, as a trace should see them.
 
     Yields notes on deviations from the precision.
     """
-    import coreai_torch._compression.custom_layers  # noqa: F401  defines the operator
-
-    forms, notes = _forms(model, quant)
-    for part, form in forms.items():
-        part.requires_grad_(False)  # integers have no gradients
-        parametrize.register_parametrization(part, "weight", form, unsafe=True)
+    before, notes = _register(model, quant)
     try:
         yield notes
     finally:
-        for part in forms:
-            parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
+        _settle(before)
+        _restore(before)
 
 
 @contextmanager
 def as_stored(model: StreamModel, quant: Quant) -> Iterator[None]:
     """In this context the model's matrices have the values that an asset stores."""
-    before = {part: part.weight for part in model.modules() if isinstance(part, (nn.Linear, nn.Embedding))}
-    with stored(model, quant):
-        pass
+    before, _ = _register(model, quant)
+    _settle(before)
     try:
         yield
     finally:
-        for part, weight in before.items():
-            del part.weight
-            part.weight = weight
+        _restore(before)
 
 
-def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Module, nn.Module], tuple[str, ...]]:
+def _register(model: StreamModel, quant: Quant) -> tuple[Weights, tuple[str, ...]]:
+    """Replace the matrices of a model; returns them and notes."""
+    import coreai_torch._compression.custom_layers  # noqa: F401  defines the operator
+
+    forms, notes = _forms(model, quant)
+    before: Weights = {part: part.weight for part in forms}
+    for part, form in forms.items():
+        part.weight = nn.Parameter(before[part].detach(), requires_grad=False)  # integers have no gradients
+        parametrize.register_parametrization(part, "weight", form, unsafe=True)
+    return before, notes
+
+
+def _settle(parts: Weights) -> None:
+    """Make the rounded values ordinary weights."""
+    for part in parts:
+        parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
+
+
+def _restore(before: Weights) -> None:
+    for part, weight in before.items():
+        del part.weight
+        part.weight = weight
+
+
+def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Linear | nn.Embedding, nn.Module], tuple[str, ...]]:
     """How each matrix is stored, and notes. Low-rank factors stay float32: they are small."""
     embedding, notes = model.backbone.embed_tokens, []
     low_rank = {part for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
     whole = (model.backbone.lm_head, model.draft_head, embedding)
-    forms: dict[nn.Module, nn.Module] = {}
+    forms: dict[nn.Linear | nn.Embedding, nn.Module] = {}
     for name, part in model.named_modules():
         if not isinstance(part, (nn.Linear, nn.Embedding)) or part in low_rank:
             continue

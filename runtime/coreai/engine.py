@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
@@ -27,10 +27,11 @@ LOGITS = "logits"
 
 
 class CoreAIEngine(Engine):
-    """An asset opened for one app. ``names``: the contract's functions that it has."""
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset."""
 
-    def __init__(self, asset: Path, geometry: Geometry, names: Sequence[str]) -> None:
+    def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), asset)
+        self.names = dict(names)
         specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
         self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
         self.asset = OpenAsset(asset)
@@ -44,14 +45,14 @@ class CoreAIEngine(Engine):
                 f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
                 f"Core AI bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
             )
-        bundle.app(app)
-        return cls(bundle.file(MODEL), bundle.geometry, list(bundle.functions))
+        names = bundle.app(app).functions or {name: name for name in bundle.functions}
+        return cls(bundle.file(MODEL), bundle.geometry, names)
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:
         return CoreAICache(self, inputs)
 
     def warm(self) -> None:
-        for name in self.functions:
+        for name in self.names.values():
             self.asset.function(name)
 
     def release(self) -> None:
@@ -74,7 +75,7 @@ class CoreAICache(Cache):
     def call(self, function: str, length: int) -> Outputs:
         integers = {name: CoreAIArray(self.inputs[name]) for name in self.engine.integers[function]}
         clock = perf_counter()
-        outputs = self.engine.asset.call(function, integers, self.state)
+        outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock
         return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.logits}
 

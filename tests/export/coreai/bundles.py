@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle
 from ssdevice.tree import Tree
-from tests.export.models import write_adapter, write_base
+from tests.export.models import write_adapter, write_base, write_lora
 from tests.once import made_once
 
 ABSENT = "needs coreai-core and coreai-torch"
@@ -57,3 +57,19 @@ def options(cell: Cell, out: Path) -> ExportOptions:
 def bundle(cell: Cell) -> Bundle:
     """The bundle of a combination, which passed its parity gate."""
     return Bundle.open(made_once(f"coreai/{cell}", lambda out: export_bundle(options(cell, out), lambda *_: None)))
+
+
+def apps() -> Bundle:
+    """A bundle of two apps, each with streams and a LoRA of its own."""
+    adapters = []
+    for seed, name in enumerate(("one", "other"), start=2):
+
+        def write(out: Path, seed: int = seed) -> None:
+            write_lora(write_adapter(out, base(), gamma=2, msa_layers=1), base(), rank=2, seed=seed)
+
+        adapters.append((name, made_once(f"coreai/{name}", write)))
+
+    def export(out: Path) -> None:
+        export_bundle(replace(options(Cell(Quant.INT8), out), adapters=tuple(adapters)), lambda *_: None)
+
+    return Bundle.open(made_once("coreai/apps", export))
