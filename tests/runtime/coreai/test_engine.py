@@ -33,7 +33,7 @@ def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         open_engine(cast(Any, bundle), None, EngineOptions())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     pytest.importorskip("coreai_torch", reason=ABSENT)
     opened = open_engine(bundle(Cell(Precision.INT4)), None, EngineOptions())
@@ -79,7 +79,7 @@ def test_a_damaged_asset_is_refused(engine: Any, tmp_path: Path) -> None:
     shutil.copytree(engine.source, damaged)
     (damaged / "main.mlirb").write_bytes(b"nothing")
     with pytest.raises(BundleError, match="Core AI cannot open it"):
-        CoreAIEngine(damaged, engine.geometry, sorted(engine.functions))
+        CoreAIEngine(damaged, engine.geometry, engine.names)
 
 
 def test_a_function_that_the_asset_lacks_is_named(engine: Any) -> None:
