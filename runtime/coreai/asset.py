@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,6 +15,8 @@ from coreai.runtime import NDArray as CoreAIArray
 
 from ssdevice.errors import BundleError, first_line
 
+PROGRAM, DIGEST = "main.mlirb", "main.hash"
+"""Files of an asset: its functions with their weights, and the sha256 of that file."""
 Result = TypeVar("Result")
 Arrays = Mapping[str, CoreAIArray]
 
@@ -26,6 +29,7 @@ class OpenAsset:
     """
 
     def __init__(self, path: Path) -> None:
+        check_program(path)
         self.path = path
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name=f"coreai {path.name}", daemon=True)
@@ -75,3 +79,15 @@ class OpenAsset:
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def check_program(asset: Path) -> None:
+    """Raise BundleError for a missing or damaged file: Apple's compiler would end the whole process."""
+    try:
+        with (asset / PROGRAM).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+        expected = (asset / DIGEST).read_bytes()
+    except OSError as error:
+        raise BundleError(f"{asset}: not an asset of Core AI ({error.strerror})") from error
+    if found != expected:
+        raise BundleError(f"{asset / PROGRAM} is damaged: its sha256 is not that in {DIGEST}; export the bundle again")

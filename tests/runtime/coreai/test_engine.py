@@ -73,12 +73,13 @@ def test_it_runs_below_an_event_loop(engine: Any) -> None:
 
 
 def test_a_damaged_asset_is_refused(engine: Any, tmp_path: Path) -> None:
+    from ssdevice.runtime.coreai.asset import PROGRAM
     from ssdevice.runtime.coreai.engine import CoreAIEngine
 
     damaged = tmp_path / engine.source.name
     shutil.copytree(engine.source, damaged)
-    (damaged / "main.mlirb").write_bytes(b"nothing")
-    with pytest.raises(BundleError, match="Core AI cannot open it"):
+    (damaged / PROGRAM).write_bytes(b"nothing")
+    with pytest.raises(BundleError, match="main.mlirb is damaged"):
         CoreAIEngine(damaged, engine.geometry, engine.names)
 
 
