@@ -76,7 +76,7 @@ class Integers(nn.Module):
         return dense
 
 
-Weights = dict[nn.Linear | nn.Embedding, nn.Parameter]
+Weights = dict[nn.Linear | nn.Embedding, Tensor]
 
 
 @contextmanager
