@@ -12,7 +12,7 @@ from typing import Any
 
 from ssdevice.errors import ConfigError, first_line
 
-BUILT_IN = ("onnx", "coreml", "executorch")
+BUILT_IN = ("onnx", "coreml", "executorch", "coreai")
 DEFAULT = "onnx"
 """The target that runs without an extra."""
 ENTRY_POINTS = "ssdevice.targets"

@@ -18,6 +18,7 @@ ALLOWED = {
     r"needs a C\+\+ compiler.*": "so is a compiler",
     r"needs node|needs Chromium": "so are a browser and what runs its scripts",
     r"needs the packages of `make web`": "they come from another registry",
+    r"needs coreai-core and coreai-torch": "pre-releases, which only their own extra installs",
     r"needs a Mac.*": "Core ML itself runs nowhere else",
     r"these run in the interpreter|there Core ML itself opens a package": "on a Mac, Core ML does this work",
     r"the size of the process is read from /proc|sizes of processes are read from /proc": "only Linux has /proc",

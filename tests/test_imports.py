@@ -11,7 +11,10 @@ import pytest
 
 from ssdevice.cli import COMMANDS
 
-HEAVY = ("torch", "transformers", "peft", "coremltools", "executorch", "torchao", "onnx", "onnxscript", "matplotlib")
+HEAVY = (
+    "torch", "transformers", "peft", "coremltools", "executorch", "torchao", "coreai", "onnx", "onnxscript",
+    "matplotlib",
+)  # fmt: skip
 CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "mil.program", "runtime", "bench")
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
+from ssdevice.export.app_functions import Names, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
-from ssdevice.export.coreml.apps import Names, adapter_bytes, function_names, growth, jobs
+from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, release_memory, save
 from ssdevice.export.coreml.golden import cases, write_golden

@@ -1,0 +1,41 @@
+"""Apps as functions of one file: the names of each app's functions, and a job for each app."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ssdevice.contract import PLAIN
+from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+
+Names = Mapping[str, str]
+"""The contract's functions -> their names in a file."""
+
+
+def function_names(plan: ExportPlan) -> dict[str, Names]:
+    """By app: its functions of the contract -> their names in the file.
+
+    A merged app uses the contract's names. Apps that do not change main rows share the base's plain step.
+    """
+    if plan.merged:
+        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+    table: dict[str, Names] = {}
+    taken = set(plan.function_names)
+    for app in plan.apps:
+        suffix = "" if app.folder is None else f"_{re.sub(r'[^A-Za-z0-9_]', '_', app.name)}"
+        own = plan.of(app).function_names
+        while suffix and any(f"{name}{suffix}" in taken for name in own):
+            suffix += "_"
+        names = {name: PLAIN if name == PLAIN and not app.has_lora else f"{name}{suffix}" for name in own}
+        taken.update(names.values())
+        table[app.name] = names
+    return table
+
+
+def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
+    """A job for each app in turn; finish with one before taking the next."""
+    first, *others = job.plan.apps
+    yield first, replace(job, plan=job.plan.of(first))
+    for app in others:
+        yield app, job.for_app(app, job.plan.merged)

@@ -1,0 +1,58 @@
+"""Converts functions of the contract to one asset of Core AI, in which they share weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+
+from ssdevice.contract import PREFILL, FunctionSpec
+from ssdevice.errors import SSDeviceError, first_line
+from ssdevice.export.forms import function_module
+from ssdevice.export.plan import ExportPlan
+from ssdevice.export.quiet import quiet
+from ssdevice.export.state_form import InternalCacheForm
+from ssdevice.model.step import StreamModel
+from ssdevice.runtime.coreai.engine import LOGITS
+
+with quiet("coreai_torch"):  # it takes torch's build "2.13.0+cpu" for a version that nobody has tried
+    from coreai_torch import TorchConverter, get_decomp_table
+
+
+class Asset:
+    """An asset in the making; ``functions``: the names of those that it has so far."""
+
+    def __init__(self) -> None:
+        self.functions: set[str] = set()
+        self._converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
+
+    def add(self, name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> None:
+        """Trace a function of the contract and add it as ``name``. Raises SSDeviceError if it cannot be converted."""
+        module = function_module(spec.name, model, plan.geometry, plan.schedule)
+        form = InternalCacheForm(spec.name, module, plan.geometry, logits=True)
+        inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+        outputs = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
+        with quiet("coreai_torch"), torch.no_grad():
+            program = torch.export.export(form, inputs).run_decompositions(get_decomp_table())
+        try:
+            self._converter.add_exported_program(
+                program,
+                input_names=[tensor.name for tensor in spec.inputs],
+                output_names=outputs if spec.name == PREFILL else [*outputs, LOGITS],
+                state_names=[tensor.name for tensor in spec.states],
+                entrypoint_name=name,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise SSDeviceError(f"coreai-torch cannot convert {name}: {first_line(error)}") from error
+        self.functions.add(name)
+
+    def save(self, out: Path) -> None:
+        """Convert the functions and write the asset, which holds equal weights once. Raises SSDeviceError."""
+        # The converter writes its progress to stdout, which belongs to the command line's own output.
+        with quiet("coreai_torch"), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                self._converter.to_coreai().save_asset(out)
+            except (ValueError, RuntimeError) as error:
+                raise SSDeviceError(f"coreai-torch cannot convert the functions: {first_line(error)}") from error

@@ -1,0 +1,85 @@
+"""The Core AI target: one asset whose functions share weights and take the cache as state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from torch import nn
+
+from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.config import Schedule
+from ssdevice.contract import CacheForm
+from ssdevice.export.app_functions import function_names, jobs
+from ssdevice.export.calibration.grid import Grid
+from ssdevice.export.coreai.conversion import Asset
+from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
+from ssdevice.export.driver import EngineDriver
+from ssdevice.export.parity.gate import FLOAT_JITTER, check
+from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
+
+ASSET = "model.aimodel"
+TOOLS = ("torch", "transformers", "coreai-torch", "coreai-core")
+LARGE_CACHE = 2048
+"""Rows of a cache from which phones are reported to fail."""
+
+
+class CoreAIExporter(Exporter):
+    """Writes one ``.aimodel``. Several apps become functions of it, over the base's weights; see ``plan.Exporter``."""
+
+    bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.2}  # noqa: RUF012
+    schedule = Schedule.FUSED
+    several_apps = True
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return None if factor or linear.in_features % GROUP else INT4_GRID
+
+    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+        """Write the asset; see ``plan.Exporter``."""
+        plan, table, asset = job.plan, function_names(job.plan), Asset()
+        total = len({name for names in table.values() for name in names.values()})
+        notes = [*job.notes]
+        for app, one in jobs(job):
+            specs, model = one.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE), one.loaded.model
+            with stored(model, plan.options.quant) as found:
+                for function, name in table[app.name].items():
+                    if name not in asset.functions:
+                        job.report("write the graphs", len(asset.functions), total + 1, name)
+                        asset.add(name, specs[function], model, one.plan)
+            notes += [note for note in found if note not in notes]
+        job.report("write the graphs", total, total + 1, "convert")
+        asset.save(folder / ASSET)
+        notes += _notes(plan)
+        apps = {}
+        if not plan.merged:
+            kinds = {app.name: AdapterKind.FUNCTION if app.folder else AdapterKind.BASE for app in plan.apps}
+            apps = {name: AppResult(kind, functions=dict(table[name])) for name, kind in kinds.items()}
+        tools = {name: version(name) for name in TOOLS}
+        return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps)
+
+    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+        """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
+        facts: dict[str, float] = {}
+        table = function_names(job.plan)
+        for app, one in jobs(job):
+            engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
+            with EngineDriver(engine) as driver, as_stored(one.loaded.model, job.plan.options.quant):
+                found = check(one, driver, FLOAT_JITTER)
+            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
+        return facts
+
+
+def _notes(plan: ExportPlan) -> list[str]:
+    """What a user of this bundle should know."""
+    notes = []
+    if plan.options.quant is not Quant.FP32:
+        notes.append("only weights are rounded: activations, products and the cache are float32")
+    if plan.geometry.capacity >= LARGE_CACHE:
+        notes.append(
+            f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are reported to fail: "
+            "choose a smaller --context for them"
+        )
+    return notes

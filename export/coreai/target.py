@@ -1,0 +1,40 @@
+"""The Core AI target on the export side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ssdevice.export.target import AsStored, ExportTarget
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+    from ssdevice.export.plan import Exporter, ExportOptions
+    from ssdevice.model.step import StreamModel
+    from ssdevice.runtime.engine import Engine, EngineOptions
+
+
+class CoreAITarget(ExportTarget):
+    """Assets for Apple's systems, which Apple's runtime also executes on Linux."""
+
+    name = "coreai"
+    extra = "coreai"
+
+    def exporter(self, options: ExportOptions) -> Exporter:
+        from ssdevice.export.coreai.exporter import CoreAIExporter
+
+        return CoreAIExporter()
+
+    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+        from ssdevice.export.coreai.logits import LogitsEngine
+
+        return LogitsEngine.of(bundle, app)
+
+    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+        from ssdevice.bundle.manifest import Precision
+        from ssdevice.export.coreai.weights import as_stored
+
+        # Products are float32 in every precision, so with the stored weights only the order of sums differs.
+        return as_stored(model, bundle.manifest.precision), Precision.FP32
+
+
+TARGET = CoreAITarget()

@@ -1,0 +1,1 @@
+"""Core AI bundles on the runtime side."""

@@ -1,0 +1,86 @@
+"""Core AI bundles: an asset whose functions share weights, and take the KV cache as state that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from coreai.runtime import NDArray as CoreAIArray
+from numpy.typing import NDArray
+
+from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
+from ssdevice.errors import BundleError
+from ssdevice.runtime.coreai.asset import OpenAsset
+from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+
+MODEL = "model"
+"""Role of the asset."""
+CACHE_DTYPE = "float32"
+LOGITS = "logits"
+"""An additional last output ``[T, V]`` of ``step`` and ``step_plain``."""
+
+
+class CoreAIEngine(Engine):
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset."""
+
+    def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
+        super().__init__(geometry, frozenset(names), asset)
+        self.names = dict(names)
+        specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
+        self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
+        self.asset = OpenAsset(asset)
+
+    @classmethod
+    def of(cls, bundle: Bundle, app: str | None) -> Self:
+        """The engine of an app. Raises BundleError for another cache form, or an asset that does not open."""
+        manifest = bundle.manifest
+        if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
+            raise BundleError(
+                f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
+                f"Core AI bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
+            )
+        names = bundle.app(app).functions or {name: name for name in bundle.functions}
+        return cls(bundle.file(MODEL), bundle.geometry, names)
+
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:
+        return CoreAICache(self, inputs)
+
+    def warm(self) -> None:
+        for name in self.names.values():
+            self.asset.function(name)
+
+    def release(self) -> None:
+        self.asset.close()
+
+
+class CoreAICache(Cache):
+    """Keys and values ``[layers, kv_heads, capacity, head_dim]``. ``logits``: whether calls return them."""
+
+    logits = False
+
+    def __init__(self, engine: CoreAIEngine, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        g = engine.geometry
+        self.engine = engine
+        shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
+        # The runtime's own new arrays hold anything, also what masks cannot hide: NaN.
+        self.state = {name: CoreAIArray(np.zeros(shape, CACHE_DTYPE)) for name in (KEYS, VALUES)}
+
+    def call(self, function: str, length: int) -> Outputs:
+        integers = {name: CoreAIArray(self.inputs[name]) for name in self.engine.integers[function]}
+        clock = perf_counter()
+        outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
+        self.native_seconds += perf_counter() - clock
+        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.logits}
+
+    def rows(self, start: int, end: int) -> NDArray[Any]:
+        g = self.engine.geometry
+        both = np.stack([self.state[name].numpy()[:, :, start:end] for name in (KEYS, VALUES)], axis=1)
+        # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
+        return both.transpose(0, 1, 3, 2, 4).reshape(2 * g.layers, end - start, g.row_width)

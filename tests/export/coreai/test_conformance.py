@@ -1,0 +1,85 @@
+"""Speculative output is plain output on Core AI's own runtime, for every way a step can end."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.export.coreai.bundles import ABSENT, Cell, apps, base, bundle, options
+
+pytest.importorskip("coreai_torch", reason=ABSENT)
+
+from ssdevice.config import Mode, Schedule
+from ssdevice.contract import PREFILL
+from ssdevice.errors import ParityError
+from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
+from ssdevice.export.coreai.logits import LogitsEngine
+from ssdevice.export.coreai.weights import Integers
+from ssdevice.export.plan import ExportJob, Quant, TargetResult, make_plan
+from ssdevice.model.loading import load
+from ssdevice.runtime.coreai.asset import PROGRAM
+from ssdevice.runtime.coreai.engine import CACHE_DTYPE, CoreAIEngine
+from tests.conformance.engine_driver import OracleDriver
+from tests.conformance.oracle import check, drive
+
+PROMPT = [7, 21, 3, 44, 9, 30, 12]
+QUICK = Cell(Quant.INT4)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        cell if cell == QUICK else pytest.param(cell, marks=pytest.mark.slow)
+        for cell in itertools.starmap(Cell, itertools.product(CoreAIExporter.bits, Mode, Schedule))
+    ],
+    ids=str,
+)
+def test_speculative_output_is_plain_output(cell: Cell) -> None:
+    exported = bundle(cell)
+    assert exported.manifest.parity["counts"] == exported.geometry.tree.emitted
+    engine = CoreAIEngine.of(exported, None)
+    driver = OracleDriver(engine)
+    check(drive(driver, PROMPT, seed=1), driver, 1e-4)
+    engine.close()
+
+
+def test_deviations_from_a_precision_are_noted() -> None:
+    notes = " ".join(bundle(QUICK).manifest.notes)
+    assert "embedding and head are int8" in notes and "down_proj has 80 inputs, not a multiple of 32" in notes
+    assert "activations, products and the cache are float32" in notes
+
+
+def test_the_gate_refuses_an_asset_of_other_weights() -> None:
+    """One matrix of the reference is a hundredth larger, which four bits hide neither in codes nor in scales."""
+    exported = bundle(QUICK)
+    exporter = CoreAIExporter()
+    job = ExportJob.of(make_plan(options(QUICK, exported.folder), exporter), lambda *_: None)
+    job.loaded.model.backbone.layers[0].mlp.down_proj.weight.data *= 1.01
+    result = TargetResult((), exported.manifest.cache, CACHE_DTYPE)
+    with pytest.raises(ParityError, match="committed rows"):
+        exporter.gate(job, exported.folder, result)
+
+
+@pytest.mark.slow
+def test_apps_are_functions_over_one_base() -> None:
+    """The embedding, which is also the head, is stored once, and each app passed the gate with its own streams."""
+    exported = apps()
+    codes, _ = Integers(8, None).right_inverse(load(base(), None, 24).model.backbone.embed_tokens.weight)
+    assert (exported.folder / ASSET / PROGRAM).read_bytes().count(codes.numpy().tobytes()) == 1
+    for name in ("one", "other"):
+        engine = CoreAIEngine.of(exported, name)
+        assert engine.names[PREFILL] == f"prefill_{name}"
+        driver = OracleDriver(engine)
+        check(drive(driver, PROMPT, seed=1), driver, 1e-4)
+        engine.close()
+
+
+def test_logits_decide_the_tokens() -> None:
+    engine = LogitsEngine.of(bundle(QUICK), None)
+    conversation = engine.new_conversation()
+    last = conversation.prefill(PROMPT[:5])
+    conversation.length = 5
+    assert conversation.step(last) == conversation.logits.argmax(-1).tolist()
+    assert conversation.logits.shape[1] == engine.geometry.vocab
+    engine.close()
