@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.fx.traceback
+from torch._C import DispatchKey
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Interpreter, Node
@@ -87,7 +88,7 @@ def _decomposed_once() -> Iterator[None]:
 
     def needed(self: ExportedProgram, table: Any = None, **options: Any) -> ExportedProgram:
         found = {node.target for node in self.graph.nodes if node.op == "call_function"}
-        if table is None or (table and any(target in table or _mutates(target) for target in found)):
+        if table is None or (table and any(target in table or _composite(target) for target in found)):
             return decompose(self, table, **options)
         return self
 
@@ -95,9 +96,11 @@ def _decomposed_once() -> Iterator[None]:
         yield
 
 
-def _mutates(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+def _composite(target: Any) -> bool:
+    """Whether tracing replaces an operator by others even if no table names it: one that mutates, or torchao's."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
