@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 
 @contextmanager
@@ -23,3 +24,12 @@ def quiet(*packages: str) -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+@contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """In this context torch does not record the source line of every operation that it traces, which nobody reads."""
+    from torch.fx import config
+
+    with patch.object(config, "do_not_emit_stack_traces", True):
+        yield

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import config as fx_config
 
 from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
@@ -22,6 +20,7 @@ from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
 from ssdevice.export.mlprogram.program import to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct, quiet
+from ssdevice.export.quiet import without_stack_traces
 from ssdevice.export.state_form import InternalCacheForm, Write
 from ssdevice.model.step import StreamModel
 
@@ -46,7 +45,7 @@ def convert(
     coreml_ops.register()
     spec = specs(geometry)[name]
     inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
-    with quiet(), torch.no_grad(), _without_stack_traces():
+    with quiet(), torch.no_grad(), without_stack_traces():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = torch.export.export(form, inputs).run_decompositions({})
@@ -55,17 +54,6 @@ def convert(
         # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
         return to_program(program, [ct.TensorType(name=tensor.name) for tensor in outputs], deployment)
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """In this context torch does not record the source line of every operation, which nobody reads."""
-    before = fx_config.do_not_emit_stack_traces
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = before
 
 
 def save(programs: Mapping[str, Any], out: Path, default: str, deployment: Deployment = Deployment.IOS18) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, quantized
+from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, quantized, release
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
@@ -37,6 +38,13 @@ from ssdevice.text.tokenizer import ChatTokenizer
 PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
 SHOWN = 6
+
+
+@dataclass(frozen=True)
+class ExecutorchResult(TargetResult):
+    """``reference``: the model with the program's weights, of which a merged job keeps no others."""
+
+    reference: StreamModel | None = None
 
 
 class ExecutorchExporter(Exporter):
@@ -75,6 +83,8 @@ class ExecutorchExporter(Exporter):
             job.report("write the graphs", number, stages, what)
 
         model = quantized(source, plan.options.quant)
+        if plan.merged:
+            release(source, model.model)
         lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = [
@@ -83,7 +93,9 @@ class ExecutorchExporter(Exporter):
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
-        return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), versions(TOOLS), apps)
+        reference = model.model if plan.merged else None
+        tools = versions(TOOLS)
+        return ExecutorchResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, reference)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
@@ -93,13 +105,14 @@ class ExecutorchExporter(Exporter):
         plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
         if plan.merged:
-            return _compare(job, file, plan)
+            known = result.reference if isinstance(result, ExecutorchResult) else None
+            return _compare(job, file, plan, known)
         facts: dict[str, float] = {}
         for app in plan.apps:
             kept = result.apps[app.name]
             adapter = folder / kept.files[0] if kept.files else None
             try:
-                found = _compare(job.for_app(app, merge=False), file, plan, tuple(kept.functions), adapter)
+                found = _compare(job.for_app(app, merge=False), file, plan, None, tuple(kept.functions), adapter)
             except ParityError as error:
                 raise ParityError(f"app {app.name!r}: {error}") from error
             facts |= {f"{app.name}.{name}": value for name, value in found.items()}
@@ -107,11 +120,20 @@ class ExecutorchExporter(Exporter):
 
 
 def _compare(
-    job: ExportJob, file: Path, whole: ExportPlan, names: tuple[str, ...] = (), adapter: Path | None = None
+    job: ExportJob,
+    file: Path,
+    whole: ExportPlan,
+    known: StreamModel | None = None,
+    names: tuple[str, ...] = (),
+    adapter: Path | None = None,
 ) -> dict[str, float]:
-    """Run the gate for one app. ``whole``: the plan of the program, which may have more streams than the app."""
+    """Run the gate for one app. ``whole``: the plan of the program, which may have more streams than the app.
+
+    ``known``: the job's model with the program's weights, if it is there already.
+    """
     quant = whole.options.quant
-    reference = replace(job, loaded=replace(job.loaded, model=quantized(job.loaded.model, quant).model))
+    model = known if known is not None else quantized(job.loaded.model, quant).model
+    reference = replace(job, loaded=replace(job.loaded, model=model))
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
     with EngineDriver(engine) as driver:

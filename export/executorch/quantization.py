@@ -42,14 +42,15 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 
-    model = copy.deepcopy(model)
+    # The new modules share what is not quantized; each weight that is, is replaced below.
+    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
     rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     backbone, uneven = model.backbone, []
     low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
     for name, part in list(model.named_modules()):
         if isinstance(part, nn.Linear) and id(part) not in low_rank:
-            part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)  # unties a tied head
+            part.weight = nn.Parameter(part.weight.detach(), requires_grad=False)  # unties a tied head
             whole = quant is Quant.INT8 or part in (backbone.lm_head, model.draft_head)
             if not whole and part.in_features % GROUP:
                 uneven.append(name)
@@ -61,6 +62,14 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     if isinstance(backbone.embed_tokens, nn.Embedding):
         quantize_(backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding))
     return Quantized(model, _notes(quant, uneven))
+
+
+def release(model: StreamModel, kept: StreamModel) -> None:
+    """Release the matrices that ``kept``, the quantized copy of a model, does not share with it."""
+    shared = {id(tensor) for tensor in kept.parameters()}
+    for tensor in model.parameters():
+        if tensor.dim() > 1 and id(tensor) not in shared:
+            tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def four_bits(part: nn.Module) -> None:

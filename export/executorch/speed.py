@@ -1,18 +1,26 @@
 """Faster lowering: skips work that ExecuTorch 1.4 does for other kinds of models.
 
-A pass of the lowering interprets every operator of a graph, at about a millisecond each, whether or not it changes
-anything. The resulting program is the same.
+The resulting program has the same operators. A lowering is a long row of passes over a graph of thousands of operators.
+Most of them trace the graph anew, at about a millisecond for each operator, whether or not they change anything.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch.fx.traceback
-from torch.fx import Node
+from torch._C import DispatchKey
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Interpreter, Node
+from torch.utils._pytree import tree_flatten
+
+from ssdevice.export.quiet import without_stack_traces
 
 # Passes of the XNNPACK backend for operators that a step never has: convolutions, batch norms, PReLU, resized images,
 # fused attention and operators with several results.
@@ -28,6 +36,8 @@ NEEDLESS = (
     "PReLUReshapePass",
     "ChannelsLastTaggedReshapePass",
 )
+RESULT_OF = "ssdevice_result_of"
+"""Metadata of a node: the operator and the inputs of which its value is the result."""
 
 
 class Origin(torch.fx.traceback.NodeSource):
@@ -52,11 +62,126 @@ def faster() -> Iterator[None]:
         made.passes = [one for one in made.passes if one.__name__ not in NEEDLESS]
         return made
 
-    with (
+    patches = (
         # XNNPACK refuses run-time sizes, because it does not support empty tensors. Here the only such size is that of
         # the visible cache, which has at least one row.
         patch.object(xnnpack_config, "has_free_unbacked_symbols", lambda _: False),
         patch.object(xnnpack_preprocess, "XNNPACKPassManager", needed),
         patch.object(torch.fx.traceback, "NodeSource", Origin),
+    )
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        for context in (without_stack_traces, _decomposed_once, _results_kept, _weights_shared):
+            stack.enter_context(context())
+        yield
+
+
+@contextmanager
+def _decomposed_once() -> Iterator[None]:
+    """A program is traced anew only if it has operators to decompose.
+
+    The lowering asks three times: without any operator, to make a program functional, which the second time does as
+    well; then with those that the partitioner does not take, and with all others.
+    """
+    decompose = ExportedProgram.run_decompositions
+
+    def needed(self: ExportedProgram, table: Any = None, **options: Any) -> ExportedProgram:
+        found = {node.target for node in self.graph.nodes if node.op == "call_function"}
+        if table is None or (table and any(target in table or _composite(target) for target in found)):
+            return decompose(self, table, **options)
+        return self
+
+    with patch.object(ExportedProgram, "run_decompositions", needed):
+        yield
+
+
+def _composite(target: Any) -> bool:
+    """Whether tracing replaces an operator by others even if no table names it: one that mutates, or torchao's."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def _results_kept() -> Iterator[None]:
+    """A pass takes the result of an operator from the last pass, if the inputs are the same."""
+    from executorch.exir.delegate import executorch_call_delegate
+    from executorch.exir.dialects.edge._ops import EdgeOpOverload
+    from executorch.exir.pass_base import _ExportPassBase
+
+    run, fx, call = _ExportPassBase.ExportInterpreter.run_node, _ExportPassBase._fx, Interpreter.call_function
+
+    def run_node(self: Any, node: Node) -> Any:
+        self.callback.interpreter.current = node
+        return run(self, node)
+
+    def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        node: Node | None = getattr(self, "current", None)
+        if node is None:
+            return call(self, target, args, kwargs)
+        operator = target._op if isinstance(target, EdgeOpOverload) else target
+        self.inputs = inputs = (operator, *tree_flatten((args, kwargs))[0])
+        known, value = node.meta.get(RESULT_OF, ()), node.meta.get("val")
+        # A delegate would be interpreted, operator by operator.
+        if operator is executorch_call_delegate or (len(known) == len(inputs) and all(map(_same, known, inputs))):
+            return value
+        result = call(self, target, args, kwargs)
+        return value if _alike(result, value) else result  # then what reads it has the same inputs as before
+
+    def keep(self: Any, kind: str, target: Any, args: Any, kwargs: Any, meta: Any) -> Any:
+        made = fx(self, kind, target, args, kwargs, meta)
+        if kind == "call_function":
+            made.node.meta[RESULT_OF] = self.interpreter.inputs
+        return made
+
+    with (
+        patch.object(_ExportPassBase.ExportInterpreter, "run_node", run_node),
+        patch.object(_ExportPassBase, "_fx", keep),
+        patch.object(Interpreter, "call_function", call_function),
+    ):
+        yield
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (
+        type(one) is type(other) and isinstance(one, (int, float, str, torch.device)) and one == other
+    )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two fake tensors say the same: static shapes, and no values."""
+    return (
+        isinstance(one, FakeTensor)
+        and isinstance(other, FakeTensor)
+        and one.constant is None
+        and other.constant is None
+        and all(isinstance(size, int) for size in (*one.shape, *other.shape))
+        and (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())
+    )
+
+
+@contextmanager
+def _weights_shared() -> Iterator[None]:
+    """A delegate's program is lowered with the weights themselves, not with a copy, and functions share their bytes."""
+    from executorch.exir._serialize._named_data_store import NamedDataStore
+    from executorch.exir.backend import backend_api
+
+    def copied(what: Any, memo: Any = None) -> Any:
+        if isinstance(what, ExportedProgram):
+            memo = {id(tensor): tensor for tensor in (*what.state_dict.values(), *what.constants.values())}
+        return copy.deepcopy(what, memo)
+
+    add = NamedDataStore.add_named_data
+    held: dict[str, bytes] = {}
+
+    def shared(self: Any, key: str, data: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(data, bytes):
+            data = held.setdefault(key, data)  # XNNPACK's keys are hashes of the data
+        add(self, key, data, *args, **kwargs)
+
+    with (
+        patch.object(backend_api, "copy", SimpleNamespace(deepcopy=copied, copy=copy.copy)),
+        patch.object(NamedDataStore, "add_named_data", shared),
     ):
         yield

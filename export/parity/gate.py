@@ -14,6 +14,7 @@ Two checks must pass (docs/parity.md):
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,8 @@ QUANTIZED_JITTER = 1e-5
 HALF_JITTER = 1e-3
 """Two roundings to float16."""
 MAX_STEPS = 24
+RETRIES = 8
+"""Places of a conversation for steps that a near-tie kept from their end node."""
 PLAIN_STEPS = 3
 
 
@@ -167,34 +170,41 @@ def _compare_plain(gate: Gate, prompt: list[int], root: int) -> None:
 
 
 def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int]) -> None:
+    """A step to every node, one behind the other.
+
+    Where a near-tie keeps the reference or the artifact from a node, it is tried again later, one token further on:
+    otherwise nobody would have seen a step of that depth.
+    """
     g, reference = gate.geometry, gate.reference
-    wanted = sum(g.tree.depths[node] + 1 for node in nodes) + g.gamma + 1
+    wanted = sum(g.tree.depths[node] + 1 for node in nodes) + g.gamma + 1 + RETRIES
     truth = [root]
     while len(truth) <= wanted and len(prompt) + len(truth) < g.context:
         truth.append(reference.plain(truth[-1], len(prompt) + len(truth) - 1))
     draw = np.random.default_rng(1)
-    done = 0
-    for i, node in enumerate(nodes):
-        gate.report("check parity", len(nodes) + i, 2 * len(nodes), f"step {i + 1}")
-        depth = g.tree.depths[node]
+    waiting, done = deque(nodes), 0
+    while waiting and done + 1 + g.tree.depths[waiting[0]] < len(truth):
+        gate.report("check parity", 2 * len(nodes) - len(waiting), 2 * len(nodes), f"step {gate.steps + 1}")
+        node = waiting.popleft()
+        emitted = g.tree.depths[node] + 1
         length, root = len(prompt) + done, truth[done]
-        if done + 1 + depth >= len(truth):
-            break
         drafts = force_drafts(g, node, truth[done + 1 :], draw)
         twin = gate.twin.step(root, drafts, length)
         theirs, mine = reference.step(root, drafts, length), gate.artifact.step(root, drafts, length)
-        where = f"{STEP} {i + 1} (end node {node})"
+        where = f"{STEP} {gate.steps + 1} (end node {node})"
         gate.spread.logits(gate.twin.main, reference.main)
-        if not gate.same_tokens(f"{where}, the reference", theirs.tokens, truth[done + 1 : done + 2 + depth], node):
-            continue  # the reference itself left plain decoding at a near-tie; the next step overwrites these rows
-        agrees = gate.same_tokens(where, mine.tokens, theirs.tokens, node)
-        if agrees and twin.tokens == theirs.tokens:
-            gate.same_rows(where, length, length + len(theirs.tokens))
+        plainly = truth[done + 1 : done + 1 + emitted]
+        reached = gate.same_tokens(f"{where}, the reference", theirs.tokens, plainly, node)
+        if not reached or not gate.same_tokens(where, mine.tokens, theirs.tokens, node):
+            waiting.append(node)
+            gate.commit([root], length)
+            done += 1
+            continue
+        if twin.tokens == theirs.tokens:
+            gate.same_rows(where, length, length + emitted)
             gate.spread.logits(gate.twin.streams, reference.streams)
-        if agrees:
-            gate.same_drafts(where, mine.drafts, theirs.drafts)
+        else:  # a near-tie of the twin: all sides go on behind it
+            gate.commit(truth[done : done + emitted], length)
+        gate.same_drafts(where, mine.drafts, theirs.drafts)
         gate.steps += 1
-        gate.counts.add(len(theirs.tokens))
-        if not agrees or twin.tokens != theirs.tokens:  # a near-tie: all sides go on behind it
-            gate.commit(truth[done : done + depth + 1], length)
-        done += depth + 1
+        gate.counts.add(emitted)
+        done += emitted

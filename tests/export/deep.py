@@ -160,7 +160,9 @@ class Artifact:
         elif function == STEP:
             step = self.inner.step(int(integers[ROOT][0]), integers[DRAFTS].tolist(), length)
             count = len(step.tokens)
-            out = {TOKENS: np.array(step.tokens), COUNT: np.array([count]), NEXT_DRAFTS: np.array(step.drafts)}
+            tokens = np.zeros(self.geometry.tree.emitted, np.int32)  # of which those behind the count are anything
+            tokens[:count] = step.tokens
+            out = {TOKENS: tokens, COUNT: np.array([count]), NEXT_DRAFTS: np.array(step.drafts)}
         else:
             count = 1
             out = {TOKENS: np.array([self.inner.plain(int(integers[ROOT][0]), length)])}
