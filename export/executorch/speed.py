@@ -89,7 +89,8 @@ def _decomposed_once() -> Iterator[None]:
     def needed(self: ExportedProgram, table: Any = None, **options: Any) -> ExportedProgram:
         found = {node.target for node in self.graph.nodes if node.op == "call_function"}
         if table is None or (table and any(target in table or _composite(target) for target in found)):
-            return decompose(self, table, **options)
+            traced: ExportedProgram = decompose(self, table, **options)
+            return traced
         return self
 
     with patch.object(ExportedProgram, "run_decompositions", needed):
