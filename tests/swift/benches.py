@@ -25,7 +25,20 @@ def record() -> dict[str, Any]:
     rng = Random(0)
     geometry = make_geometry(Tree.parse("full:k=2,depth=2"), k=K, vocab=5)
     setting = Setting(
-        "a.bundle", "sql", "coreml", "int8", "tail", "lossless", geometry, 12345678, 7000000, 0, False, "some.jsonl"
+        "a.bundle",
+        "sql",
+        "coreml",
+        "int8",
+        "tail",
+        "lossless",
+        geometry,
+        12345678,
+        7000000,
+        0,
+        False,
+        "some.jsonl",
+        0,
+        {},
     )
     options = BenchOptions(rounds=ROUNDS, max_tokens=40)
     acceptance, modes, answers = Acceptance(), {}, {}

@@ -19,6 +19,8 @@ struct BenchmarkSetting: Decodable {
     let context: Int
     let parameters: Int
     let modelBytes: Int
+    /// Of the app's own files: none, an app of a Core ML bundle is a function of its package.
+    let appBytes: Int
 
     /// Tokens that one step can emit.
     var emitted: Int { 1 + (tree.last?.count ?? 0) }
@@ -32,7 +34,7 @@ extension BenchmarkSetting {
             ssdevice: manifest.tools["ssdevice"], target: manifest.target, precision: manifest.precision,
             schedule: manifest.schedule, mode: manifest.mode, tree: geometry.tree, gamma: geometry.gamma,
             k: geometry.k, context: geometry.context, parameters: manifest.model.parameters,
-            modelBytes: manifest.files.values.reduce(0) { $0 + $1.size }
+            modelBytes: manifest.files.values.reduce(0) { $0 + $1.size }, appBytes: 0
         )
     }
 
@@ -41,7 +43,8 @@ extension BenchmarkSetting {
             "bundle": bundle, "app": app, "data": data, "threads": 0, "kernels": false, "rounds": rounds,
             "max_tokens": maxTokens, "ssdevice": orNull(ssdevice), "target": target, "precision": precision,
             "schedule": schedule, "mode": orNull(mode), "tree": tree, "gamma": gamma, "k": k, "context": context,
-            "parameters": parameters, "model_mb": Double(modelBytes) / 1e6,
+            "parameters": parameters, "app_bytes": appBytes, "model_mb": Double(modelBytes) / 1e6,
+            "versions": [String: String](),
         ]
     }
 }
@@ -116,7 +119,9 @@ struct BenchmarkReport {
             "ttft_ms": measured.ttftMs.median,
             "prefill_tokens_per_second": measured.prefillTokensPerSecond.median,
             "host_us_per_step": measured.hostUsPerStep.median,
-            "native_ms_per_step": measured.nativeMsPerStep.median, "peak_rss_mb": NSNull(),
+            "native_ms_per_step": measured.nativeMsPerStep.median, "resident_mb": NSNull(),
+            "peak_rss_mb": NSNull(),
+            "prompt_tokens_per_second": measured.promptTokensPerSecond.map { orNull($0) },
             "tokens": measured.answers.map(\.tokens.count).reduce(0, +),
             "steps": measured.answers.map(\.steps).reduce(0, +), "spread": spread,
         ]

@@ -54,6 +54,14 @@ struct Measured {
         answers.indices.filter { answers[$0].steps > 0 }.map { at in median(rounds.map { $0[at].decodeSeconds }) }
     }
 
+    /// The speed on each prompt: the median over rounds, nil for an answer of one token.
+    var promptTokensPerSecond: [Double?] {
+        answers.indices.map { at in
+            guard answers[at].steps > 0 else { return nil }
+            return median(rounds.map { ratio(Double($0[at].emitted), $0[at].decodeSeconds) })
+        }
+    }
+
     private func perRound(_ value: ([MeasuredAnswer]) -> Double) -> Spread { Spread(rounds.map(value)) }
 
     private func sum(_ answers: [MeasuredAnswer], _ number: KeyPath<MeasuredAnswer, Int>) -> Double {
