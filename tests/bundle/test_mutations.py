@@ -20,7 +20,7 @@ BYTES = json.dumps(DOCUMENT).encode()
 # Functions are the largest part and all of a kind: one place in four is in them.
 PLACES = [place for place in leaves(DOCUMENT)[1:] if place[0] != "functions"]
 TENSORS = [place for place in leaves(DOCUMENT)[1:] if place[0] == "functions"]
-OPTIONAL: dict[str, Any] = {"notes": [], "parity": {}, "roles": {}}
+OPTIONAL: dict[str, Any] = {"calibrated_rows": 0, "notes": [], "parity": {}, "roles": {}}
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
