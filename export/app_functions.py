@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.contract import PLAIN
-from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan
 
 Names = Mapping[str, str]
 """The contract's functions -> their names in a file."""
@@ -31,6 +32,16 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
         taken.update(names.values())
         table[app.name] = names
     return table
+
+
+def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, AppResult]:
+    """What the manifest says of each app; nothing of a merged one, whose functions are the bundle's."""
+    if plan.merged:
+        return {}
+    return {
+        app.name: AppResult(AdapterKind.FUNCTION if app.folder else AdapterKind.BASE, functions=dict(table[app.name]))
+        for app in plan.apps
+    }
 
 
 def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:

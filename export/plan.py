@@ -31,6 +31,8 @@ BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
 FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
 """The note in a bundle whose job was ``folded``."""
+INT8_HEAD = "embedding and head are int8 per token: four bits cost most accuracy there"
+"""The note in an int4 bundle of a target that stores these in int8."""
 DEFAULT_CONTEXT = 512
 MAX_CHUNK = 512
 Quant = Precision

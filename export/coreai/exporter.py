@@ -8,16 +8,15 @@ from pathlib import Path
 
 from torch import nn
 
-from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.app_functions import function_names, jobs
+from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity.gate import FLOAT_JITTER, check
-from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
 ASSET = "model.aimodel"
@@ -53,10 +52,7 @@ class CoreAIExporter(Exporter):
         job.report("write the graphs", total, total + 1, "convert")
         asset.save(folder / ASSET)
         notes += _notes(plan)
-        apps = {}
-        if not plan.merged:
-            kinds = {app.name: AdapterKind.FUNCTION if app.folder else AdapterKind.BASE for app in plan.apps}
-            apps = {name: AppResult(kind, functions=dict(table[name])) for name, kind in kinds.items()}
+        apps = app_results(plan, table)
         tools = {name: version(name) for name in TOOLS}
         return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ssdevice.export.calibration.grid import Grid, symmetric
-from ssdevice.export.plan import Quant
+from ssdevice.export.plan import INT8_HEAD, Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
@@ -150,5 +150,5 @@ def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Linear | nn.Embedd
         else:
             forms[part] = Integers(4, GROUP)
     if quant is Quant.INT4:
-        notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
+        notes.append(INT8_HEAD)
     return forms, tuple(notes)

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
-from ssdevice.export.app_functions import Names, function_names, jobs
+from ssdevice.export.app_functions import Names, app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
@@ -35,7 +34,7 @@ from ssdevice.export.mlprogram.weights import (
 )
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
@@ -96,10 +95,7 @@ class CoreMLExporter(Exporter):
         notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
-        apps = {}
-        if not plan.merged:
-            kinds = {app.name: AdapterKind.FUNCTION if app.folder else AdapterKind.BASE for app in plan.apps}
-            apps = {name: AppResult(kind, functions=dict(table[name])) for name, kind in kinds.items()}
+        apps = app_results(plan, table)
         return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ssdevice.export.calibration.grid import Grid, unclipped
-from ssdevice.export.plan import Quant
+from ssdevice.export.plan import INT8_HEAD, Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
@@ -90,7 +90,7 @@ def four_bits(part: nn.Module) -> None:
 def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:
     notes = []
     if quant is Quant.INT4:
-        notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
+        notes.append(INT8_HEAD)
     if uneven:
         notes.append(f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})")
     return tuple(notes)

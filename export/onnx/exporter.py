@@ -34,7 +34,17 @@ from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
-from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import (
+    INT8_HEAD,
+    AppPlan,
+    AppResult,
+    Exporter,
+    ExportJob,
+    ExportPlan,
+    Quant,
+    TargetFile,
+    TargetResult,
+)
 from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
@@ -211,7 +221,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
 def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
     notes = []
     if quant is Quant.INT4:
-        notes.append("embedding and head are int8 per token: four bits cost most accuracy there")
+        notes.append(INT8_HEAD)
     if store.kept:
         total = sum(store.kept.values())
         names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice import wire
 from ssdevice.contract import PREFILL, STEP, Geometry
 from ssdevice.errors import BundleError
-from ssdevice.mil import wire
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import BUCKET
 from ssdevice.runtime.resident import Resident

@@ -114,22 +114,25 @@ def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
     geometry = conversation.geometry
     size = min(TIMED_PROMPT, geometry.context // 2)
     root = prefill(conversation, [i % geometry.vocab for i in range(size)])
-    times = []
-    for _ in range(TIMED_STEPS):
-        clock = perf_counter()
-        call(root)
-        times.append((perf_counter() - clock) * 1e3)
-    return round(median(times), DIGITS)
+    return _median_ms(lambda: call(root), TIMED_STEPS)
 
 
 def _time_prefill(conversation: Conversation) -> float:
     geometry = conversation.geometry
     chunk = [i % geometry.vocab for i in range(min(geometry.chunk, geometry.context))]
-    times = []
-    for _ in range(TIMED_PREFILLS):
+
+    def call() -> None:
         conversation.length = 0
-        clock = perf_counter()
         prefill(conversation, chunk)
+
+    return _median_ms(call, TIMED_PREFILLS)
+
+
+def _median_ms(call: Callable[[], object], count: int) -> float:
+    times = []
+    for _ in range(count):
+        clock = perf_counter()
+        call()
         times.append((perf_counter() - clock) * 1e3)
     return round(median(times), DIGITS)
 

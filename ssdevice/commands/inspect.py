@@ -197,7 +197,7 @@ def _resident_table(found: dict[str, Any]) -> Table:
     kernels = "with" if any(terms["kernels"] for terms in modes.values()) else "without"
     title = f"predicted memory as {found['app']}, {found['tokens']} tokens, {kernels} kernels"
     table = Table(title, *modes, box=box.SIMPLE, pad_edge=False)
-    for term in ("runtime", "tokenizer", "graphs", "weights", "mapped", "cache", "work", "total", "peak"):
+    for term in (t for t in next(iter(modes.values())) if t != "kernels"):
         table.add_row(TERMS.get(term, term), *(_size(terms[term]) for terms in modes.values()))
     return table
 

@@ -11,7 +11,7 @@ from ssdevice.errors import BundleError
 from ssdevice.mil.blob import BlobFile, Entry
 from ssdevice.mil.dtypes import Array
 from ssdevice.mil.schema import BlobRef, Function, Model, Operation, TensorType, Value, parse_model
-from ssdevice.mil.wire import WireError
+from ssdevice.wire import WireError
 
 MANIFEST = "Manifest.json"
 DATA = "Data"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ssdevice.mil import wire
+from ssdevice import wire
 from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, unpack
-from ssdevice.mil.wire import Message, WireError
+from ssdevice.wire import Message, WireError
 
 MAX_NESTING = 8
 MAX_RANK = 16

@@ -17,6 +17,7 @@ from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.export.target import exporter
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from tests.export.coreai.bundles import ABSENT, Cell, bundle, options
+from tests.runtime.turns import answer, taking_turns
 
 ONE, OTHER = [7, 21, 3, 44], [50, 2, 17]
 
@@ -41,28 +42,10 @@ def engine() -> Iterator[Any]:
     opened.close()
 
 
-def answer(conversation: Any, prompt: list[int], steps: int) -> list[int]:
-    tokens = [conversation.prefill(prompt)]
-    conversation.length = len(prompt)
-    for _ in range(steps):
-        run = conversation.step(tokens[-1])
-        conversation.length += len(run)
-        tokens.extend(run)
-    return tokens
-
-
 def test_conversations_taking_turns_give_what_each_gives_alone(engine: Any) -> None:
     alone = [answer(engine.new_conversation(), prompt, 3) for prompt in (ONE, OTHER)]
     both = [engine.new_conversation(), engine.new_conversation()]
-    tokens = [[one.prefill(prompt)] for one, prompt in zip(both, (ONE, OTHER), strict=True)]
-    for one, prompt in zip(both, (ONE, OTHER), strict=True):
-        one.length = len(prompt)
-    for _ in range(3):
-        for one, mine in zip(both, tokens, strict=True):
-            run = one.step(mine[-1])
-            one.length += len(run)
-            mine += run
-    assert tokens == alone
+    assert taking_turns(both, (ONE, OTHER), 3) == alone
 
 
 def test_it_runs_below_an_event_loop(engine: Any) -> None:

@@ -23,6 +23,7 @@ from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine, consta
 from ssdevice.runtime.executorch.program import POOL, SCHEMA
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
+from tests.runtime.turns import answer, taking_turns
 
 ONE, OTHER = [7, 21, 3, 44], [50, 2, 17]
 
@@ -44,27 +45,10 @@ def engine(file: Path, geometry: Geometry) -> Iterator[ExecutorchEngine]:
     opened.close()
 
 
-def answer(conversation: Any, prompt: list[int], steps: int) -> list[int]:
-    tokens = [conversation.prefill(prompt)]
-    conversation.length = len(prompt)
-    for _ in range(steps):
-        run = conversation.step(tokens[-1])
-        conversation.length += len(run)
-        tokens.extend(run)
-    return tokens
-
-
 def test_conversations_taking_turns_give_what_each_gives_alone(engine: ExecutorchEngine) -> None:
     alone = [answer(engine.new_conversation(), prompt, 4) for prompt in (ONE, OTHER)]
     first, second = engine.new_conversation(), engine.new_conversation()
-    answers = [[first.prefill(ONE)], [second.prefill(OTHER)]]
-    first.length, second.length = len(ONE), len(OTHER)
-    for _ in range(4):
-        for conversation, tokens in ((first, answers[0]), (second, answers[1])):
-            run = conversation.step(tokens[-1])
-            conversation.length += len(run)
-            tokens.extend(run)
-    assert answers == alone
+    assert taking_turns((first, second), (ONE, OTHER), 4) == alone
     assert not np.array_equal(first.rows(0, 3), second.rows(0, 3))
 
 
