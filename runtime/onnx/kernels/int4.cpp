@@ -16,12 +16,13 @@ namespace {
 
 constexpr int kZero = 8;  // the code of zero
 constexpr float kLeast = 1e-35f;  // rows below are zeros: 127 / kLeast is still a number
-constexpr size_t kUnit = 4 * kColumns * 4 + 4 * kColumns;  // bytes of a block of eight columns: codes, then scales
+constexpr size_t kCodes = kBlock / 2 * kColumns;  // bytes of the codes of a block of a group; its scales follow
+constexpr size_t kUnit = kCodes + 4 * kColumns;
 
-// ---- Weights: eight columns side by side, four inputs of a column in a row, so that sums need no shuffling ----------
+// ---- Weights: columns side by side, four inputs of a column in a row, so that sums need no shuffling -------------------
 
-// For each group of eight columns and each block: 4 vectors of 32 bytes and 8 scales. Byte 4 * c + j of vector v holds input
-// 4 * v + j of column c in its low half and input 16 + 4 * v + j in its high half.
+// For each group of columns and each block: 4 rows of 4 * kColumns bytes and the scales. Byte 4 * c + j of row i holds input
+// 4 * i + j of column c in its low half and input 16 + 4 * i + j in its high half.
 Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const float* scales) {
   const int blocks = Blocks(inputs);
   Weights made("Int4Linear", outputs, inputs, kUnit * static_cast<size_t>(blocks));
@@ -33,9 +34,9 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
       for (int k = 0; k < 16; ++k) {
         const uint8_t low = from[k / 2] >> (4 * (k % 2)) & 15;
         const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
-        unit[32 * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
+        unit[4 * kColumns * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
       }
-      std::memcpy(unit + 128 + 4 * c, scales + n * blocks + b, 4);
+      std::memcpy(unit + kCodes + 4 * c, scales + n * blocks + b, 4);
     }
   }
   return made;
@@ -90,7 +91,7 @@ __attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, int8_t* c
 }
 #endif
 
-// ---- Products: R rows with eight columns -------------------------------------------------------------------------------
+// ---- Products: R rows with a group of columns ---------------------------------------------------------------------------
 
 using Tile = TileOf<Rows>;
 
@@ -100,14 +101,14 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
   for (int b = 0; b < t.blocks; ++b) {
     const uint8_t* unit = t.weights + static_cast<size_t>(b) * kUnit;
     float scales[kColumns];
-    std::memcpy(scales, unit + 128, sizeof scales);
+    std::memcpy(scales, unit + kCodes, sizeof scales);
     for (int r = 0; r < R; ++r) {
       const int8_t* q = t.rows.codes.data() + t.At(r, b) * kBlock;
       const float scale = t.rows.scales[t.At(r, b)];
       for (int c = 0; c < kColumns; ++c) {
         int32_t d = -t.rows.zeros[t.At(r, b)];
         for (int k = 0; k < 16; ++k) {
-          const uint8_t both = unit[32 * (k / 4) + 4 * c + k % 4];
+          const uint8_t both = unit[4 * kColumns * (k / 4) + 4 * c + k % 4];
           d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
         }
         out[r][c] += static_cast<float>(d) * (scales[c] * scale);
@@ -117,37 +118,53 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
 }
 
 #ifdef SSDEVICE_AVX2
-// Eight products of codes up to 15 with codes up to 127, two by two, add up to at most 30480: sixteen bits hold them.
+// Eight products of codes up to 15 with codes up to 127, two by two, add up to at most 30480: sixteen bits hold them. The sums
+// of all rows and vectors stay in registers while weights are unpacked: with 5 rows and 2 vectors that takes all sixteen.
 template <int R>
 __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns]) {
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256 sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_ps();
+  __m256 sums[R][kVectors];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_ps();
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit, kUnit);
-    __m256i w[8];
-    for (int i = 0; i < 4; ++i) {
-      const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit + 32 * i));
-      w[i] = _mm256_and_si256(both, low);
-      w[i + 4] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    const int8_t* codes[R];
+    __m256i pairs[R][kVectors];
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+      codes[r] = t.rows.codes.data() + t.At(r, b) * kBlock;
+      SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) pairs[r][v] = _mm256_setzero_si256();
     }
-    const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(unit + 128));
-    for (int r = 0; r < R; ++r) {
-      const int8_t* codes = t.rows.codes.data() + t.At(r, b) * kBlock;
-      __m256i pairs = _mm256_setzero_si256();
-      for (int i = 0; i < 8; ++i) {
-        int32_t four;
-        std::memcpy(&four, codes + 4 * i, 4);
-        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[i], _mm256_set1_epi32(four)));
+    SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+      SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+        __m256i w[kVectors];
+        SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit + 4 * kColumns * i + 32 * v));
+          w[v] = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
+        }
+        SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+          int32_t four;
+          std::memcpy(&four, codes[r] + 16 * half + 4 * i, 4);
+          SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+            pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(w[v], _mm256_set1_epi32(four)));
+            InOrder(pairs[r][v]);
+          }
+        }
       }
+    }
+    const float* scales = reinterpret_cast<const float*>(unit + kCodes);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
       const __m256i zero = _mm256_set1_epi32(t.rows.zeros[t.At(r, b)]);
-      const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs, ones), zero));
-      const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(t.rows.scales[t.At(r, b)]));
-      sums[r] = _mm256_add_ps(sums[r], _mm256_mul_ps(d, scale));
+      const __m256 scale = _mm256_set1_ps(t.rows.scales[t.At(r, b)]);
+      SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs[r][v], ones), zero));
+        const __m256 both = _mm256_mul_ps(_mm256_load_ps(scales + kLanes * v), scale);
+        sums[r][v] = _mm256_add_ps(sums[r][v], _mm256_mul_ps(d, both));
+      }
     }
   }
-  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out[r], sums[r]);
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) _mm256_storeu_ps(out[r] + kLanes * v, sums[r][v]);
 }
 
 const bool kAvx2 = __builtin_cpu_supports("avx2");

@@ -16,10 +16,10 @@ namespace {
 
 constexpr float kLevel = 1.0f / 127.0f;
 constexpr int kPairs = kBlock / 2;
-constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of eight columns
+constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
-// For each group of eight columns: by block 16 times 16 bytes, of which byte 2 * c + j of item i is input 2 * i + j of column
-// c; then the 8 scales.
+// For each group of columns: by block 16 times 2 * kColumns bytes, of which byte 2 * c + j of item i is input 2 * i + j of
+// column c; then the scales.
 Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float* scales) {
   Weights made("Int8Linear", outputs, inputs, kUnit * static_cast<size_t>(Blocks(inputs)) + 4 * kColumns);
   for (int64_t k = 0; k < inputs; ++k) {
@@ -79,25 +79,35 @@ SSDEVICE_TARGET void QuantizeRowAvx2(const float* x, int64_t count, float scale,
 
 template <int R>
 SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
-  __m256i sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_si256();
+  __m256i sums[R][kVectors];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_si256();
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit, kUnit);
+    const int16_t* codes[R];
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) codes[r] = t.rows.codes.data() + t.At(r, b) * kBlock;
+#pragma GCC unroll 4
     for (int i = 0; i < kPairs; ++i) {
-      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(unit + 2 * kColumns * i));
-      const __m256i w = _mm256_cvtepi8_epi16(bytes);
-      for (int r = 0; r < R; ++r) {
+      __m256i w[kVectors];
+      SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v)
+        w[v] = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(unit + 2 * kColumns * i + 2 * kLanes * v)));
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
         int32_t two;
-        std::memcpy(&two, t.rows.codes.data() + t.At(r, b) * kBlock + 2 * i, 4);
-        sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(w, _mm256_set1_epi32(two)));
+        std::memcpy(&two, codes[r] + 2 * i, 4);
+        SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+          sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w[v], _mm256_set1_epi32(two)));
+          InOrder(sums[r][v]);
+        }
       }
     }
   }
-  const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(unit));
-  for (int r = 0; r < R; ++r) {
-    const __m256 y = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r]), scales);
-    _mm256_storeu_ps(out[r], _mm256_mul_ps(y, _mm256_set1_ps(t.rows.scales[static_cast<size_t>(t.first + r)])));
+  SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(unit) + kLanes * v);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+      const __m256 y = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][v]), scales);
+      _mm256_storeu_ps(out[r] + kLanes * v, _mm256_mul_ps(y, _mm256_set1_ps(t.rows.scales[static_cast<size_t>(t.first + r)])));
+    }
   }
 }
 

@@ -12,12 +12,19 @@
 #include "operator.h"
 
 constexpr int kBlock = 32;   // inputs are padded to whole blocks
-constexpr int kColumns = 8;  // columns computed side by side: floats of 256 bits
-constexpr int kTile = 5;     // rows whose sums stay in registers
+constexpr int kLanes = 8;    // columns of a vector: floats of 256 bits
+constexpr int kVectors = 2;  // vectors of columns side by side: what is read of a row serves both
+constexpr int kColumns = kVectors * kLanes;
+constexpr int kTile = 5;  // rows whose sums stay in registers
 
 inline int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1) / kBlock); }
 
+#define SSDEVICE_UNROLL _Pragma("GCC unroll 8")
+
 #ifdef SSDEVICE_AVX2
+// Keeps a sum in its register, and a compiler from computing all products first and spilling the sums.
+__attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum) { asm volatile("" : "+x"(sum)); }
+
 // Asks for what a kernel reads some units later: a processor's own guesses end with a page. One row is a sixth faster.
 inline void Prefetch(const uint8_t* unit, size_t bytes) {
   constexpr size_t kAhead = 1024, kLine = 64;
@@ -25,7 +32,7 @@ inline void Prefetch(const uint8_t* unit, size_t bytes) {
 }
 #endif
 
-// Weights by groups of eight columns, in the order in which a kernel reads them.
+// Weights by groups of kColumns columns, in the order in which a kernel reads them.
 struct Weights {
   std::string kind;
   int64_t outputs, inputs;
@@ -148,7 +155,7 @@ ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
     if (count == 0) return;
     thread_local Rows rows;
     quantize(DataOf<const float>(api, x), count, inputs, &rows);
-    const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 4, 1, 32));
+    const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 2, 1, 32));
     CallOf<Rows> call{weights, rows, products, count, parts, DataOf<float>(api, y)};
     Check(api.ParallelFor(context, CallOf<Rows>::Part, static_cast<size_t>(parts), &call));
   });
