@@ -15,7 +15,7 @@ from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
-from ssdevice.export.mlprogram.graph import name_inputs, simplify
+from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
 from ssdevice.export.mlprogram.program import to_model, to_program
@@ -48,7 +48,7 @@ def convert(
     with quiet(), torch.no_grad(), without_stack_traces():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
-        program = torch.export.export(form, inputs).run_decompositions({})
+        program = functional(torch.export.export(form, inputs))
         name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))
         # Without streams prefill has no drafts, and Core ML has no empty tensors.

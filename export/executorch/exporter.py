@@ -24,7 +24,7 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, quantized, release
+from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, hold_values, quantized, release
 from ssdevice.export.executorch.slots import slot_model
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -133,6 +133,7 @@ def _compare(
     """
     quant = whole.options.quant
     model = known if known is not None else quantized(job.loaded.model, quant).model
+    hold_values(model)
     reference = replace(job, loaded=replace(job.loaded, model=model))
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)

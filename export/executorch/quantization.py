@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssdevice.export.calibration.grid import Grid, unclipped
 from ssdevice.export.plan import INT8_HEAD, Quant
@@ -70,6 +71,19 @@ def release(model: StreamModel, kept: StreamModel) -> None:
     for tensor in model.parameters():
         if tensor.dim() > 1 and id(tensor) not in shared:
             tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def hold_values(model: StreamModel) -> None:
+    """Compute the values of quantized weights now, not in every call. Such a model cannot be lowered any more."""
+    for part in model.modules():
+        weight = getattr(part, "weight", None)
+        if weight is not None and hasattr(weight, "qdata"):
+            values = weight.dequantize()
+            weight.dequantize = partial(_same, values)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
 
 
 def four_bits(part: nn.Module) -> None:

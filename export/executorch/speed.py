@@ -1,7 +1,8 @@
 """Faster lowering: skips work that ExecuTorch 1.4 does for other kinds of models.
 
 The resulting program has the same operators. A lowering is a long row of passes over a graph of thousands of operators.
-Most of them trace the graph anew, at about a millisecond for each operator, whether or not they change anything.
+Most of them trace the graph anew, at about a millisecond for each operator, whether or not they change anything. Some
+take a time that grows with the square of a graph's length.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from unittest.mock import patch
 import torch.fx.traceback
 from torch._C import DispatchKey
 from torch._subclasses import FakeTensor
-from torch.export import ExportedProgram
-from torch.fx import Interpreter, Node
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten
 
+from ssdevice.export.executorch.partitions import constants_duplicated_at_once, partitions_merged_by_masks
 from ssdevice.export.quiet import without_stack_traces
 
 # Passes of the XNNPACK backend for operators that a step never has: convolutions, batch norms, PReLU, resized images,
@@ -72,7 +74,16 @@ def faster() -> Iterator[None]:
     with ExitStack() as stack:
         for one in patches:
             stack.enter_context(one)
-        for context in (without_stack_traces, _decomposed_once, _results_kept, _weights_shared):
+        for context in (
+            without_stack_traces,
+            _decomposed_once,
+            _results_kept,
+            _weights_shared,
+            _code_when_called,
+            _signatures_read_once,
+            partitions_merged_by_masks,
+            constants_duplicated_at_once,
+        ):
             stack.enter_context(context())
         yield
 
@@ -185,4 +196,54 @@ def _weights_shared() -> Iterator[None]:
         patch.object(backend_api, "copy", SimpleNamespace(deepcopy=copied, copy=copy.copy)),
         patch.object(NamedDataStore, "add_named_data", shared),
     ):
+        yield
+
+
+@contextmanager
+def _code_when_called() -> Iterator[None]:
+    """A graph becomes Python code when it is called, not whenever it changes: passes interpret it."""
+    generate = GraphModule.recompile
+
+    def later(self: GraphModule) -> None:
+        spec = getattr(self.graph._codegen, "pytree_info", None)
+        if spec is not None:
+            self._in_spec, self._out_spec = spec.in_spec, spec.out_spec
+        type(self).forward = forward
+
+    def forward(self: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        generate(self)  # which puts the code in the place of this function
+        return self.forward(*args, **kwargs)
+
+    with (
+        patch.object(GraphModule, "recompile", later),
+        patch.object(GraphModule, "__str__", lambda _: "a graph"),  # for messages that nobody reads
+    ):
+        yield
+
+
+TABLES = ("inputs_to_parameters", "inputs_to_buffers", "inputs_to_lifted_tensor_constants")
+"""What a signature computes from its inputs, and what the backend asks for every tensor of every delegate."""
+TABLES_OF = "ssdevice_tables"
+"""The attribute of a signature that keeps them."""
+
+
+@contextmanager
+def _signatures_read_once() -> Iterator[None]:
+    """A signature keeps its tables while its inputs have the same names and targets."""
+
+    def kept(name: str) -> property:
+        read = getattr(ExportGraphSignature, name).fget
+
+        def table(self: Any) -> Any:
+            inputs = [spec.arg.name for spec in self.input_specs], [spec.target for spec in self.input_specs]
+            known = self.__dict__.setdefault(TABLES_OF, {})
+            if known.get(name, ())[:1] != (inputs,):
+                known[name] = inputs, dict(read(self))  # a mappingproxy cannot be copied
+            return known[name][1]
+
+        return property(table)
+
+    with ExitStack() as stack:
+        for name in TABLES:
+            stack.enter_context(patch.object(ExportGraphSignature, name, kept(name)))
         yield

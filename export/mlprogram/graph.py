@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, TensorArgument
+from torch._export.verifier import Verifier
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
 aten = torch.ops.aten
 
@@ -15,6 +16,44 @@ HALF_MIN = -65504.0
 """The smallest number of float16."""
 MAX_FOLDED = 1 << 20
 """Most elements of a folded constant; larger ones are computed at run time."""
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """A traced program whose writes of states, each the last use of its state, are outputs, as coremltools expects.
+
+    ``run_decompositions({})`` gives the same by tracing all operators again, which takes longer than the first trace.
+    """
+    graph, signature = program.graph_module.graph, program.graph_signature
+    states, written, outputs, output = signature.inputs_to_buffers, [], [], graph.output_node()
+    for node in list(graph.nodes):
+        if node.target is aten.copy_.default:
+            state, value = node.args
+            if node.users or state.name not in states:
+                raise AssertionError(f"{node} writes something else than a state, or is read")
+            outputs.append(OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(value.name), states[state.name]))
+            written.append(value)
+            graph.erase_node(node)
+        elif node.target is aten.to.dtype:
+            source, dtype = node.args[:2]
+            if source.meta["val"].dtype == dtype and output not in node.users:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+            else:
+                node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+        elif node.target in (aten.reshape.default, aten.flatten.using_ints):
+            node.target, node.args = aten.view.default, (node.args[0], list(node.meta["val"].shape))
+    output.args = ((*written, *output.args[0]),)
+    signature = ExportGraphSignature(signature.input_specs, [*outputs, *signature.output_specs])
+    return ExportedProgram(
+        program.graph_module,
+        graph,
+        signature,
+        program.state_dict,
+        program.range_constraints,
+        program.module_call_graph,
+        constants=program.constants,
+        verifiers=[Verifier],
+    )
 
 
 def simplify(program: ExportedProgram, states: Collection[str]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.infra.partitioner import Partition
+from torch.fx.passes.utils.fuser_utils import validate_partition
 
 pytest.importorskip("executorch")
 
+from ssdevice.export.executorch.partitions import Dependencies
 from ssdevice.export.executorch.speed import faster
 
 
@@ -49,3 +54,47 @@ def test_results_are_kept_until_an_input_changes() -> None:
         changed = ExportPass()(again).graph_module
     assert tuple(found(changed, "sum").meta["val"].shape) == (1, 6)
     assert found(changed, "relu").meta["val"] is found(first, "relu").meta["val"]
+
+
+def test_partitions_merge_where_a_walk_through_the_graph_says_so() -> None:
+    chance, answers = random.Random(5), set()
+    for _ in range(20):
+        graph = Graph()
+        nodes = [graph.placeholder("x")]
+        for _ in range(24):
+            nodes.append(graph.call_function(torch.add, tuple(chance.choices(nodes[-6:], k=2))))
+        graph.output(nodes[-1])
+        dependencies = Dependencies(GraphModule(nn.Module(), graph))
+        one = Partition(0, [nodes[1]])
+        for number, node in enumerate(chance.sample(nodes[2:], 12), 1):
+            other = Partition(number, [node])
+            merged = dependencies.mergeable(one, other)
+            assert merged == validate_partition([*one.nodes, *other.nodes])
+            if merged:
+                one.nodes.update(other.nodes)
+            answers.add(merged)
+    assert answers == {True, False}
+
+
+def test_a_graph_is_code_when_it_is_called() -> None:
+    with faster():
+        graph = Graph()
+        x = graph.placeholder("x")
+        last = graph.output(graph.call_function(torch.neg, (x,)))
+        module = GraphModule(nn.Module(), graph)
+        assert "_code" not in vars(module)
+        assert module(torch.ones(1)).item() == -1
+        last.args = (x,)
+        module.recompile()
+        assert module(torch.ones(1)).item() == 1
+    assert module(torch.ones(1)).item() == 1
+
+
+def test_a_signature_follows_its_inputs() -> None:
+    program = torch.export.export(Sums().eval(), (torch.ones(4, 6),), strict=False)
+    before = dict(program.graph_signature.inputs_to_parameters)
+    with faster():
+        signature = program.graph_signature
+        assert dict(signature.inputs_to_parameters) == before and before
+        del signature.input_specs[0]
+        assert len(signature.inputs_to_parameters) == len(before) - 1
