@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
     _add_folder(adding)
-    adding.add_argument("app", metavar="NAME=DIR", help="app and its adapter folder")
+    adding.add_argument("app", metavar="[NAME=]DIR", help="app and its adapter folder")
     add_adapter_precision(adding)
 
     removing = action("remove-app", "remove an app whose weights are separate files")

@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         action="append",
         default=[],
-        metavar="NAME=DIR",
-        help="an app's name and its trained adapter folder; several share one base if the target can",
+        metavar="[NAME=]DIR",
+        help="an app's name (default: that of its training) and its trained adapter folder; several share one base "
+        "if the target can",
     )
     add("--slots", action="store_true", help="keep even a single adapter separate, so that apps can be added later")
     add_adapter_precision(parser)

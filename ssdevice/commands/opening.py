@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice.adapters.settings import SETTINGS, read_settings
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
-    """The two parts of ``NAME=DIR``. Raises InputError for anything else, naming ``option``."""
-    name, _, folder = text.partition("=")
+    """The parts of ``NAME=DIR``; of ``DIR`` alone, the app it was trained for. Raises InputError, naming ``option``."""
+    name, separator, folder = text.partition("=")
+    if not separator and (Path(text) / SETTINGS).is_file():
+        return read_settings(Path(text)).app, Path(text)
     if not name or not folder:
         raise InputError(f"{option} {text}: expected NAME=DIR, the app's name and its adapter folder".strip())
     return name, Path(folder)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_signature(parser)
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
-    trial.add_argument("--adapter", metavar="NAME=DIR", help="the app's name and its adapter folder")
+    trial.add_argument("--adapter", metavar="[NAME=]DIR", help="the app's name and its adapter folder")
     trial.add_argument("--target", choices=targets.names(), default=targets.DEFAULT)
     trial.add_argument("--quant", default="int8", help="how weights are stored (default int8)")
     trial.add_argument(

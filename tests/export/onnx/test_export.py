@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+from ssdevice.adapters.settings import read_settings
 from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
@@ -149,11 +150,19 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_brings_the_name_of_its_app(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(export(base, tmp_path / "b", "--adapter", str(adapter), "--dry-run")) == 0
+    assert json.loads(capsys.readouterr().out)["apps"] == [read_settings(adapter).app]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--model", "/no/such/model"], "no such folder"),
         (["--adapter", "app"], "expected NAME=DIR"),
+        (["--adapter", "/no/such/adapter"], "expected NAME=DIR"),
         (["--adapter", "app=/no/such/adapter"], "no such folder"),
         (["--adapter", "a={adapter}", "--adapter", "A={adapter}"], "two apps have this name"),
         (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
