@@ -24,7 +24,7 @@ class CoreMLTarget(ExportTarget):
     options = (CoreMLOptions,)
     # SmolLM2-135M (30 layers, 3 graphs), INT4: 240 s of CPU time beside other work. It takes 1.7 GB; the prediction of
     # memory is that of half a billion weights, measured when conversion needed more.
-    cost = Cost(start=15, graph_layer=1.6, weight=0.6, memory=1000, weight_bytes=11)
+    cost = Cost(start=15, graph_layer=0.9, weight=0.45, memory=1000, weight_bytes=11)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.coreml.exporter import CoreMLExporter
