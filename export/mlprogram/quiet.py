@@ -1,9 +1,8 @@
-"""coremltools without its own messages and progress bars, and without ExecuTorch, whose import takes 5 seconds."""
+"""coremltools without its own messages and progress bars."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +13,7 @@ from ssdevice.export.quiet import quiet as silenced
 # On import, coremltools reports missing native parts and packages that are newer than it was tested with.
 for _name in ("coremltools", "torchao"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-# coremltools would import ExecuTorch to lower what is lowered already when it comes here.
-if hidden := "executorch" not in sys.modules:
-    sys.modules["executorch"] = None  # type: ignore[assignment]
 import coremltools as ct  # noqa: E402
-
-if hidden:
-    del sys.modules["executorch"]
 
 __all__ = ["ct", "quiet"]
 
