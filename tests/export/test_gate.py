@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cache
 
 import pytest
@@ -87,19 +87,10 @@ def test_a_fault_in_one_layer_is_refused(fault: str, kind: str) -> None:
     assert PLACES.get(fault, f"layer {LAYER}") in str(refusal.value)
 
 
-UNSEEN = {
-    "fp32": {
-        "a-stream-identifier-swapped", "an-adapters-scaling-twice", "attention-scaled-by-2-percent",
-        "one-column-off-by-2-percent",
-    },
-    "int8": {
-        "a-missing-residual", "a-scale-off-by-2-percent", "a-stale-last-norm", "a-stale-norm",
-        "a-stream-identifier-swapped", "a-transposed-square-matrix", "a-wrong-zero-point", "an-adapters-scaling-twice",
-        "another-activation", "attention-scaled-by-2-percent", "candidates-in-another-order", "mask-off-by-one",
-        "one-column-off-by-2-percent", "rows-see-the-next-one", "saturating-products",
-    },
+UNSEEN_AT_DEPTH = {
+    "a-scale-off-by-2-percent", "one-column-off-by-2-percent", "attention-scaled-by-2-percent", "a-missing-residual",
 }  # fmt: skip
-"""Faults in layer 17 that change a random model's results by less than rounding does there: only products show them."""
+"""Smaller than what quantization makes of rounding by layer 17: only products show these."""
 
 
 @pytest.mark.parametrize("fault", [pytest.param(name, marks=SLOW) for name in FAULTS])
@@ -114,5 +105,7 @@ def test_results_alone_show_what_is_larger_than_rounding(fault: str, kind: str) 
     with ExitStack() as stack:
         for model in (job.loaded.model, artifact.model):
             stack.enter_context(simulated(model, quant))
-        stack.enter_context(nullcontext() if fault in UNSEEN[kind] else pytest.raises(ParityError))
-        compare(job, artifact, jitter)
+        if kind == "int8" and fault in UNSEEN_AT_DEPTH:
+            pytest.skip("smaller than the spread")
+        with pytest.raises(ParityError):
+            compare(job, artifact, jitter)
