@@ -22,7 +22,7 @@ class CoreMLTarget(ExportTarget):
     name = "coreml"
     extra = "coreml"
     options = (CoreMLOptions,)
-    # SmolLM2-135M (30 layers, 3 graphs), INT4: 240 s of CPU time beside other work. It takes 1.7 GB; the prediction of
+    # SmolLM2-135M (30 layers, 3 graphs), INT4: about 160 s. It takes 1.7 GB; the prediction of
     # memory is that of half a billion weights, measured when conversion needed more.
     cost = Cost(start=15, graph_layer=0.9, weight=0.45, memory=1000, weight_bytes=11)
 

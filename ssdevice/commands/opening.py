@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.adapters.settings import SETTINGS, read_settings
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     """The parts of ``NAME=DIR``; of ``DIR`` alone, the app it was trained for. Raises InputError, naming ``option``."""
+    from ssdevice.adapters.settings import SETTINGS, read_settings
+
     name, separator, folder = text.partition("=")
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
