@@ -44,28 +44,31 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
 
 // ---- Rows ------------------------------------------------------------------------------------------------------------
 
-// Rows in eight bits: codes [R, blocks * 32], and by block the scale and the amount that the zero code adds to a product.
+// Rows in eight bits: [blocks, R], each with its codes, the scale, and the amount that the zero code takes from a product.
 struct Rows {
-  std::vector<int8_t> codes;
-  std::vector<float> scales;
-  std::vector<int32_t> zeros;
+  struct Part {
+    int8_t codes[kBlock];
+    float scale;
+    int32_t zero;
+  };
+  std::vector<Part> parts;
 };
 
-void QuantizeBlock(const float* x, int count, int8_t* codes, float* scale, int32_t* zero) {
+void QuantizeBlock(const float* x, int count, Rows::Part* out) {
   float peak = 0;
   for (int k = 0; k < count; ++k) peak = std::max(peak, std::fabs(x[k]));
   const float inverse = peak > kLeast ? 127.0f / peak : 0.0f;
   int32_t sum = 0;
   for (int k = 0; k < kBlock; ++k) {
-    codes[k] = k < count ? static_cast<int8_t>(std::nearbyint(x[k] * inverse)) : 0;
-    sum += codes[k];
+    out->codes[k] = k < count ? static_cast<int8_t>(std::nearbyint(x[k] * inverse)) : 0;
+    sum += out->codes[k];
   }
-  *scale = peak * (1.0f / 127.0f);
-  *zero = kZero * sum;
+  out->scale = peak * (1.0f / 127.0f);
+  out->zero = -kZero * sum;
 }
 
 #ifdef SSDEVICE_AVX2
-__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, int8_t* codes, float* scale, int32_t* zero) {
+__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, Rows::Part* out) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 v[4], most = _mm256_setzero_ps();
   for (int i = 0; i < 4; ++i) {
@@ -85,9 +88,9 @@ __attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, int8_t* c
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(bytes, order));
-  *scale = peak * (1.0f / 127.0f);
-  *zero = kZero * _mm_cvtsi128_si32(sum);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->codes), _mm256_permutevar8x32_epi32(bytes, order));
+  out->scale = peak * (1.0f / 127.0f);
+  out->zero = -kZero * _mm_cvtsi128_si32(sum);
 }
 #endif
 
@@ -103,10 +106,9 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
     float scales[kColumns];
     std::memcpy(scales, unit + kCodes, sizeof scales);
     for (int r = 0; r < R; ++r) {
-      const int8_t* q = t.rows.codes.data() + t.At(r, b) * kBlock;
-      const float scale = t.rows.scales[t.At(r, b)];
+      const auto& [q, scale, zero] = t.At(b)[r];
       for (int c = 0; c < kColumns; ++c) {
-        int32_t d = -t.rows.zeros[t.At(r, b)];
+        int32_t d = zero;
         for (int k = 0; k < 16; ++k) {
           const uint8_t both = unit[4 * kColumns * (k / 4) + 4 * c + k % 4];
           d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
@@ -129,12 +131,10 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit, kUnit);
-    const int8_t* codes[R];
+    const Rows::Part* rows = t.At(b);
     __m256i pairs[R][kVectors];
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-      codes[r] = t.rows.codes.data() + t.At(r, b) * kBlock;
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
       SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) pairs[r][v] = _mm256_setzero_si256();
-    }
     SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
       SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
         __m256i w[kVectors];
@@ -144,7 +144,7 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
         }
         SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
           int32_t four;
-          std::memcpy(&four, codes[r] + 16 * half + 4 * i, 4);
+          std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
           SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
             pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(w[v], _mm256_set1_epi32(four)));
             InOrder(pairs[r][v]);
@@ -154,10 +154,10 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
     }
     const float* scales = reinterpret_cast<const float*>(unit + kCodes);
     SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-      const __m256i zero = _mm256_set1_epi32(t.rows.zeros[t.At(r, b)]);
-      const __m256 scale = _mm256_set1_ps(t.rows.scales[t.At(r, b)]);
+      const __m256i zero = _mm256_set1_epi32(rows[r].zero);
+      const __m256 scale = _mm256_set1_ps(rows[r].scale);
       SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
-        const __m256 d = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_madd_epi16(pairs[r][v], ones), zero));
+        const __m256 d = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(pairs[r][v], ones), zero));
         const __m256 both = _mm256_mul_ps(_mm256_load_ps(scales + kLanes * v), scale);
         sums[r][v] = _mm256_add_ps(sums[r][v], _mm256_mul_ps(d, both));
       }
@@ -167,35 +167,73 @@ __attribute__((target("avx2"))) void Avx2(const Tile& t, float (*out)[kColumns])
     SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) _mm256_storeu_ps(out[r] + kLanes * v, sums[r][v]);
 }
 
+#ifdef SSDEVICE_VNNI
+// A product of four codes with four is one instruction, and the sixteen sums of a row are one vector.
+template <int R>
+SSDEVICE_TARGET_VNNI void Vnni(const Tile& t, float (*out)[kColumns]) {
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 sums[R];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  const uint8_t* unit = t.weights;
+  for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
+    Prefetch(unit, kUnit);
+    const Rows::Part* rows = t.At(b);
+    __m512i d[R];
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) d[r] = _mm512_set1_epi32(rows[r].zero);
+    SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+      const __m512i both = _mm512_load_si512(unit + 4 * kColumns * i);
+      SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+        const __m512i w = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+        SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+          int32_t four;
+          std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
+          d[r] = _mm512_dpbusd_epi32(d[r], w, _mm512_set1_epi32(four));
+        }
+      }
+    }
+    const __m512 scales = _mm512_load_ps(unit + kCodes);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+      const __m512 both = _mm512_mul_ps(scales, _mm512_set1_ps(rows[r].scale));
+      sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(_mm512_cvtepi32_ps(d[r]), both));
+    }
+  }
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(out[r], sums[r]);
+}
+
+constexpr ProductOf<Rows> kVnniProducts[] = {Vnni<1>, Vnni<2>, Vnni<3>, Vnni<4>, Vnni<5>,
+                                                    Vnni<6>, Vnni<7>, Vnni<8>, Vnni<9>, Vnni<10>};
+#endif
+
 const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
 constexpr ProductOf<Rows> kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 
-const ProductOf<Rows>* Products() {
-#ifdef SSDEVICE_AVX2
-  if (kAvx2) return kAvx2Products;
+ProductsOf<Rows> Products() {
+#ifdef SSDEVICE_VNNI
+  if (kVnni) return {kVnniProducts, kWideTile};
 #endif
-  return kPortableProducts;
+#ifdef SSDEVICE_AVX2
+  if (kAvx2) return {kAvx2Products, kTile};
+#endif
+  return {kPortableProducts, kTile};
 }
 
 void Quantize(const float* x, int64_t rows, int64_t inputs, Rows* out) {
   const int blocks = Blocks(inputs);
-  out->codes.resize(static_cast<size_t>(rows) * blocks * kBlock);
-  out->scales.resize(static_cast<size_t>(rows) * blocks);
-  out->zeros.resize(static_cast<size_t>(rows) * blocks);
+  out->parts.resize(static_cast<size_t>(rows) * blocks);
   for (int64_t r = 0; r < rows; ++r) {
     for (int b = 0; b < blocks; ++b) {
-      const size_t at = static_cast<size_t>(r) * blocks + b;
+      Rows::Part* to = &out->parts[static_cast<size_t>(b * rows + r)];
       const float* from = x + r * inputs + static_cast<int64_t>(b) * kBlock;
       const int count = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
 #ifdef SSDEVICE_AVX2
       if (kAvx2 && count == kBlock) {
-        QuantizeBlockAvx2(from, &out->codes[at * kBlock], &out->scales[at], &out->zeros[at]);
+        QuantizeBlockAvx2(from, to);
         continue;
       }
 #endif
-      QuantizeBlock(from, count, &out->codes[at * kBlock], &out->scales[at], &out->zeros[at]);
+      QuantizeBlock(from, count, to);
     }
   }
 }

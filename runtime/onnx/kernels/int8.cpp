@@ -15,34 +15,59 @@
 namespace {
 
 constexpr float kLevel = 1.0f / 127.0f;
-constexpr int kPairs = kBlock / 2;
+constexpr int kShift = 128;  // makes a row's codes unsigned
 constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
-// For each group of columns: by block 16 times 2 * kColumns bytes, of which byte 2 * c + j of item i is input 2 * i + j of
-// column c; then the scales.
+// Inputs of a column that lie side by side: what an instruction multiplies and adds at once.
+#ifdef SSDEVICE_VNNI
+const int kSide = kVnni ? 4 : 2;
+#else
+constexpr int kSide = 2;
+#endif
+
+// Where in a group the weight of input ``k`` and column ``c`` lies.
+size_t At(int64_t k, int64_t c) { return static_cast<size_t>(k / kSide * kSide * kColumns + kSide * c + k % kSide); }
+
+// For each group of columns its weights, then the scales, then what kShift in every code of a row adds to the sums.
 Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float* scales) {
-  Weights made("Int8Linear", outputs, inputs, kUnit * static_cast<size_t>(Blocks(inputs)) + 4 * kColumns);
+  const size_t scales_at = kUnit * static_cast<size_t>(Blocks(inputs)), shifts_at = scales_at + 4 * kColumns;
+  Weights made("Int8Linear", outputs, inputs, shifts_at + 4 * kColumns);
+  std::vector<int32_t> shifts(static_cast<size_t>(outputs));
   for (int64_t k = 0; k < inputs; ++k) {
-    const size_t at = 2 * kColumns * static_cast<size_t>(k / 2) + static_cast<size_t>(k % 2);
-    for (int64_t n = 0; n < outputs; ++n)
-      made.Group(n / kColumns)[at + 2 * static_cast<size_t>(n % kColumns)] = static_cast<uint8_t>(codes[k * outputs + n]);
+    for (int64_t n = 0; n < outputs; ++n) {
+      const int8_t code = codes[k * outputs + n];
+      made.Group(n / kColumns)[At(k, n % kColumns)] = static_cast<uint8_t>(code);
+      shifts[static_cast<size_t>(n)] += kShift * code;
+    }
   }
-  for (int64_t n = 0; n < outputs; ++n)
-    std::memcpy(made.Group(n / kColumns) + made.bytes - 4 * kColumns + 4 * (n % kColumns), scales + n, 4);
+  for (int64_t n = 0; n < outputs; ++n) {
+    const size_t column = 4 * static_cast<size_t>(n % kColumns);
+    std::memcpy(made.Group(n / kColumns) + scales_at + column, scales + n, 4);
+    std::memcpy(made.Group(n / kColumns) + shifts_at + column, &shifts[static_cast<size_t>(n)], 4);
+  }
   return made;
 }
 
-// Rows in eight bits, each code in sixteen: [R, blocks * 32], and a scale for each row.
-struct Rows {
-  std::vector<int16_t> codes;
+// Rows in eight bits: [blocks, R, 32] codes, as integers of a type, and a scale for each row.
+template <typename Code>
+struct RowsAs {
+  struct Part {
+    Code codes[kBlock];
+  };
+  std::vector<Part> parts;
   std::vector<float> scales;
 };
+using Rows = RowsAs<int16_t>;
+using ShiftedRows = RowsAs<uint8_t>;
 using Tile = TileOf<Rows>;
 
-void QuantizeRow(const float* x, int64_t from, int64_t to, float scale, int16_t* codes) {
-  for (int64_t k = from; k < to; ++k) {
+template <typename Code>
+void QuantizeBlock(const float* x, int count, float scale, Code* codes) {
+  constexpr int shift = std::is_unsigned_v<Code> ? kShift : 0;
+  std::fill(codes, codes + kBlock, static_cast<Code>(shift));
+  for (int k = 0; k < count; ++k) {
     const float q = x[k] / scale;  // no number if all are 0; then the scale makes the product 0
-    codes[k] = static_cast<int16_t>(std::nearbyint(q > -128.0f ? (q < 127.0f ? q : 127.0f) : -128.0f));
+    codes[k] = static_cast<Code>(static_cast<int>(std::nearbyint(q > -128.0f ? (q < 127.0f ? q : 127.0f) : -128.0f)) + shift);
   }
 }
 
@@ -64,16 +89,22 @@ SSDEVICE_TARGET float PeakAvx2(const float* x, int64_t count) {
   return *std::max_element(lanes, lanes + 8);
 }
 
-SSDEVICE_TARGET void QuantizeRowAvx2(const float* x, int64_t count, float scale, int16_t* codes) {
+template <typename Code>
+SSDEVICE_TARGET void QuantizeBlockAvx2(const float* x, float scale, Code* codes) {
   const __m256 divisor = _mm256_set1_ps(scale), least = _mm256_set1_ps(-128.0f), most = _mm256_set1_ps(127.0f);
-  for (int64_t k = 0; k < count; k += 16) {
-    __m256i q[2];
-    for (int i = 0; i < 2; ++i) {
-      const __m256 value = _mm256_div_ps(_mm256_loadu_ps(x + k + 8 * i), divisor);
-      q[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(value, least), most));
-    }
-    const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xD8);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + k), both);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 value = _mm256_div_ps(_mm256_loadu_ps(x + 8 * i), divisor);
+    q[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(value, least), most));
+  }
+  const __m256i words[] = {_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])};
+  __m256i* out = reinterpret_cast<__m256i*>(codes);
+  if constexpr (sizeof(Code) == 2) {
+    for (int i = 0; i < 2; ++i) _mm256_storeu_si256(out + i, _mm256_permute4x64_epi64(words[i], 0xD8));
+  } else {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
+    _mm256_storeu_si256(out, _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)));
   }
 }
 
@@ -85,16 +116,15 @@ SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit, kUnit);
-    const int16_t* codes[R];
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) codes[r] = t.rows.codes.data() + t.At(r, b) * kBlock;
+    const Rows::Part* rows = t.At(b);
 #pragma GCC unroll 4
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < kBlock / 2; ++i) {
       __m256i w[kVectors];
       SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v)
         w[v] = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(unit + 2 * kColumns * i + 2 * kLanes * v)));
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
         int32_t two;
-        std::memcpy(&two, codes[r] + 2 * i, 4);
+        std::memcpy(&two, rows[r].codes + 2 * i, 4);
         SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
           sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w[v], _mm256_set1_epi32(two)));
           InOrder(sums[r][v]);
@@ -111,6 +141,36 @@ SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
   }
 }
 
+#ifdef SSDEVICE_VNNI
+template <int R>
+SSDEVICE_TARGET_VNNI void Vnni(const TileOf<ShiftedRows>& t, float (*out)[kColumns]) {
+  __m512i sums[R];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_si512();
+  const uint8_t* unit = t.weights;
+  for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
+    Prefetch(unit, kUnit);
+    const ShiftedRows::Part* rows = t.At(b);
+    SSDEVICE_UNROLL for (int i = 0; i < kBlock / 4; ++i) {
+      const __m512i w = _mm512_load_si512(unit + 4 * kColumns * i);
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, rows[r].codes + 4 * i, 4);
+        sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_set1_epi32(four), w);
+      }
+    }
+  }
+  const __m512 scales = _mm512_load_ps(unit);
+  const __m512i shifts = _mm512_load_si512(unit + 4 * kColumns);
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+    const __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r], shifts)), scales);
+    _mm512_storeu_ps(out[r], _mm512_mul_ps(y, _mm512_set1_ps(t.rows.scales[static_cast<size_t>(t.first + r)])));
+  }
+}
+
+constexpr ProductOf<ShiftedRows> kVnniProducts[] = {Vnni<1>, Vnni<2>, Vnni<3>, Vnni<4>, Vnni<5>,
+                                                    Vnni<6>, Vnni<7>, Vnni<8>, Vnni<9>, Vnni<10>};
+#endif
+
 const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
@@ -120,9 +180,9 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
   int32_t sums[R][kColumns] = {};
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b) {
-    for (int i = 0; i < kPairs; ++i, unit += 2 * kColumns) {
+    for (int i = 0; i < kBlock / 2; ++i, unit += 2 * kColumns) {
       for (int r = 0; r < R; ++r) {
-        const int16_t* q = t.rows.codes.data() + t.At(r, b) * kBlock + 2 * i;
+        const int16_t* q = t.At(b)[r].codes + 2 * i;
         for (int c = 0; c < kColumns; ++c)
           sums[r][c] += q[0] * static_cast<int8_t>(unit[2 * c]) + q[1] * static_cast<int8_t>(unit[2 * c + 1]);
       }
@@ -137,32 +197,37 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
 
 constexpr ProductOf<Rows> kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 
-const ProductOf<Rows>* Products() {
+ProductsOf<Rows> Products() {
 #ifdef SSDEVICE_AVX2
-  if (kAvx2) return kAvx2Products;
+  if (kAvx2) return {kAvx2Products, kTile};
 #endif
-  return kPortableProducts;
+  return {kPortableProducts, kTile};
 }
 
-void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
-  const int64_t width = static_cast<int64_t>(Blocks(inputs)) * kBlock;
-  out->codes.assign(static_cast<size_t>(count * width), 0);
+template <typename Code>
+void Quantize(const float* x, int64_t count, int64_t inputs, RowsAs<Code>* out) {
+  const int blocks = Blocks(inputs);
+  out->parts.resize(static_cast<size_t>(count) * blocks);
   out->scales.resize(static_cast<size_t>(count));
   for (int64_t r = 0; r < count; ++r, x += inputs) {
-    int16_t* codes = out->codes.data() + r * width;
     int64_t done = 0;
     float peak = 0;
 #ifdef SSDEVICE_AVX2
-    if (kAvx2) {
-      done = inputs / 16 * 16;
-      peak = PeakAvx2(x, done);
-    }
+    if (kAvx2) peak = PeakAvx2(x, done = inputs / 8 * 8);
 #endif
     const float scale = out->scales[static_cast<size_t>(r)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
+    for (int b = 0; b < blocks; ++b) {
+      Code* codes = out->parts[static_cast<size_t>(b * count + r)].codes;
+      const float* from = x + static_cast<int64_t>(b) * kBlock;
+      const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
 #ifdef SSDEVICE_AVX2
-    if (kAvx2) QuantizeRowAvx2(x, done, scale, codes);
+      if (kAvx2 && full == kBlock) {
+        QuantizeBlockAvx2(from, scale, codes);
+        continue;
+      }
 #endif
-    QuantizeRow(x, done, inputs, scale, codes);
+      QuantizeBlock(from, full, scale, codes);
+    }
   }
 }
 
@@ -177,7 +242,11 @@ ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::K
 }
 
 ort::Status* Compute(void* self, ort::KernelContext* context) {
-  return Multiply<Rows>(*static_cast<const Linear*>(self), context, Quantize, Products());
+  const Linear& linear = *static_cast<const Linear*>(self);
+#ifdef SSDEVICE_VNNI
+  if (kVnni) return Multiply<ShiftedRows>(linear, context, Quantize, {kVnniProducts, kWideTile});
+#endif
+  return Multiply<Rows>(linear, context, Quantize, Products());
 }
 
 ort::Status* Embed(void* self, ort::KernelContext* context) {
@@ -196,11 +265,10 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
     for (int64_t i = 0; i < count; ++i) {
       Require(api, 0 <= ids[i] && ids[i] < weights.outputs, "an id is none of the vocabulary");
       const uint8_t* group = weights.Group(ids[i] / kColumns);
-      const size_t column = static_cast<size_t>(ids[i] % kColumns);
+      const int64_t column = ids[i] % kColumns;
       float scale;
-      std::memcpy(&scale, group + weights.bytes - 4 * kColumns + 4 * column, 4);
-      for (int64_t k = 0; k < weights.inputs; ++k)
-        *y++ = static_cast<int8_t>(group[2 * kColumns * static_cast<size_t>(k / 2) + 2 * column + static_cast<size_t>(k % 2)]) * scale;
+      std::memcpy(&scale, group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column), 4);
+      for (int64_t k = 0; k < weights.inputs; ++k) *y++ = static_cast<int8_t>(group[At(k, column)]) * scale;
     }
   });
 }

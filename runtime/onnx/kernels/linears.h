@@ -15,11 +15,20 @@ constexpr int kBlock = 32;   // inputs are padded to whole blocks
 constexpr int kLanes = 8;    // columns of a vector: floats of 256 bits
 constexpr int kVectors = 2;  // vectors of columns side by side: what is read of a row serves both
 constexpr int kColumns = kVectors * kLanes;
-constexpr int kTile = 5;  // rows whose sums stay in registers
+constexpr int kTile = 5;  // rows whose sums stay in sixteen registers
+constexpr int kWideTile = 10;  // and in thirty-two
+constexpr size_t kLine = 64;  // bytes of a cache line and of the widest vector
 
 inline int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1) / kBlock); }
 
-#define SSDEVICE_UNROLL _Pragma("GCC unroll 8")
+#define SSDEVICE_UNROLL _Pragma("GCC unroll 10")
+
+#ifdef SSDEVICE_VNNI
+#define SSDEVICE_TARGET_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))
+static_assert(kColumns == 16, "the columns of a group are the floats of 512 bits");
+inline const bool kVnni =
+    __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+#endif
 
 #ifdef SSDEVICE_AVX2
 // Keeps a sum in its register, and a compiler from computing all products first and spilling the sums.
@@ -27,7 +36,7 @@ __attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum)
 
 // Asks for what a kernel reads some units later: a processor's own guesses end with a page. One row is a sixth faster.
 inline void Prefetch(const uint8_t* unit, size_t bytes) {
-  constexpr size_t kAhead = 1024, kLine = 64;
+  constexpr size_t kAhead = 1024;
   for (size_t at = 0; at < bytes; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(unit + kAhead + at), _MM_HINT_T0);
 }
 #endif
@@ -36,15 +45,16 @@ inline void Prefetch(const uint8_t* unit, size_t bytes) {
 struct Weights {
   std::string kind;
   int64_t outputs, inputs;
-  size_t bytes;  // of a group, a multiple of 32
+  size_t bytes;  // of a group, a multiple of kLine
   std::vector<uint8_t> storage;
 
   Weights(const char* kind, int64_t outputs, int64_t inputs, size_t bytes)
-      : kind(kind), outputs(outputs), inputs(inputs), bytes(bytes), storage(bytes * static_cast<size_t>(Groups()) + 31) {}
+      : kind(kind), outputs(outputs), inputs(inputs), bytes(bytes), storage(bytes * static_cast<size_t>(Groups()) + kLine - 1) {}
 
   int64_t Groups() const { return (outputs + kColumns - 1) / kColumns; }
   const uint8_t* Group(int64_t group) const {
-    return storage.data() + (32 - reinterpret_cast<uintptr_t>(storage.data()) % 32) % 32 + bytes * static_cast<size_t>(group);
+    const size_t past = reinterpret_cast<uintptr_t>(storage.data()) % kLine;
+    return storage.data() + (kLine - past) % kLine + bytes * static_cast<size_t>(group);
   }
   uint8_t* Group(int64_t group) { return const_cast<uint8_t*>(std::as_const(*this).Group(group)); }
 };
@@ -77,26 +87,34 @@ inline std::shared_ptr<const Weights> Shared(Weights&& made) {
   return kept;
 }
 
-// Up to kTile quantized rows, from row ``first`` on, with the weights of one group of columns.
+// Some quantized rows, from row ``first`` of ``count`` on, with the weights of one group of columns.
 template <typename Rows>
 struct TileOf {
   const uint8_t* weights;
   int blocks;
   const Rows& rows;
-  int64_t first;
+  int64_t first, count;
 
-  size_t At(int row, int block) const { return static_cast<size_t>(first + row) * blocks + block; }
+  // The rows' parts in a block, side by side: kernels find all of them by one address.
+  const typename Rows::Part* At(int block) const { return rows.parts.data() + block * count + first; }
 };
 
 template <typename Rows>
 using ProductOf = void (*)(const TileOf<Rows>&, float (*out)[kColumns]);
+
+// How a kind of processor multiplies 1, 2 .. ``tile`` rows.
+template <typename Rows>
+struct ProductsOf {
+  const ProductOf<Rows>* of;
+  int64_t tile;
+};
 
 // A call's work, cut into parts of neighbouring groups of columns.
 template <typename Rows>
 struct CallOf {
   const Weights& weights;
   const Rows& rows;
-  const ProductOf<Rows>* products;  // of 1 to kTile rows
+  ProductsOf<Rows> products;
   int64_t count;
   int parts;
   float* y;
@@ -104,13 +122,13 @@ struct CallOf {
   static void Part(void* call, size_t part) { static_cast<const CallOf*>(call)->Run(static_cast<int>(part)); }
 
   void Run(int part) const {
-    const int64_t tiles = (count + kTile - 1) / kTile, groups = weights.Groups();
-    float out[kTile][kColumns];
+    const int64_t tiles = (count + products.tile - 1) / products.tile, groups = weights.Groups();
+    float out[kWideTile][kColumns];
     for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
       const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - g * kColumns);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
-        products[last - first - 1]({weights.Group(g), Blocks(weights.inputs), rows, first}, out);
+        products.of[last - first - 1]({weights.Group(g), Blocks(weights.inputs), rows, first, count}, out);
         for (int64_t r = first; r < last; ++r)
           std::copy(out[r - first], out[r - first] + columns, y + r * weights.outputs + g * kColumns);
       }
@@ -139,7 +157,7 @@ struct Constants {
 template <typename Rows>
 ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
                       void (*quantize)(const float* x, int64_t count, int64_t inputs, Rows* out),
-                      const ProductOf<Rows>* products) {
+                      ProductsOf<Rows> products) {
   const ort::Api& api = linear.api;
   return Guarded(api, [&] {
     const Weights& weights = *linear.weights;

@@ -6,9 +6,19 @@
 
 #include "interface.h"
 
+// What may be compiled; what is used is decided on the machine. Tests compile less, to run what other CPUs run.
 #if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
+#pragma GCC diagnostic push  // GCC warns of variables that its own header leaves unset (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #define SSDEVICE_AVX2 1
+#ifndef SSDEVICE_WITHOUT_VNNI
+#define SSDEVICE_VNNI 1
+#endif
 #endif
 
 struct Failure {
