@@ -257,7 +257,7 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
             owners.setdefault(id(part.weight), []).insert(0, name)
         elif isinstance(part, nn.Embedding):
             owners.setdefault(id(part.weight), []).append(name)  # a tied head also has the table's name
-    names = {key: owners[id(part.weight)] for key, part in linears.items()}
+    names = {key: [*owners[id(part.weight)], *map(_elsewhere, owners[id(part.weight)])] for key, part in linears.items()}
     if slotted:
         for part in model.modules():
             if isinstance(part, LowRank):
@@ -268,6 +268,14 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
             if (isinstance(part, LoraLinear) or beside) and id(part.base) in linears:
                 linears[id(part.base)] = part
     return {module: names[key] for key, module in linears.items()}
+
+
+def _elsewhere(name: str) -> str:
+    """The name of a linear in a model that has streams beside it, if this one has none, or the other way round.
+
+    Plain decoding of a lossless app is the base's, and both have the function that was traced for one of them.
+    """
+    return name.removesuffix(".base") if name.endswith(".base") else f"{name}.base"
 
 
 def difference(mine: Array, theirs: Array) -> float:

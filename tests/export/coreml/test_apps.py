@@ -25,7 +25,6 @@ from ssdevice.tree import Tree  # noqa: E402
 from tests.runtime.scripted import TEMPLATE, make_tokenizer  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform == "darwin", reason="these run in the interpreter"),
 ]
 
