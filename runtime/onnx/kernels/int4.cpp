@@ -207,6 +207,54 @@ constexpr ProductOf<Rows> kVnniProducts[] = {Vnni<1>, Vnni<2>, Vnni<3>, Vnni<4>,
 const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
+
+#ifdef SSDEVICE_DOT
+// Two vectors of columns at a time: with five rows their sums and products are twenty of 32 registers.
+template <int R>
+SSDEVICE_TARGET_DOT void Dot(const Tile& t, float (*out)[kColumns]) {
+  for (int first = 0; first < kQuarters; first += 2) {
+    float32x4_t sums[R][2];
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+      SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) sums[r][v] = vdupq_n_f32(0);
+    const uint8_t* unit = t.weights;
+    for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
+      const Rows::Part* rows = t.At(b);
+      int32x4_t d[R][2];
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) d[r][v] = vdupq_n_s32(rows[r].zero);
+      SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+        int8x16_t w[2][2];
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+          const uint8x16_t both = vld1q_u8(unit + 4 * kColumns * i + 16 * (first + v));
+          w[0][v] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+          w[1][v] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+        }
+        SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            const int8x16_t four = Four(rows[r].codes + 16 * half + 4 * i);
+            SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+              d[r][v] = vdotq_s32(d[r][v], w[half][v], four);
+              InOrder(d[r][v]);
+            }
+          }
+        }
+      }
+      const float* scales = reinterpret_cast<const float*>(unit + kCodes) + 4 * first;
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+          const float32x4_t both = vmulq_f32(vld1q_f32(scales + 4 * v), vdupq_n_f32(rows[r].scale));
+          sums[r][v] = vaddq_f32(sums[r][v], vmulq_f32(vcvtq_f32_s32(d[r][v]), both));
+        }
+      }
+    }
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+      SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) vst1q_f32(out[r] + 4 * (first + v), sums[r][v]);
+  }
+}
+
+constexpr ProductOf<Rows> kDotProducts[] = {Dot<1>, Dot<2>, Dot<3>, Dot<4>, Dot<5>};
+#endif
+
 constexpr ProductOf<Rows> kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 
 ProductsOf<Rows> Products() {
@@ -215,6 +263,9 @@ ProductsOf<Rows> Products() {
 #endif
 #ifdef SSDEVICE_AVX2
   if (kAvx2) return {kAvx2Products, kTile};
+#endif
+#ifdef SSDEVICE_DOT
+  if (kDot) return {kDotProducts, kTile};
 #endif
   return {kPortableProducts, kTile};
 }

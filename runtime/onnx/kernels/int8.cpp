@@ -19,8 +19,10 @@ constexpr int kShift = 128;  // makes a row's codes unsigned
 constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
 // Inputs of a column that lie side by side: what an instruction multiplies and adds at once.
-#ifdef SSDEVICE_VNNI
+#if defined(SSDEVICE_VNNI)
 const int kSide = kVnni ? 4 : 2;
+#elif defined(SSDEVICE_DOT)
+const int kSide = kDot ? 4 : 2;
 #else
 constexpr int kSide = 2;
 #endif
@@ -59,6 +61,7 @@ struct RowsAs {
 };
 using Rows = RowsAs<int16_t>;
 using ShiftedRows = RowsAs<uint8_t>;
+using ByteRows = RowsAs<int8_t>;
 using Tile = TileOf<Rows>;
 
 template <typename Code>
@@ -175,6 +178,39 @@ const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
 
+#ifdef SSDEVICE_DOT
+template <int R>
+SSDEVICE_TARGET_DOT void Dot(const TileOf<ByteRows>& t, float (*out)[kColumns]) {
+  int32x4_t sums[R][kQuarters];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) sums[r][v] = vdupq_n_s32(0);
+  const uint8_t* unit = t.weights;
+  for (int b = 0; b < t.blocks; ++b) {
+    const ByteRows::Part* rows = t.At(b);
+    for (int i = 0; i < kBlock / 4; ++i, unit += 4 * kColumns) {
+      int8x16_t w[kQuarters];
+      SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) w[v] = vreinterpretq_s8_u8(vld1q_u8(unit + 16 * v));
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        const int8x16_t four = Four(rows[r].codes + 4 * i);
+        SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) {
+          sums[r][v] = vdotq_s32(sums[r][v], w[v], four);
+          InOrder(sums[r][v]);
+        }
+      }
+    }
+  }
+  SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) {
+    const float32x4_t scales = vld1q_f32(reinterpret_cast<const float*>(unit) + 4 * v);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+      const float32x4_t y = vmulq_f32(vcvtq_f32_s32(sums[r][v]), scales);
+      vst1q_f32(out[r] + 4 * v, vmulq_f32(y, vdupq_n_f32(t.rows.scales[static_cast<size_t>(t.first + r)])));
+    }
+  }
+}
+
+constexpr ProductOf<ByteRows> kDotProducts[] = {Dot<1>, Dot<2>, Dot<3>, Dot<4>, Dot<5>};
+#endif
+
 template <int R>
 void Portable(const Tile& t, float (*out)[kColumns]) {
   int32_t sums[R][kColumns] = {};
@@ -245,6 +281,9 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
   const Linear& linear = *static_cast<const Linear*>(self);
 #ifdef SSDEVICE_VNNI
   if (kVnni) return Multiply<ShiftedRows>(linear, context, Quantize, {kVnniProducts, kWideTile});
+#endif
+#ifdef SSDEVICE_DOT
+  if (kDot) return Multiply<ByteRows>(linear, context, Quantize, {kDotProducts, kTile});
 #endif
   return Multiply<Rows>(linear, context, Quantize, Products());
 }

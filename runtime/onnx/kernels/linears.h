@@ -30,8 +30,29 @@ inline const bool kVnni =
     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
 #endif
 
-#ifdef SSDEVICE_AVX2
+#ifdef SSDEVICE_DOT
+constexpr int kQuarters = kColumns / 4;  // vectors of four columns
+#ifdef __ARM_FEATURE_DOTPROD
+#define SSDEVICE_TARGET_DOT
+constexpr bool kDot = true;
+#else
+#define SSDEVICE_TARGET_DOT __attribute__((target("arch=armv8.2-a+dotprod")))
+inline const bool kDot = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#endif
+
+// Four codes of a row, for each of four columns.
+SSDEVICE_TARGET_DOT inline int8x16_t Four(const int8_t* codes) {
+  int32_t four;
+  std::memcpy(&four, codes, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+#endif
+
 // Keeps a sum in its register, and a compiler from computing all products first and spilling the sums.
+#ifdef SSDEVICE_DOT
+SSDEVICE_TARGET_DOT inline void InOrder(int32x4_t& sum) { asm volatile("" : "+w"(sum)); }
+#endif
+#ifdef SSDEVICE_AVX2
 __attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum) { asm volatile("" : "+x"(sum)); }
 
 // Asks for what a kernel reads some units later: a processor's own guesses end with a page. One row is a sixth faster.

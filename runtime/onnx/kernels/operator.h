@@ -20,6 +20,15 @@
 #define SSDEVICE_VNNI 1
 #endif
 #endif
+#if defined(__aarch64__) && !defined(SSDEVICE_PORTABLE)
+#include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD)  // every Mac
+#define SSDEVICE_DOT 1
+#elif defined(__linux__) && !defined(__clang__)  // GCC compiles single functions for it
+#include <sys/auxv.h>
+#define SSDEVICE_DOT 1
+#endif
+#endif
 
 struct Failure {
   ort::Status* status;

@@ -144,6 +144,25 @@ def test_an_embedding_and_its_tied_head_have_the_bits_of_integers(library: Path)
         opened.run(None, {opened.get_inputs()[0].name: ids + 521})
 
 
+ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
+
+
+@pytest.mark.skipif(
+    shutil.which(ARM_COMPILER) is None or shutil.which(ARM[0]) is None,
+    reason=f"needs {ARM_COMPILER} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
+)
+@pytest.mark.parametrize("kind", ["INT4", "INT8"])
+def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_path: Path) -> None:
+    """There is no ONNX Runtime to call them, so a program in products.cpp does."""
+    program, source = tmp_path / "products", Path(__file__).with_name("products.cpp")
+    flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    command = [ARM_COMPILER, *flags, *warnings, "-static", f"-D{kind}", "-I", str(kernels.SOURCES)]
+    subprocess.run([*command, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([*ARM, str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0 of 5973 differ\n")
+
+
 KV_HEADS, GROUPS = 3, 2
 ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
 """Of a root with two children, the second of which has one."""
