@@ -257,7 +257,8 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
             owners.setdefault(id(part.weight), []).insert(0, name)
         elif isinstance(part, nn.Embedding):
             owners.setdefault(id(part.weight), []).append(name)  # a tied head also has the table's name
-    names = {key: [*owners[id(part.weight)], *map(_elsewhere, owners[id(part.weight)])] for key, part in linears.items()}
+    alike = {key: owners[id(part.weight)] for key, part in linears.items()}
+    names = {key: [*own, *map(_elsewhere, own)] for key, own in alike.items()}
     if slotted:
         for part in model.modules():
             if isinstance(part, LowRank):
