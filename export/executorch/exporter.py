@@ -26,6 +26,7 @@ from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, hold_values, quantized, release
 from ssdevice.export.executorch.slots import slot_model
+from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.model.step import StreamModel
@@ -87,6 +88,8 @@ class ExecutorchExporter(Exporter):
             release(source, model.model)
         lowered = lower(model.model, plan, specs, constants, report)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
+        hold_values(model.model)
+        check_stored(folder / PROGRAM_FILE, model.model, plan, specs)
         notes = [
             *model.notes,
             *job.notes,

@@ -1,7 +1,7 @@
 """Weights of the ExecuTorch target: linears with 8-bit activations (8da8w, 8da4w), weight-only embeddings.
 
 Rows are quantized separately (one scale per token), so no row can see another through its scale. Linears are never
-quantized weight-only: such a graph lowers without an error and computes something else.
+quantized weight-only: such a graph is refused or, worse, lowers without an error and computes something else.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,8 @@ def four_bits(part: nn.Module) -> None:
         weight_mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR,
     )
     quantize_(part, config)
+    scale = cast(Tensor, cast(Any, part.weight).scale)
+    scale.copy_(scale.bfloat16())  # as programs store it
 
 
 def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
             made[term] = _slot(cast(LowRank, term), ranks[kind])
     _install(model, made)
     if model.streams is not None:
+        model.streams.adapters.clear()  # a second path to slots that layers hold, which a trace takes for more state
         identifiers = model.streams.identifiers.detach()[: model.gamma]
         del model.streams.identifiers
         model.streams.register_buffer("identifiers", torch.zeros_like(identifiers))

@@ -56,7 +56,7 @@ def test_a_program_of_other_weights_is_refused(job: ExportJob, weight: str, mess
 
 @pytest.mark.slow
 def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lower without a word and compute something else: the reason for the gate."""
+    """They computed something else, without a word, and were the reason for the gate; ExecuTorch itself refuses some."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import IntxWeightOnlyConfig
@@ -74,9 +74,8 @@ def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(target, "quantized", by_weight)
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
-    result = ExecutorchExporter().export(job, tmp_path)
-    with pytest.raises(ParityError):
-        ExecutorchExporter().gate(job, tmp_path, result)
+    with pytest.raises((ParityError, RuntimeError), match=r"delegates|Missing out variants"):
+        ExecutorchExporter().export(job, tmp_path)
 
 
 def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
@@ -100,6 +99,7 @@ def test_stream_adapters_are_folded_where_streams_run_on_their_own(
         return Lowered(b"", {})
 
     monkeypatch.setattr(target, "lower", lowered)
+    monkeypatch.setattr(target, "check_stored", lambda *_: None)  # of an empty program
     notes = ExecutorchExporter().export(given, tmp_path).notes
     rows = [part for part in seen[0].modules() if isinstance(part, StreamRowAdapter)]
     assert rows and all((row.folded is not None) is folded for row in rows)

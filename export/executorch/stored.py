@@ -1,0 +1,175 @@
+"""The weights of the products that an ExecuTorch program delegates, read from its file and compared with the model's.
+
+Delegates show no products, so the gate cannot follow them (docs/parity.md). What they multiply with can be read: every
+quantized linear that the model calls must be a fully connected node of XNNPACK's graphs with the same weight, in the
+order of the calls. Field numbers are those of ExecuTorch's program.fbs and XNNPACK's schema.fbs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ssdevice.contract import FunctionSpec
+from ssdevice.errors import ParityError
+from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.plan import ExportPlan
+from ssdevice.model.step import StreamModel
+from ssdevice.runtime.executorch.file import DELEGATE, SEGMENT, XNNPACK
+from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+
+FULLY_CONNECTED, QUANTIZED_VALUE = 2, 2
+"""Members of the unions XNodeUnion and XValueUnion."""
+FLOAT32, ROWS_OF_INT8, ROWS_OF_INT4, GROUPS_OF_INT4 = 1, 6, 8, 10
+"""Members of XNNDatatype."""
+PER_CHANNEL, PER_GROUP = 1, 4
+"""Members of the union XNNQuantParams."""
+SAME = 1e-6
+"""Allowed relative difference (rms) of a weight: codes times scales are rounded once."""
+Array = NDArray[np.float32]
+
+
+def check_stored(file: Path, model: StreamModel, plan: ExportPlan, specs: Mapping[str, FunctionSpec]) -> None:
+    """Compare the products that a program delegates with the linears of the model that was lowered.
+
+    Low-rank adapters and other linears in float may be missing: they can be slots, or not worth a delegate. Raises
+    ParityError, and BundleError for a damaged file.
+    """
+    called = {name: _called(name, spec, model, plan) for name, spec in specs.items()}
+
+    def compare(data: Data, program: Table) -> None:
+        for method, stored in _methods(data, program):
+            if method in called:
+                _compare(method, called[method], stored)
+
+    read_program(file, compare)
+
+
+def _called(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> list[tuple[str, nn.Linear]]:
+    """The linears that a function calls, in order, by name."""
+    form = VisibleForm(name, model, plan.geometry, plan.schedule).eval()
+    found: list[tuple[str, nn.Linear]] = []
+    linears = [(path, part) for path, part in form.named_modules() if isinstance(part, nn.Linear)]
+    hooks = [entry[1].register_forward_pre_hook(lambda *_, entry=entry: found.append(entry)) for entry in linears]
+    try:
+        with torch.no_grad():
+            form(*(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[Array]) -> None:
+    """Raise ParityError unless the linears' weights are the stored ones, in order."""
+    waiting = iter(called)
+    for number, weight in enumerate(stored):
+        for name, linear in waiting:
+            if _same(weight, linear):
+                break
+            if _quantized(linear):
+                raise ParityError(
+                    f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has another "
+                    f"weight than {name}: ExecuTorch stored something else than it was given, or in another order"
+                )
+        else:
+            raise ParityError(f"{method}: the delegates have more products than the model; the first is {number}")
+    for name, linear in waiting:
+        if _quantized(linear):
+            raise ParityError(f"{method}: {name} is quantized, but no delegate multiplies with its weight")
+
+
+def _quantized(linear: nn.Linear) -> bool:
+    return hasattr(linear.weight, "qdata")
+
+
+def _same(stored: Array, linear: nn.Linear) -> bool:
+    weight = linear.weight.dequantize() if _quantized(linear) else linear.weight
+    if stored.shape != tuple(weight.shape):
+        return False
+    own = weight.detach().numpy()
+    return bool(np.linalg.norm(stored - own) <= SAME * np.linalg.norm(own))
+
+
+def _methods(data: Data, program: Table) -> Iterator[tuple[str, Iterator[Array]]]:
+    """Every method's weights ``[N, K]``, dequantized, in the order of the calls."""
+    segments = list(program.tables(4))
+    named = {entry.text(0): segments[entry.integer(1)] for entry in program.tables(7)}
+    for plan in program.tables(1):
+        graphs = (_Graph(payload, data, named) for payload in _payloads(data, program, plan))
+        yield plan.text(0), (weight for graph in graphs for weight in graph)
+
+
+def _payloads(data: Data, program: Table, plan: Table) -> Iterator[bytes]:
+    """The data of a method's delegates, call by call."""
+    delegates = [entry.table(1) for entry in plan.tables(7)]
+    for chain in plan.tables(5):
+        for instruction in chain.tables(2):
+            if instruction.byte(0) != DELEGATE:
+                continue
+            where = delegates[instruction.table(1).integer(0)]
+            if where.byte(0) == SEGMENT:
+                start, size = segment(data, list(program.tables(4))[where.integer(1)])
+                yield data[start : start + size]
+            else:
+                yield list(program.tables(3))[where.integer(1)].octets(0)
+
+
+class _Graph:
+    """An XNNPACK delegate."""
+
+    def __init__(self, payload: bytes, data: Data, named: Mapping[str, Table]) -> None:
+        if payload[4:8] != XNNPACK:
+            raise ValueError("a delegate of another backend than XNNPACK")
+        at, size, constants = struct.unpack_from("<III", payload, 10)
+        self.payload, self.constants, self.data, self.named = payload, constants, data, named
+        self.root = Table.root(payload[at : at + size], 0)
+        self.offsets = list(self.root.tables(8))
+
+    def __iter__(self) -> Iterator[Array]:
+        values = {}
+        for value in self.root.tables(2):
+            quantized = value.table(1) if value.byte(0) == QUANTIZED_VALUE else None
+            tensor = quantized.table(0) if quantized is not None else value.table(1)
+            values[tensor.integer(6)] = tensor, quantized
+        for node in self.root.tables(1):
+            if node.byte(0) == FULLY_CONNECTED:
+                tensor, quantized = values[node.table(1).integer(1)]
+                if tensor.integer(3):
+                    yield self._weight(tensor, quantized)
+
+    def _constant(self, number: int) -> bytes:
+        entry = self.offsets[number]
+        if key := entry.text(2):
+            start, size = segment(self.data, self.named[key])
+            return self.data[start : start + min(size, entry.long(1))]
+        start = self.constants + entry.long(0)
+        return self.payload[start : start + entry.long(1)]
+
+    def _weight(self, tensor: Table, quantized: Table | None) -> Array:
+        shape, kind, content = tensor.integers(2), tensor.byte(0), self._constant(tensor.integer(3))
+        if quantized is None and kind == FLOAT32:
+            return np.frombuffer(content, np.float32).reshape(shape)
+        if quantized is None or kind not in (ROWS_OF_INT8, ROWS_OF_INT4, GROUPS_OF_INT4):
+            raise ValueError(f"weights of kind {kind}")
+        if kind == ROWS_OF_INT8:
+            codes = np.frombuffer(content, np.int8).reshape(shape).astype(np.float32)
+        else:
+            both = np.frombuffer(content, np.uint8)
+            codes = (np.stack([both & 15, both >> 4], -1).reshape(shape).astype(np.float32)) - 8
+        scales = self._scales(quantized.table(2), quantized.byte(1)).reshape(shape[0], -1)
+        return (codes.reshape(shape[0], -1, shape[1] // scales.shape[1]) * scales[..., None]).reshape(shape)
+
+    def _scales(self, of: Table, kind: int) -> Array:
+        if kind == PER_CHANNEL:
+            return np.frombuffer(self._constant(of.integer(2)), np.float32)
+        if kind != PER_GROUP:
+            raise ValueError(f"quantization of kind {kind}")
+        upper = np.frombuffer(self._constant(of.integer(4)), np.uint16).astype(np.uint32) << 16
+        return upper.view(np.float32)

@@ -1,0 +1,82 @@
+"""What a program's delegates multiply with is read from its file: a wrong weight is found, whatever its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("executorch")
+
+from ssdevice.config import Mode, Schedule
+from ssdevice.contract import CacheForm
+from ssdevice.errors import ParityError
+from ssdevice.export.executorch.exporter import PROGRAM_FILE
+from ssdevice.export.executorch.quantization import quantized
+from ssdevice.export.executorch.stored import check_stored
+from ssdevice.export.plan import Quant
+from ssdevice.model.step import StreamModel
+from ssdevice.runtime.executorch.engine import CACHE_DTYPE
+from tests.export.executorch import programs
+
+
+def scale_off(model: StreamModel) -> None:
+    layer(model, 0).self_attn.o_proj.weight.scale.mul_(1.02)
+
+
+def one_scale_off(model: StreamModel) -> None:
+    layer(model, 1).mlp.up_proj.weight.scale.view(-1)[3] *= 1.02
+
+
+def one_code_off(model: StreamModel) -> None:
+    layer(model, 1).mlp.down_proj.weight.qdata[5, 7] ^= 1
+
+
+def layers_swapped(model: StreamModel) -> None:
+    first, second = layer(model, 0).mlp, layer(model, 1).mlp
+    first.gate_proj.weight, second.gate_proj.weight = second.gate_proj.weight, first.gate_proj.weight
+
+
+def transposed(model: StreamModel) -> None:
+    codes = layer(model, 0).self_attn.q_proj.weight.qdata
+    codes.copy_(codes.clone().T)
+
+
+def neighbours_swapped(model: StreamModel) -> None:
+    attention = layer(model, 1).self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
+FAULTS: dict[Callable[[StreamModel], None], str] = {
+    scale_off: "layers.0.self_attn.o_proj",
+    one_scale_off: "layers.1.mlp.up_proj",
+    one_code_off: "layers.1.mlp.down_proj",
+    layers_swapped: "layers.0.mlp.gate_proj",
+    transposed: "layers.0.self_attn.q_proj",
+    neighbours_swapped: "layers.1.self_attn",
+}
+
+
+def layer(model: StreamModel, number: int) -> torch.nn.Module:
+    return model.backbone.layers[number]
+
+
+def check(fault: Callable[[StreamModel], None] | None, out: Path) -> None:
+    job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, out)
+    file = programs.bundle(Quant.INT8).folder / PROGRAM_FILE
+    model = quantized(job.loaded.model, Quant.INT8).model
+    if fault is not None:
+        fault(model)
+    check_stored(file, model, job.plan, job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE))
+
+
+def test_the_weights_of_a_right_program_are_the_models(tmp_path: Path) -> None:
+    check(None, tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_wrong_weight_is_refused_with_its_name(fault: Callable[[StreamModel], None], tmp_path: Path) -> None:
+    with torch.no_grad(), pytest.raises(ParityError, match=FAULTS[fault]):
+        check(fault, tmp_path)
