@@ -56,7 +56,7 @@ def test_a_program_of_other_weights_is_refused(job: ExportJob, weight: str, mess
 
 @pytest.mark.slow
 def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They computed something else, without a word, and were the reason for the gate; ExecuTorch itself refuses some."""
+    """They computed something else, without a word, and were the reason for the gate. ExecuTorch refuses some."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import IntxWeightOnlyConfig
