@@ -79,7 +79,10 @@ def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[
                     f"weight than {name}: ExecuTorch stored something else than it was given, or in another order"
                 )
         else:
-            raise ParityError(f"{method}: the delegates have more products than the model; the first is {number}")
+            raise ParityError(
+                f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has a weight of "
+                "none of the linears that the model calls from there on"
+            )
     for name, linear in waiting:
         if _quantized(linear):
             raise ParityError(f"{method}: {name} is quantized, but no delegate multiplies with its weight")
