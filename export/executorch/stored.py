@@ -1,8 +1,9 @@
 """The weights of the products that an ExecuTorch program delegates, read from its file and compared with the model's.
 
 Delegates show no products, so the gate cannot follow them (docs/parity.md). What they multiply with can be read: every
-quantized linear that the model calls must be a fully connected node of XNNPACK's graphs with the same weight, in the
-order of the calls. Field numbers are those of ExecuTorch's program.fbs and XNNPACK's schema.fbs.
+fully connected node of XNNPACK's graphs must have the weight of a linear that the model calls. Their order is not
+compared, since lowering moves products that do not depend on each other. Field numbers are those of ExecuTorch's
+program.fbs and XNNPACK's schema.fbs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Array = NDArray[np.float32]
 def check_stored(file: Path, model: StreamModel, plan: ExportPlan, specs: Mapping[str, FunctionSpec]) -> None:
     """Compare the products that a program delegates with the linears of the model that was lowered.
 
-    Low-rank adapters and other linears in float may be missing: they can be slots, or not worth a delegate. Raises
-    ParityError, and BundleError for a damaged file.
+    Linears may be missing: they can be slots, or outside of delegates. Raises ParityError, and BundleError for a
+    damaged file.
     """
     called = {name: _called(name, spec, model, plan) for name, spec in specs.items()}
 
@@ -67,25 +68,17 @@ def _called(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan)
 
 
 def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[Array]) -> None:
-    """Raise ParityError unless the linears' weights are the stored ones, in order."""
-    waiting = iter(called)
+    """Raise ParityError unless every stored weight is that of a linear, once for each of its calls."""
+    left = list(called)
     for number, weight in enumerate(stored):
-        for name, linear in waiting:
-            if _same(weight, linear):
-                break
-            if _quantized(linear):
-                raise ParityError(
-                    f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has another "
-                    f"weight than {name}: ExecuTorch stored something else than it was given, or in another order"
-                )
-        else:
+        at = next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)
+        if at is None:
+            alike = next((name for name, linear in left if weight.shape == tuple(linear.weight.shape)), "any linear")
             raise ParityError(
-                f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has a weight of "
-                "none of the linears that the model calls from there on"
+                f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has another "
+                f"weight than {alike} and those after it: ExecuTorch stored something else than it was given"
             )
-    for name, linear in waiting:
-        if _quantized(linear):
-            raise ParityError(f"{method}: {name} is quantized, but no delegate multiplies with its weight")
+        del left[at]
 
 
 def _quantized(linear: nn.Linear) -> bool:

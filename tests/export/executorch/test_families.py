@@ -59,7 +59,8 @@ def windows_of(model: StreamModel) -> list[int]:
 @pytest.mark.parametrize("family", MODELS)
 def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
     model, geometry = tiny(family)
-    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=SimpleNamespace(logits=False))
+    options = SimpleNamespace(chosen=lambda kind: kind())
+    plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
     file = tmp_path / "model.pte"

@@ -34,28 +34,16 @@ def one_code_off(model: StreamModel) -> None:
     layer(model, 1).mlp.down_proj.weight.qdata[5, 7] ^= 1
 
 
-def layers_swapped(model: StreamModel) -> None:
-    first, second = layer(model, 0).mlp, layer(model, 1).mlp
-    first.gate_proj.weight, second.gate_proj.weight = second.gate_proj.weight, first.gate_proj.weight
-
-
 def transposed(model: StreamModel) -> None:
     codes = layer(model, 0).self_attn.q_proj.weight.qdata
     codes.copy_(codes.clone().T)
-
-
-def neighbours_swapped(model: StreamModel) -> None:
-    attention = layer(model, 1).self_attn
-    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
 
 
 FAULTS: dict[Callable[[StreamModel], None], str] = {
     scale_off: "layers.0.self_attn.o_proj",
     one_scale_off: "layers.1.mlp.up_proj",
     one_code_off: "layers.1.mlp.down_proj",
-    layers_swapped: "layers.0.mlp.gate_proj",
     transposed: "layers.0.self_attn.q_proj",
-    neighbours_swapped: "layers.1.self_attn",
 }
 
 
