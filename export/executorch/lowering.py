@@ -38,10 +38,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     if name == SET_ADAPTER:
         slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
         return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
-    form = VisibleForm(
-        name, model, plan.geometry, plan.schedule, logits=plan.options.chosen(ExecutorchOptions).logits
-    ).eval()
-    arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    form, arguments = form_of(name, spec, model, plan)
     try:
         with torch.no_grad():
             return tidy(torch.export.export(form, arguments, strict=False))
@@ -50,6 +47,15 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
         ) from error
+
+
+def form_of(
+    name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan
+) -> tuple[VisibleForm, tuple[torch.Tensor, ...]]:
+    """The module of one function that is traced, and inputs for it."""
+    logits = plan.options.chosen(ExecutorchOptions).logits
+    form = VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval()
+    return form, tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
 
 
 def lower(

@@ -19,10 +19,10 @@ from torch import nn
 
 from ssdevice.contract import FunctionSpec
 from ssdevice.errors import ParityError
-from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.executorch.lowering import form_of
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.file import DELEGATE, SEGMENT, XNNPACK
+from ssdevice.runtime.executorch.file import XNNPACK, payload_of
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
 
 FULLY_CONNECTED, QUANTIZED_VALUE = 2, 2
@@ -53,14 +53,14 @@ def check_stored(file: Path, model: StreamModel, plan: ExportPlan, specs: Mappin
 
 
 def _called(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> list[tuple[str, nn.Linear]]:
-    """The linears that a function calls, in order, by name."""
-    form = VisibleForm(name, model, plan.geometry, plan.schedule).eval()
+    """The linears that a function calls, each as often as it does, with their names."""
+    form, arguments = form_of(name, spec, model, plan)
     found: list[tuple[str, nn.Linear]] = []
     linears = [(path, part) for path, part in form.named_modules() if isinstance(part, nn.Linear)]
     hooks = [entry[1].register_forward_pre_hook(lambda *_, entry=entry: found.append(entry)) for entry in linears]
     try:
         with torch.no_grad():
-            form(*(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs))
+            form(*arguments)
     finally:
         for hook in hooks:
             hook.remove()
@@ -81,12 +81,8 @@ def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[
         del left[at]
 
 
-def _quantized(linear: nn.Linear) -> bool:
-    return hasattr(linear.weight, "qdata")
-
-
 def _same(stored: Array, linear: nn.Linear) -> bool:
-    weight = linear.weight.dequantize() if _quantized(linear) else linear.weight
+    weight = linear.weight.dequantize() if hasattr(linear.weight, "qdata") else linear.weight
     if stored.shape != tuple(weight.shape):
         return False
     own = weight.detach().numpy()
@@ -94,27 +90,12 @@ def _same(stored: Array, linear: nn.Linear) -> bool:
 
 
 def _methods(data: Data, program: Table) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Every method's weights ``[N, K]``, dequantized, in the order of the calls."""
+    """Every method's weights ``[N, K]``, dequantized."""
     segments = list(program.tables(4))
     named = {entry.text(0): segments[entry.integer(1)] for entry in program.tables(7)}
     for plan in program.tables(1):
-        graphs = (_Graph(payload, data, named) for payload in _payloads(data, program, plan))
+        graphs = (_Graph(payload_of(data, program, entry), data, named) for entry in plan.tables(7))
         yield plan.text(0), (weight for graph in graphs for weight in graph)
-
-
-def _payloads(data: Data, program: Table, plan: Table) -> Iterator[bytes]:
-    """The data of a method's delegates, call by call."""
-    delegates = [entry.table(1) for entry in plan.tables(7)]
-    for chain in plan.tables(5):
-        for instruction in chain.tables(2):
-            if instruction.byte(0) != DELEGATE:
-                continue
-            where = delegates[instruction.table(1).integer(0)]
-            if where.byte(0) == SEGMENT:
-                start, size = segment(data, list(program.tables(4))[where.integer(1)])
-                yield data[start : start + size]
-            else:
-                yield list(program.tables(3))[where.integer(1)].octets(0)
 
 
 class _Graph:

@@ -98,13 +98,16 @@ def _operator(entry: Table) -> str:
 
 
 def _delegate(data: Data, program: Table, entry: Table) -> DelegateCalls:
+    return DelegateCalls(entry.text(0), _xnnpack_nodes(payload_of(data, program, entry)))
+
+
+def payload_of(data: Data, program: Table, entry: Table) -> bytes:
+    """The data of a delegate of a method, an entry of its vector 7."""
     where = entry.table(1)
     if where.byte(0) == SEGMENT:
         start, size = segment(data, list(program.tables(4))[_index(where.integer(1))])
-        payload = data[start : start + size]
-    else:
-        payload = list(program.tables(3))[_index(where.integer(1))].octets(0)
-    return DelegateCalls(entry.text(0), _xnnpack_nodes(payload))
+        return data[start : start + size]
+    return list(program.tables(3))[_index(where.integer(1))].octets(0)
 
 
 def _xnnpack_nodes(payload: bytes) -> int | None:
