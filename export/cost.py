@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ssdevice.export.plan import ExportPlan
 
 MEASURED_ON = "two cores of an x86 CPU"
+MEASURED_CONTEXT = 1024
+CACHES = 3
+"""Memory of a token beyond that context, in caches of float32: those of the gate's sides, and its masks."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Cost:
     """What exports to a target take: measured, and fitted by a line each.
 
     seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters;
-    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter.
+    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter + ``CACHES`` for tokens beyond MEASURED_CONTEXT.
     """
 
     start: float
@@ -35,7 +38,9 @@ class Cost:
         parameters = sum(plan.parameters.values())
         graphs = len(plan.function_names) * (1 if plan.merged else len(plan.apps))
         seconds = self.start + self.graph_layer * plan.geometry.layers * graphs + self.weight * parameters / 1e6
-        return Prediction(seconds, int(self.memory * 1e6 + self.weight_bytes * parameters), plan.estimated_bytes())
+        beyond = max(0, plan.geometry.context - MEASURED_CONTEXT) * CACHES * plan.geometry.token_bytes("float32")
+        peak = int(self.memory * 1e6 + self.weight_bytes * parameters + beyond)
+        return Prediction(seconds, peak, plan.estimated_bytes())
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,8 @@ class ExportPlan:
         return {name: every[name] for name in self.function_names}
 
     def estimated_bytes(self) -> int:
-        """Estimated size of the weights on disk, with scales and without graphs."""
-        return int(sum(self.parameters.values()) * self.bits / 8)
+        """Estimated size of the weights on disk, with scales and rotary tables, without graphs."""
+        return int(sum(self.parameters.values()) * self.bits / 8) + 4 * self.geometry.context * self.geometry.head_dim
 
     def predict(self) -> Prediction | None:
         """What the export will take, about; None where the target does not know."""
@@ -362,6 +362,10 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     chunk = options.chunk or target.chunk
     if chunk + tree.depth + 2 > POSITION_MARGIN:
         raise ConfigError(f"--chunk {chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
+    if options.context < 2 * tree.emitted:
+        raise ConfigError(
+            f"--context {options.context} cannot hold a prompt and two steps of {tree.emitted} tokens each"
+        )
     heads = int(config.num_attention_heads)
     geometry = Geometry(
         layers=int(config.num_hidden_layers),

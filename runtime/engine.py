@@ -30,7 +30,7 @@ Outputs = Mapping[str, NDArray[Any]]
 class EngineOptions:
     """How an engine runs. ``threads``: 0 for the engine's default.
 
-    ``spinning``: threads busy-wait for work, during a call but not between calls. ``profile``: record where time is
+    ``spinning``: threads busy-wait for work, during a call and 2 ms more at most. ``profile``: record where time is
     spent inside the target, for engines that can. ``kernels``: use those that ``ssdevice kernels`` built.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -100,16 +100,20 @@ class Session:
         *,
         app: str | None = None,
         options: EngineOptions | None = None,
-        threads: int = 0,
+        threads: int | None = None,
     ) -> Session:
-        """The session of a bundle. ``app``: one of its apps (default: its default app); ``threads``: 0 for all cores.
+        """The session of a bundle. ``app``: one of its apps (default: its default app).
+
+        ``threads``: those of ``options`` (default: 0, for all cores).
 
         Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app.
         """
         from ssdevice.bundle.folder import Bundle
 
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        options = options or EngineOptions(threads=threads)
+        options = options or EngineOptions()
+        if threads is not None:
+            options = replace(options, threads=threads)
         found = opened.app(app)
         tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
@@ -143,6 +147,8 @@ class Session:
             self._opened(app).engine.warm()
 
     def _opened(self, app: str) -> _Opened:
+        if self.engine.closed:
+            raise InputError(f"app {app!r}: the session was closed")
         if self.bundle is None:
             raise InputError(f"app {app!r}: this session was not opened from a bundle")
         if app not in self._apps:
@@ -168,6 +174,7 @@ class Session:
     ) -> Iterator[str]:
         """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
+        What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
         ``stop``: strings that end the answer and are not part of it. The answer is the same with and without
         ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
         """
@@ -242,7 +249,7 @@ class Session:
         conversation, turn, prompt = request.conversation, request.turn, request.prompt
         if self._conversation is not conversation or (turn and self._messages is not turn.before):
             raise InputError(LOST)
-        conversation.length = shared = _shared(self._tokens, prompt) if turn else 0
+        conversation.length = shared = _shared(self._tokens, prompt)
         self._tokens = list(prompt[:shared])
         if turn is None:
             self._messages = []

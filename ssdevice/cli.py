@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import sys
 import warnings
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args
+    _write_any_text()
     try:
         return _run(args)
     except BrokenPipeError:
@@ -57,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"ssdevice: error: {one_line(found)}", file=sys.stderr)
         return error.exit_code if isinstance(error, SSDeviceError) else 1
+
+
+def _write_any_text() -> None:
+    """UTF-8 for files and pipes, whatever the locale; escapes for what a terminal cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
 def _message(error: Exception) -> str | None:

@@ -24,7 +24,7 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import attention_in_one, gated_silu, rotary_split
+from ssdevice.export.onnx.fused import added_norm, attention_in_one, gated_silu, rotary_split
 from ssdevice.export.onnx.graph import finish, simplify
 from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL
@@ -173,7 +173,7 @@ def write_graph(
     """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
     simplify(edit, (permuted_heads,))
     quantize(edit, quant, store, book)
-    finish(edit, (attention_in_one, rotary_split, gated_silu))
+    finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
     more = slot_inputs(edit, spec, book) if book is not None else ()
     save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ssdevice.adapters.weights import LEVELS
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.runtime.onnx.kernels import (
+    ADD_NORM,
     DOMAIN,
     GATED_SILU,
     INT4_LINEAR,
@@ -125,6 +126,15 @@ def rotary_split() -> ir.Function:
     return body.function(queries, keys, values)
 
 
+def add_norm() -> ir.Function:
+    """``AddNorm(x [.., F], y [.., F], weight [F]; epsilon) -> normed [.., F], sum [.., F]``: the RMS norm of x + y."""
+    body = _Body(ADD_NORM, "x y weight", epsilon=FLOAT)
+    kind = "SkipSimplifiedLayerNormalization"
+    body.add(kind, *body.inputs, domain=CONTRIB, outputs=4, epsilon=ref("epsilon"))
+    normed, _, _, total = body.nodes[-1].outputs
+    return body.function(normed, total)
+
+
 def gated_silu() -> ir.Function:
     """``GatedSilu(x [.., 2 F]) -> [.., F]``: the first half of a row times its sigmoid times the second half."""
     body = _Body(GATED_SILU, "x")
@@ -156,6 +166,7 @@ def tree_attention() -> ir.Function:
 
 
 FUNCTIONS = {
+    ADD_NORM: add_norm,
     GATED_SILU: gated_silu,
     INT4_LINEAR: int4_linear,
     INT8_EMBEDDING: int8_embedding,

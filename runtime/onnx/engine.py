@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +19,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 
+from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import FUNCTIONS, PAST, ROWS, STEP, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs
@@ -46,7 +48,8 @@ class OnnxEngine(Engine):
 
     ``files``: the graph of every function that the app has. ``shared``: opens graphs that engines of this process
     share; None: this engine opens its own. ``adapter``: the tensors for the graphs' slots. Raises BundleError for a
-    graph that breaks the contract.
+    graph that breaks the contract. ``quantized``: all large products are those of kernels, if there are any; they share
+    threads among sessions then (``kernels.crew``).
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class OnnxEngine(Engine):
         options: EngineOptions,
         shared: SharedBase | None = None,
         adapter: AdapterTensors | None = None,
+        quantized: bool = False,
     ) -> None:
         super().__init__(geometry, frozenset(files), next(iter(files.values()), Path()).parent)
-        self.files = dict(files)
+        self.files = {function: file.absolute() for function, file in files.items()}
+        self._checked = {file: _identity(file) for file in self.files.values()}
         self.shared = shared
         self.adapter = adapter
         self.options = options
@@ -67,6 +72,8 @@ class OnnxEngine(Engine):
         self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
         self._library = kernels.library() if options.kernels else None
         self.kernels = self._library is not None
+        hired = quantized and self.kernels and options.spinning
+        self._crew = (options.threads or kernels.cores()) if hired else 0
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: WeakSet[OnnxCache] = WeakSet()
         self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
@@ -93,14 +100,16 @@ class OnnxEngine(Engine):
 
     def _open(self, function: str) -> ort.InferenceSession:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self.options.threads
         options.log_severity_level = SILENT
+        options.intra_op_num_threads = 1 if self._crew else self.options.threads
         options.add_session_config_entry(SPINNING, "1" if self.options.spinning else "0")
         options.add_session_config_entry(STOP_SPINNING, "1")
         if self._profiles is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)
         file = self.files[function]
+        if _identity(file) != self._checked[file]:
+            raise BundleError(f"{file.parent} was replaced while it was in use; open the session again")
         if (built := self._library) is not None:
             try:
                 options.register_custom_ops_library(str(built))
@@ -108,7 +117,8 @@ class OnnxEngine(Engine):
                 again = "build it again with `ssdevice kernels`, or pass --no-kernels"
                 raise BundleError(f"{built}: ONNX Runtime cannot load it ({first_line(error)}); {again}") from error
         try:
-            session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
+            with kernels.crew(built, self._crew) if built is not None else nullcontext():
+                session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
         except Exception as error:  # the bindings derive their errors from Exception itself
             raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
         give_back(file.parent)
@@ -249,8 +259,19 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Onnx
     files, geometry = app_graphs(bundle, app)
     shared = SharedBase.of(bundle, options)
     adapter = app_adapter(bundle, app, shared)
+    quantized = manifest.precision in (Precision.INT4, Precision.INT8)
     # A profile must contain only this engine's calls, so then it does not share graphs.
-    return OnnxEngine(files, geometry, manifest.cache_dtype, options, None if options.profile else shared, adapter)
+    graphs = None if options.profile else shared
+    return OnnxEngine(files, geometry, manifest.cache_dtype, options, graphs, adapter, quantized)
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Tells a file from one that has replaced it since."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:

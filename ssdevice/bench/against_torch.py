@@ -76,6 +76,8 @@ def agreement(
             f"--model {model} is not the base of {bundle.folder}: its weights have sha256 "
             f"{loaded.identity.sha256[:12]}.., the bundle's base {manifest.model.sha256[:12]}.."
         )
+    if adapter is None and bundle.app(app).kind is not AdapterKind.BASE:
+        raise InputError(f"--model {model} needs --adapter: app {bundle.app(app).name!r} of {bundle.folder} has one")
     rounded, precision = export_target(manifest.target).as_stored(bundle, app, loaded.model)
     tokens = agreeing = 0
     worst = 0.0

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
+from ssdevice.errors import BundleError
 from ssdevice.progress import Report, track
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
@@ -229,7 +230,10 @@ def logit_change(
 
 
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
-    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses."""
+    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses.
+
+    Raises BundleError for logits that are not finite.
+    """
     conversation.length = 0
     if ids:
         prefill(conversation, ids)
@@ -243,6 +247,8 @@ def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], ad
         while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
             kept += 1
         rows.extend(logits[:kept])
+        if not np.isfinite(logits[:kept]).all():
+            raise BundleError(f"{conversation.engine.source}: logits are not finite; export the bundle again")
         conversation.length += kept
         at += kept
     return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)

@@ -12,15 +12,25 @@ from ssdevice.runtime.loop import SPECULATIVE
 GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
 
 
+def check_plot(file: Path) -> None:
+    """Raise MissingExtraError without matplotlib, InputError for a suffix that it cannot write."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("bench", error.name or "matplotlib") from error
+    suffixes = sorted(Figure().canvas.get_supported_filetypes())
+    if file.suffix[1:].lower() not in suffixes:
+        raise InputError(f"--plot {file}: a picture's name ends in one of .{', .'.join(suffixes)}")
+
+
 def plot(report: dict[str, Any], file: Path) -> None:
     """Write the report of ``ssdevice.bench.report.as_json`` to an image in the format of its suffix.
 
     Raises MissingExtraError without matplotlib, InputError for a file that cannot be written.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("bench", error.name or "matplotlib") from error
+    check_plot(file)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -117,6 +117,13 @@ def choose_metric(examples: Sequence[Example]) -> str:
     return "rouge" if any(e.references for e in examples) else "exact_match"
 
 
+def check_metric(metric: str | None, examples: Sequence[Example]) -> None:
+    """Raise what scoring these examples would raise, before they are answered. None: that for the data."""
+    if metric is not None or all(example.targets for example in examples):
+        metric = metric or choose_metric(examples)
+        score(metric, [next(iter(example.targets), "") for example in examples], examples)
+
+
 def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
     """Column -> one value per example, in order.
 

@@ -223,6 +223,7 @@ def _prompts(
 
 
 def _answer(session: Session, ids: list[int], mode: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
+    session.reset()  # nothing of the prompt is in the cache
     steps = [
         (run.drafts.tolist(), len(run.tokens))
         for run in session.runs(ids, max_tokens=max_tokens, mode=mode)

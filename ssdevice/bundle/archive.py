@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ssdevice.bundle.folder import OWN_FILES, PACKED_SUFFIX, Bundle, check_listing, check_out
+from ssdevice.bundle.folder import OWN_FILES, PACKED_SUFFIX, Bundle, check_listing, check_out, check_outside
 from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, SIGNATURE_FILE, repeated_name, stream_sha256
 from ssdevice.bundle.manifest import MAX_FILE_BYTES, MAX_FILES, Manifest, parse_manifest
 from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
@@ -52,6 +52,7 @@ def pack(bundle: Bundle, out: str | Path) -> Path:
     out = Path(out)
     if out.suffix != PACKED_SUFFIX:
         raise InputError(f"{out}: a packed bundle is named *{PACKED_SUFFIX}")
+    check_outside(bundle.folder, out)
     own = [name for name in OWN_FILES if (bundle.folder / name).is_file()]
     with disk_errors(out):
         stage = Stage(out, folder=False)

@@ -191,7 +191,13 @@ class BundleWriter:
                 shutil.copyfile(content, path)
 
     def add_bundle(self, bundle: Bundle, *, without: frozenset[str] = frozenset()) -> None:
-        """Put the files of another bundle into this one, with their roles, but for the paths in ``without``."""
+        """Put the files of another bundle into this one, with their roles, but for the paths in ``without``.
+
+        Raises InputError if its manifest has changed since it was opened: another process may have rewritten it.
+        """
+        file = bundle.folder / MANIFEST_FILE
+        if parse_manifest(read_bounded(file, MAX_MANIFEST_BYTES), str(file)) != bundle.manifest:
+            raise InputError(f"{bundle.folder} was changed by another process meanwhile; try again")
         for name in bundle.manifest.files:
             if name not in without:
                 self.add_file(name, bundle.folder / name)
@@ -240,6 +246,12 @@ def check_out(out: Path, overwrite: bool) -> None:
     why = _why_no_bundle(out)
     if why:
         raise InputError(f"{out} is not overwritten: {why}")
+
+
+def check_outside(bundle: Path, out: Path) -> None:
+    """Raise InputError if ``out`` is in the folder of a bundle, which may hold nothing that it does not list."""
+    if out.resolve().is_relative_to(bundle.resolve()):
+        raise InputError(f"{out} is inside the bundle {bundle}; choose another place")
 
 
 def _why_no_bundle(out: Path) -> str | None:

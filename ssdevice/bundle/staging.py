@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ class Stage:
         """
         sync_tree(self.path)
         if replace and self.out.is_dir():
+            self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
             if not _exchange(self.path, self.out):
                 self._replace_in_two()
         elif replace:

@@ -54,11 +54,10 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None and args.report.exists() and not args.report.is_dir():
         raise InputError(f"--report {args.report}: this is a file, expected a folder")
     examples = read_examples(args.data, args.limit, require_completion=False)
-    if args.metric is not None:
-        from ssdevice.bench.quality import METRICS
+    from ssdevice.bench.quality import METRICS, check_metric
 
-        if args.metric not in METRICS:
-            raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
+    if args.metric is not None and args.metric not in METRICS:
+        raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
     if args.peers is not None and (args.profile or args.plot is not None or args.metric is not None):
         raise InputError("--peers does not go with --profile, --plot or --metric")
     if args.profile:
@@ -71,6 +70,12 @@ def run(args: argparse.Namespace) -> int:
         with open_session(args, profile=True) as session:
             show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
         return 0
+    if args.peers is None:
+        check_metric(args.metric, examples)
+    if args.plot is not None:
+        from ssdevice.bench.plot import check_plot
+
+        check_plot(args.plot)
     from ssdevice.bench.beside import as_markdown as beside_as_markdown
     from ssdevice.bench.beside import compare
     from ssdevice.bench.report import as_markdown

@@ -13,6 +13,7 @@ from types import FrameType
 
 from ssdevice import targets
 from ssdevice.commands.opening import add_adapter_precision, named_folder
+from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
 from ssdevice.errors import MissingExtraError
 from ssdevice.export.cost import available_memory
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         target=args.target,
         quant=Quant(args.quant),
-        out=args.out or Path("-".join([Path(args.model).name, *(name for name, _ in adapters), form, args.quant])),
+        out=args.out
+        or Path("-".join([Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant])),
         adapters=adapters,
         tree=tree,
         schedule=Schedule(args.schedule) if args.schedule else None,
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
     )
     check_out(options.out, options.overwrite)
-    _quiet_frameworks()
+    quiet_frameworks()
     target = exporter(options)
     plan = make_plan(options, target)
     prediction = plan.predict()
@@ -121,14 +123,6 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(summary))
     return 0
-
-
-def _quiet_frameworks() -> None:
-    """Turn off the progress bars of transformers, which appear even if stderr is not a terminal."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -33,7 +33,9 @@ TERMS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    parser.add_argument("--app", metavar="NAME", help="app whose resident memory is predicted (default: its first)")
+    parser.add_argument(
+        "--app", metavar="NAME", help="app whose resident memory is predicted (default: its default app)"
+    )
     parser.add_argument(
         "--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.data import Example
     from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 def add_bundle(parser: argparse.ArgumentParser) -> None:
     """Declare the bundle, the app and the signature."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
+    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its default app)")
     add_signature(parser)
 
 
@@ -86,6 +88,20 @@ def open_session(args: argparse.Namespace, profile: bool = False, folder: Path |
     from ssdevice.runtime.session import Session
 
     return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
+
+
+def prompts_of(session: Session, examples: Sequence[Example], file: Path) -> list[list[int]]:
+    """The ids of the prompts in a file. Raises InputError for one that the session cannot answer, with its number."""
+    from ssdevice.runtime.loop import check_prompt
+
+    prompts = []
+    for number, example in enumerate(examples, 1):
+        try:
+            prompts.append(session.prompt_ids(example.prompt, system=example.system))
+            check_prompt(session.engine.geometry, prompts[-1], 0)
+        except InputError as error:
+            raise type(error)(f"{file}, prompt {number}: {error}") from error
+    return prompts
 
 
 def positive(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +111,10 @@ def summary(answer: Generation) -> str:
 
 def _examples(args: argparse.Namespace) -> Iterator[Example]:
     if args.data is not None:
-        for number, example in enumerate(iter_examples(args.data, require_completion=False)):
-            if number == args.limit:
-                return
-            yield example
+        yield from islice(iter_examples(args.data, require_completion=False), args.limit)
     elif args.prompt == STDIN:
+        if sys.stdin is None:
+            raise InputError("standard input is closed")
         content = sys.stdin.buffer.read()
         try:
             prompt = content.decode("utf-8")

@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.commands.quiet import quiet_frameworks
+from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, MissingExtraError
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
     add("--app", required=True, metavar="NAME", help="name of the app")
     add("--out", required=True, type=Path, metavar="ADAPTER", help="adapter folder to write")
-    add("--mode", choices=[m.value for m in Mode], default=Mode.SHARED.value, help="shared (default) or lossless")
+    add("--mode", choices=[m.value for m in Mode], help="shared (default) or lossless")
     add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
     add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
     add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
@@ -34,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
     add("--answer-tokens", type=int, metavar="N",
         help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
-    stream = parser.add_argument_group("streams")
+    stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
     add = stream.add_argument
-    add("--gamma", type=int, default=4, help="γ, number of streams (default 4)")
-    add("--msa-layers", type=int, default=4, metavar="N_s", help="top layers with streams (default 4)")
-    add("--init-rank", type=int, default=0, help="rank of f in eq. 3 (default 0: identity)")
-    add("--lora-rank", type=int, default=32, help="LoRA rank in shared mode (default 32)")
-    add("--adapter-rank", type=int, default=8, help="stream adapter rank in lossless mode (default 8)")
-    add("--stream-mlp", choices=[m.value for m in StreamMLP], default=StreamMLP.BASE_ADAPTER.value,
+    add("--gamma", type=int, help="γ, number of streams (default 4)")
+    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4)")
+    add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
+    add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
+    add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
+    add("--stream-mlp", choices=[m.value for m in StreamMLP],
         help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
     add("--draft-vocabulary", type=int, metavar="N",
         help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
@@ -54,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=32, help="rows per batch in each process (default 32)")
     add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
-    add("--warmup", type=int, default=50, metavar="STEPS")
+    add("--warmup", type=int, default=50, metavar="STEPS",
+        help="steps in which the learning rate rises, a tenth of all at most (default 50)")  # fmt: skip
     add("--weight-decay", type=float, default=0.0)
     add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
@@ -93,17 +95,11 @@ def run(args: argparse.Namespace) -> int:
         args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / ".training").is_dir())
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
+    if args.threads < 0:
+        raise InputError(f"--threads {args.threads}: expected 1 or more, or 0 for all cores")
     if args.threads:
         torch.set_num_threads(args.threads)
-    streams = StreamConfig(
-        mode=Mode(args.mode),
-        gamma=args.gamma,
-        msa_layers=args.msa_layers,
-        init_rank=args.init_rank,
-        adapter_rank=args.adapter_rank,
-        stream_mlp=StreamMLP(args.stream_mlp),
-        lora_rank=args.lora_rank if args.mode == Mode.SHARED.value else 0,
-    )
+    streams = _streams(args)
     own = SelfPrompt(args.self_prompt, args.temperature, args.top_p) if args.self_prompt else None
     options = TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
@@ -118,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         keep_gb=args.keep_gb,
     )  # fmt: skip
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
+    quiet_frameworks()
     try:
         with disk_errors(args.out), Progress(args.quiet or worker) as progress:
             result = train(options, progress.report)
@@ -132,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             "app": args.app,
             "dev_prompts": result.prompts,
             "tokens_per_step": {
-                f"chain:{args.gamma}": round(result.chain, 3),
+                f"chain:{streams.gamma}": round(result.chain, 3),
                 **{f"T={size}": round(beta, 3) for size, (beta, _) in result.trees.items()},
             },
             "trees": {f"T={size}": tree.to_json() for size, (_, tree) in result.trees.items()},
@@ -141,3 +138,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+def _streams(args: argparse.Namespace) -> StreamConfig:
+    """The stream options as given; the others are those of ``--init``, if it has streams, or the defaults."""
+    from ssdevice.adapters.settings import AdapterFolder
+
+    settings = AdapterFolder.open(args.init).settings if args.init is not None else None
+    start = settings.streams if settings is not None else StreamConfig()
+    given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}
+    if given.get("mode", start.mode) == Mode.LOSSLESS:
+        given["lora_rank"] = 0
+    return load_strict(StreamConfig, {**to_json(start), **given}, "stream options")

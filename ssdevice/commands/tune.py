@@ -17,7 +17,9 @@ from ssdevice.commands.opening import (
     check_new_file,
     engine_options,
     named_folder,
+    open_bundle,
     positive,
+    prompts_of,
 )
 from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ssdevice.bench.cost_table import CostTable
     from ssdevice.bench.tuning import Choice
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.bundle.manifest import Manifest
     from ssdevice.commands.progress import Progress
 
 WIDEST = 16
@@ -38,7 +41,7 @@ WIDTH = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice tune BUNDLE --data FILE``, or ``--model DIR --adapter NAME=DIR`` in place of the bundle."""
     parser.add_argument("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
-    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its first)")
+    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its default app)")
     add_signature(parser)
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         first = sessions[0]
         examples = read_examples(args.data, args.limit, require_completion=False)
-        prompts = [first.prompt_ids(example.prompt, system=example.system) for example in examples]
+        prompts = prompts_of(first, examples, args.data)
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
             timed = [(s.engine, b.manifest) for s, b in zip(sessions, bundles, strict=True)]
@@ -120,14 +123,24 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bundle]]:
     """The bundles to time; the first is the one whose drafts are observed."""
-    from ssdevice.bundle.folder import Bundle
-
-    others = [Bundle.open(folder) for folder in args.cost_of]
-    if args.bundle is not None:
-        yield [Bundle.open(args.bundle, require_signature=args.require_signature), *others]
-        return
+    others = [open_bundle(args, folder) for folder in args.cost_of]
     with tempfile.TemporaryDirectory(prefix="ssdevice-tune-") as folder:
-        yield [*_trials(args, Path(folder), progress), *others]
+        found = [open_bundle(args)] if args.bundle is not None else _trials(args, Path(folder), progress)
+        for other in others:
+            _check_same(found[0].manifest, other)
+        yield [*found, *others]
+
+
+def _check_same(manifest: Manifest, other: Bundle) -> None:
+    """Raise InputError for a bundle whose steps do not cost what those of ``manifest`` with another tree would."""
+    for name, mine, theirs in (
+        ("base model", manifest.model.sha256, other.manifest.model.sha256),
+        ("target", manifest.target, other.manifest.target),
+        ("precision", manifest.precision, other.manifest.precision),
+        ("number of MSA layers", manifest.msa_layers, other.manifest.msa_layers),
+    ):
+        if mine != theirs:
+            raise InputError(f"--cost-of {other.folder}: its {name} is {theirs}, that of the first bundle is {mine}")
 
 
 def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import AdapterKind, Precision
-from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive
+from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive, prompts_of
 from ssdevice.config import Mode
 from ssdevice.data import Example, read_examples
-from ssdevice.errors import MissingExtraError, ParityError
+from ssdevice.errors import InputError, MissingExtraError, ParityError
 
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Comparison, Equality
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.commands.progress import Progress
 
     bundle = open_bundle(args)
+    if args.adapter is not None and args.model is None:
+        raise InputError("--adapter is for the comparison with torch: give --model too")
     found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
     lines = [f"integrity: {len(bundle.manifest.files)} files, sizes and hashes as in the manifest"]
     if args.require_signature is not None:
@@ -201,7 +203,7 @@ def _quality(session: Session, result: Equality, examples: Sequence[Example], fo
 
 def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Example]) -> list[list[int]]:
     if args.data is not None:
-        return [session.prompt_ids(example.prompt, system=example.system) for example in examples]
+        return prompts_of(session, examples, args.data)
     room = session.engine.geometry.context - 1
     return [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[: args.limit]]
 

@@ -7,12 +7,14 @@ import errno
 import json
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from ssdevice.bundle.folder import check_outside
+from ssdevice.bundle.staging import Stage, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle
 from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
@@ -68,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, or write it."""
+    if args.out is not None:
+        check_outside(args.bundle, args.out)
     files = site(open_bundle(args), args.runtime)
     if args.out is not None:
         write(files, args.out)
@@ -111,11 +115,14 @@ def write(files: Site, out: Path) -> None:
     """Write the page into a new folder. Raises InputError if there is something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another folder")
-    for name, content in files.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, out / name)
-    lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
-    (out / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
+    with closing(Stage(out, folder=True)) as stage, disk_errors(out):
+        for name, content in files.items():
+            file = stage.path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, file)
+        lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
+        (stage.path / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
+        stage.publish(replace=out.exists())
 
 
 def server(files: Site, port: int) -> ThreadingHTTPServer:

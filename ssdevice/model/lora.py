@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ssdevice.adapters.settings import PEFT_WEIGHTS
 from ssdevice.errors import InputError, UnsupportedModelError, first_line
 from ssdevice.model.peft_files import check_peft
 from ssdevice.model.streams import LowRank
@@ -73,6 +75,17 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing tensors, which are refused below
+            wrapped = PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
+            # PEFT keeps what this found to itself; asked once more, it says which tensors did not fit.
+            found = wrapped.load_adapter(str(adapter), "default", is_trainable=trainable, torch_device="cpu")
     except (*REFUSALS, SafetensorError) as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})") from error
+    for what, names in (("unknown", found.unexpected_keys), ("missing", found.missing_keys)):
+        if names:
+            name = sorted(names)[0].replace(".default", "", 1)
+            raise InputError(
+                f"{adapter / PEFT_WEIGHTS}: tensor {name!r} is {what}, and {len(names) - 1} more: is it for this model?"
+            )
+    return wrapped

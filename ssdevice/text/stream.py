@@ -109,6 +109,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        stops = [stops] if isinstance(stops, str) else stops  # a str is a sequence of its characters
         if not all(stops):
             raise ConfigError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdevice.data import Example
+from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.progress import Report
 from ssdevice.ranks import count_paths, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import Sample, tokenize
+from ssdevice.train.batches import Sample
 from ssdevice.train.distill import own_completions
 from ssdevice.train.options import TrainOptions
 from ssdevice.train.place import Place
@@ -34,11 +35,24 @@ class DevResult:
     trees: dict[int, tuple[float, Tree]]
 
 
+def dev_prompts(options: TrainOptions, examples: list[Example], tokenizer: ChatTokenizer) -> list[Sample]:
+    """The dev prompts that leave half of ``max_length`` to the answer; raises InputError if there is none."""
+    longest = options.max_length // 2
+    prompts = [tokenizer.prompt_ids(e.prompt, instruction=options.instruction, system=e.system) for e in examples]
+    fitting = [Sample(tuple(ids), len(ids)) for ids in prompts if len(ids) <= longest]
+    if examples and not fitting:
+        raise InputError(
+            f"--dev {options.dev}: none of the {len(examples)} prompts has {longest} tokens or fewer, half of "
+            f"--max-length; the shortest has {min(map(len, prompts))}"
+        )
+    return fitting
+
+
 def evaluate(
     options: TrainOptions,
     place: Place,
     folder: Path,
-    dev_examples: list[Example],
+    dev: list[Sample],
     train_samples: list[Sample],
     tokenizer: ChatTokenizer,
     report: Report,
@@ -46,7 +60,6 @@ def evaluate(
     """The DevResult of the saved adapter; None in processes other than the first, which only help to decode."""
     loaded = loading.load(folder, options.out, options.max_length)
     model = loaded.model.to(place.device)
-    dev, _ = tokenize(dev_examples, tokenizer, options.instruction, options.max_length // 2)
     chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * options.dev_limit]
 
     def own(samples: list[Sample], name: str) -> list[Sample]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIGHTS
 from ssdevice.config import Mode, StreamConfig, to_json
+from ssdevice.data import Example
 from ssdevice.errors import ConfigError
 
 
@@ -94,10 +98,26 @@ class TrainOptions:
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):
             raise ConfigError("give either --data FILE, or --self-prompt N to let the model write its own prompts")
-        if self.lr <= 0 or (self.steps <= 0 and self.epochs <= 0):
-            raise ConfigError("lr and the number of epochs or steps must be above 0")
         if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
             raise ConfigError("next-token training changes main rows: it has no lossless mode")
+        if self.objective is Objective.NEXT_TOKEN and (self.instruction or self.dev is not None):
+            raise ConfigError("next-token training has no streams to measure or describe: omit --dev and --instruction")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Raise ConfigError for a number that no training can use; NaN and infinity are among them."""
+        main, stream = self.alphas
+        for option, value in {
+            "--steps": self.steps, "--warmup": self.warmup, "--weight-decay": self.weight_decay,
+            "--alpha-main": main, "--alpha-stream": stream, "--keep-gb": self.keep_gb,
+        }.items():  # fmt: skip
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{option} {value}: expected a finite number, 0 or more")
+        for option, value in {"--lr": self.lr, "--epochs": 1 if self.steps else self.epochs}.items():
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{option} {value}: expected a finite number above 0")
+        if not stream and (not main or self.streams.mode is Mode.LOSSLESS):
+            raise ConfigError("nothing is learned: raise --alpha-stream (or, in shared mode, --alpha-main) above 0")
 
     @property
     def alphas(self) -> tuple[float, float]:
@@ -109,16 +129,24 @@ class TrainOptions:
         stream = (1.0 if lossless else 0.1) if self.alpha_stream is None else self.alpha_stream
         return main, stream
 
-    def fingerprint(self, base_sha256: str, world: int) -> str:
-        """A hash of options, data and base: a checkpoint may only be continued by a run with the same one.
+    def fingerprint(self, base_sha256: str, world: int, examples: Sequence[Example]) -> str:
+        """A hash of options, base, and the contents of data and ``init``, wherever they lie.
 
-        ``world``: number of processes; two with half the batch each may continue what one began.
+        A checkpoint may only be continued by a run with the same one. ``world``: number of processes; two with half
+        the batch each may continue what one began. ``examples``: the rows of ``data``.
         """
         fixed = {
             k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit", "keep_gb")
         }
         fixed["batch_size"] = self.batch_size * world
-        fixed["data"] = [str(path) for path in self.data]
-        fixed["init"] = str(self.init) if self.init is not None else None
+        fixed["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()
+        fixed["init"] = _adapter_sha256(self.init) if self.init is not None else None
         text = json.dumps([to_json(fixed), base_sha256], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _adapter_sha256(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in (folder / name for name in (SETTINGS, WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS)):
+        digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"absent")
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ssdevice.adapters.settings import SETTINGS, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.model import loading
 from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.lora import open_lora
@@ -25,7 +26,7 @@ from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample, collate
-from ssdevice.train.evaluation import DevResult, evaluate
+from ssdevice.train.evaluation import DevResult, dev_prompts, evaluate
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.main_rows import MainRows
 from ssdevice.train.options import Objective, TrainOptions
@@ -45,35 +46,43 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     tokenizer = ChatTokenizer.open(folder)
     if options.self_prompt is not None:
         check_template(tokenizer, options.instruction)
-    measured = options.dev is not None and options.objective is Objective.STREAMING
-    dev = read_examples(options.dev, limit=options.dev_limit) if measured and options.dev is not None else []
+    dev_examples = read_examples(options.dev, limit=options.dev_limit) if options.dev is not None else []
+    dev = dev_prompts(options, dev_examples, tokenizer)
     examples = read_examples(options.data, limit=options.limit or None) if options.data else []
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
     if not place.main:
         report = _silent
-    elif tokenizer.plain:
-        say_once(f"ssdevice: {PLAIN_PROMPT}")
+    else:
+        if tokenizer.plain:
+            say_once(f"ssdevice: {PLAIN_PROMPT}")
+        if len(dev) < len(dev_examples):
+            left_out = len(dev_examples) - len(dev)
+            say_once(f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out")
     hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
-    options = _with_vocabulary(options, identity)
-    options.streams.check_layers(identity.layers)
+    init = AdapterFolder.open(options.init, identity) if options.init is not None else None
+    options = _with_vocabulary(options, identity, init)
+    if options.objective is Objective.STREAMING:
+        options.streams.check_layers(identity.layers)
+    if init is not None:
+        _check_init(options, init)
     if place.main:
-        checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world))
+        checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world, examples))
 
     try:
         samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
         torch.manual_seed(options.seed)
-        wrapped, model = _prepare(hf, options, identity)
+        wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(model, options, samples, tokenizer, report)
+        loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
+        order = BatchOrder(samples, options.batch_size * place.world, options.seed)
+        history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
     except BaseException:
         if place.main:
             checkpoint.release(options.out)
         raise
-    loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
-    order = BatchOrder(samples, options.batch_size * place.world, options.seed)
-    history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
     if place.main:
         _save(options, wrapped, model.cpu(), identity, len(samples), history)
     del hf, wrapped, model, loss
@@ -89,17 +98,32 @@ def _silent(stage: str, done: int, total: int, detail: str) -> None:
     """The report of all processes but the first."""
 
 
-def _with_vocabulary(options: TrainOptions, identity: BaseIdentity) -> TrainOptions:
+def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: AdapterFolder | None) -> TrainOptions:
     """The options with the size of the draft vocabulary filled in: as given, from ``init``, or the default."""
     size = options.draft_vocabulary
-    if size is None and options.init is not None:
-        init = AdapterFolder.open(options.init, identity)
-        size = init.settings.streams.draft_vocabulary if init.settings is not None else None
+    if size is None and init is not None and init.settings is not None:
+        size = init.settings.streams.draft_vocabulary
     if size is None:
         size = default_size(identity.vocab) if options.objective is Objective.STREAMING else 0
     if size > identity.vocab:
         raise InputError(f"--draft-vocabulary {size}: the model has {identity.vocab} tokens")
     return replace(options, draft_vocabulary=size, streams=replace(options.streams, draft_vocabulary=size))
+
+
+def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
+    """Raise InputError, before answers are generated, for an adapter that does not have the requested streams."""
+    if init.has_lora and not options.streams.lora_rank:
+        raise InputError(f"--init {init.folder} has a LoRA, which changes main rows; lossless mode forbids that")
+    if init.settings is None or options.objective is Objective.NEXT_TOKEN:
+        return
+    wanted = vars(options.streams)
+    differing = [
+        f"--{name.replace('_', '-')} {value}, not {wanted[name]}"
+        for name, value in vars(init.settings.streams).items()
+        if value != wanted[name]
+    ]
+    if differing:
+        raise InputError(f"--init {init.folder} was trained with {'; '.join(differing)}")
 
 
 def _choose_vocabulary(
@@ -117,13 +141,10 @@ def _choose_vocabulary(
     report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions")
 
 
-def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[Any, StreamModel]:
+def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tuple[Any, StreamModel]:
     """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
     hf.requires_grad_(False)
     wrapped = None
-    init = AdapterFolder.open(options.init, identity) if options.init is not None else None
-    if init is not None and init.has_lora and not options.streams.lora_rank:
-        raise InputError(f"--init {options.init} has a LoRA, which changes main rows; lossless mode forbids that")
     if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -142,8 +163,6 @@ def _prepare(hf: Any, options: TrainOptions, identity: BaseIdentity) -> tuple[An
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
     if init is not None and init.settings is not None and model.streams is not None:
-        if init.settings.streams != config:
-            raise InputError(f"--init {options.init}: its streams are {init.settings.streams}, requested are {config}")
         load_streams(init.folder, model.streams)
     return wrapped, model.train()
 
@@ -173,6 +192,7 @@ def _optimize(
     kept = MainRows(loss, int(options.keep_gb * 1e9)) if frozen else None
     batches = order.from_position(step * options.accumulate)
     saved = time.monotonic()
+    whole = step > 0  # whether what would be saved is the state after a step
 
     def save() -> None:
         if place.main:
@@ -184,19 +204,24 @@ def _optimize(
         while step < steps:
             groups = [next(batches) for _ in range(options.accumulate)]
             parts = _backward(loss, parallel, groups, place, pad, kept)
-            nn.utils.clip_grad_norm_(learned.values(), 1.0)
+            norm = float(nn.utils.clip_grad_norm_(learned.values(), 1.0))
+            losses = [round(x, 4) for x in place.total(parts).tolist()]
+            whole = False
+            if not all(map(math.isfinite, (norm, *losses))):
+                raise SSDeviceError(f"the loss is not finite at step {step + 1}; lower --lr")
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            losses = [round(x, 4) for x in place.total(parts).tolist()]
             history.append([step, *losses])
+            whole = True
             report("train", step, steps, " ".join(f"{x:.3f}" for x in losses))
             if time.monotonic() - saved > options.checkpoint_seconds:
                 save()
                 saved = time.monotonic()
     finally:
-        save()
+        if whole:
+            save()
     return history
 
 
@@ -242,7 +267,7 @@ def _save(
                 p.data = p.data.half()
         for config in wrapped.peft_config.values():  # PEFT notes where the base lay on this machine
             config.base_model_name_or_path = Path(options.model).name
-        wrapped.save_pretrained(str(options.out))
+        wrapped.save_pretrained(str(options.out), save_embedding_layers=False)  # "auto" asks the hub
         (options.out / "README.md").unlink(missing_ok=True)
     streams = model.streams if isinstance(model, StreamModel) else None
     if streams is None:

@@ -180,3 +180,16 @@ def test_a_result_without_plain_arms_has_no_speedup() -> None:
     result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
     only = BenchResult(result.examples, {"speculative": result.modes["speculative"]}, result.acceptance, result.load, 0)
     assert only.speedup is None and only.baseline is None and only.equal
+
+
+def test_what_would_fail_after_the_measurement_fails_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "hello"}\n', "utf-8")
+    for extra, message in (
+        (("--plot", str(tmp_path / "p.xyz")), "a picture's name ends in"),
+        (("--metric", "exact_match"), "example 1"),
+    ):
+        assert call("bench", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), *extra) == 2
+        assert message in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
+from ssdevice.errors import InputError
 from tests.bundle.samples import fill, sample_manifest, write_sample
 
 
@@ -49,6 +50,25 @@ def test_apps_are_listed_from_a_folder_and_from_one_file(folder: Path, capsys: p
     assert call("list", packed, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [(app["name"], app["default"]) for app in found["apps"]] == [("base", False), ("sql", True)]
+
+
+def test_a_packed_bundle_is_not_put_into_the_bundle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pack", folder, folder / "in.ssb") == 2
+    assert "is inside the bundle" in capsys.readouterr().err
+    Bundle.open(folder)
+
+
+def test_a_bundle_that_another_process_has_rewritten_is_not_overwritten(folder: Path) -> None:
+    mine, other = Bundle.open(folder), Bundle.open(folder)
+    folder.chmod(0o700)
+    rest = tuple(app for app in other.manifest.apps if app.name != other.manifest.default_app)
+    with BundleWriter(folder, overwrite=True) as writer:
+        writer.add_bundle(other)
+        writer.commit(dataclasses.replace(other.manifest, apps=rest, default_app=rest[0].name))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(InputError, match="changed by another process"), BundleWriter(folder, overwrite=True) as writer:
+        writer.add_bundle(mine)
+    assert Bundle.open(folder).manifest.apps == rest
 
 
 def test_what_was_packed_unpacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from ssdevice.bench.equality import FORCED, Difference, Equality, compare
+from ssdevice.bench.equality import FORCED, Difference, Equality, compare, led
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
+from ssdevice.errors import BundleError
+from ssdevice.runtime.conversation import Conversation
 from ssdevice.tree import Tree
 from tests.runtime.scripted import ScriptedCache, ScriptedEngine, make_geometry, random_drafter
 
@@ -77,3 +81,15 @@ def test_even_near_ties_are_few_and_none_in_fp32() -> None:
     assert equality(Precision.INT8, 0.09, *[0.1] * 5).faults() == []
     assert "6 of 1000 prompts differ, at most 5 may" in equality(Precision.INT8, 0.09, *[0.1] * 6).faults()[0]
     assert "at most 0 may" in equality(Precision.FP32, 1e-5, 1e-6).faults()[0]
+
+
+def test_logits_that_are_not_numbers_are_a_fault() -> None:
+    class Broken:
+        """A conversation whose logits are NaN."""
+
+        engine = SimpleNamespace(source="bundle")
+        length = 0
+        logits = np.full((1, 4), np.nan, np.float32)
+
+    with pytest.raises(BundleError, match="logits are not finite"):
+        led(cast(Conversation, Broken()), [], [1, 2, 3], lambda *_: [2])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -151,6 +153,22 @@ def test_what_leaves_the_base_alone_answers_as_generate_does(data: Path, capsys:
     base = str(tiny.tiny_bundle("fp32", streams=False).folder)
     assert call("verify", base, "--data", str(data), "--max-tokens", "20", "--model", str(tiny.base_folder())) == 0
     assert "transformers generate: 3 of 3 answers equal" in capsys.readouterr().out
+
+
+def test_verify_wants_a_model_with_an_adapter_and_an_adapter_with_a_model(
+    bundle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("verify", bundle, "--adapter", "/none") == 2
+    assert "give --model too" in capsys.readouterr().err
+    assert call("verify", bundle, "--model", str(tiny.base_folder()), "--max-tokens", "2") == 2
+    assert "needs --adapter" in capsys.readouterr().err
+
+
+def test_any_text_can_be_written_whatever_the_locale(bundle: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "ssdevice", "inspect", bundle]
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0 and "γ" in done.stdout.decode("utf-8")
 
 
 def test_verify_runs_without_data(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:

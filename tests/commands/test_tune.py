@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer
 from ssdevice.bench.tuning import choices, observe
+from ssdevice.bundle.folder import BundleWriter
 from ssdevice.commands.tune import WIDTH, _tree
 from ssdevice.config import Schedule, to_json
 from ssdevice.errors import ConfigError, InputError
@@ -173,3 +174,16 @@ def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.Cap
     assert {choice["nodes"] for choice in found["choices"]} <= {2, 4}
     assert call("tune", *model[:2], "--data", str(data)) == 2
     assert call("tune", "--data", str(data)) == 2
+
+
+def test_costs_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = tiny.tiny_bundle("fp32"), tmp_path / "other"
+    with BundleWriter(other) as writer:
+        writer.add_bundle(mine)
+        model = replace(mine.manifest.model, sha256="0" * 64)
+        apps = tuple(replace(app, base_sha256="0" * 64) for app in mine.manifest.apps)
+        writer.commit(replace(mine.manifest, model=model, apps=apps))
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "hello"}\n', "utf-8")
+    assert call("tune", str(mine.folder), "--data", str(data), "--cost-of", str(other)) == 2
+    assert "its base model is 0000" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Iterator
@@ -142,3 +143,18 @@ def test_what_is_served_lets_threads_share_memory(connection: HTTPConnection, pa
 def test_nothing_else_is_served(connection: HTTPConnection, path: str) -> None:
     connection.request("GET", path)
     assert connection.getresponse().status == 404
+
+
+def test_a_page_is_written_whole_and_not_into_the_bundle(
+    bundle: Bundle, runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "is inside the bundle" in refused(capsys, bundle.folder, "--out", bundle.folder / "site")
+    out = tmp_path / "site"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match="Input/output"):
+        web.write({"index.html": b"", "a": bundle.folder / "manifest.json"}, out)
+    assert not out.exists() and not list(tmp_path.glob(".site*"))

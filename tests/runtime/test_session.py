@@ -245,3 +245,34 @@ def test_an_instruction_stands_before_every_message() -> None:
     "".join(session.chat("b", max_tokens=3))
     transcript = f"<user>Do it.\na</s><assistant>{text}</s><user>Do it.\nb</s><assistant>"
     assert session.last.prompt_tokens == len(session.tokenizer.encode(transcript))
+
+
+def test_what_two_prompts_begin_with_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(TREE)
+    first, second = session.prompt_ids("abc abc xyz"), session.prompt_ids("abc abc abc")
+    shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    list(session.runs(first, max_tokens=9))
+    conversation, chunks = session._conversation, list[int]()
+    whole = conversation.prefill
+    monkeypatch.setattr(conversation, "prefill", lambda chunk: (chunks.append(len(chunk)), whole(chunk))[1])
+    list(session.runs(second, max_tokens=60))
+    assert sum(chunks) == len(second) - shared and shared > 0
+    assert session.last.tokens == truth(session, second, 60)
+    session.reset()
+    list(session.runs(second, max_tokens=60))
+    assert sum(chunks) == 2 * len(second) - shared
+
+
+def test_one_stop_string_need_not_be_in_a_list() -> None:
+    session = make_session(TREE)
+    ids = session.prompt_ids("abc")
+    whole = session.tokenizer.decode(truth(session, ids, 60))
+    stop = whole[3:5]
+    assert "".join(run.text for run in session.runs(ids, max_tokens=60, stop=stop)) == whole[: whole.index(stop)]
+
+
+def test_a_closed_session_opens_no_app() -> None:
+    session = make_session(TREE)
+    session.close()
+    with pytest.raises(InputError, match="the session was closed"):
+        session.use("sql")

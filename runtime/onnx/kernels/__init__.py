@@ -7,14 +7,18 @@ registered and the function where not, so every bundle runs without the kernels.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from ssdevice.errors import InputError
 from ssdevice.runtime.notice import say_once
@@ -26,6 +30,8 @@ INT8_LINEAR = "Int8Linear"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
 INT8_EMBEDDING = "Int8Embedding"
 """``(ids [..], codes [K, N], scales [N]) -> [.., K]`` (int8.cpp)."""
+ADD_NORM = "AddNorm"
+"""``(x, y [.., F], weight [F]) -> normed, sum [.., F]``, residual addition and RMS normalization (rows.cpp)."""
 GATED_SILU = "GatedSilu"
 """``x [.., 2 F] -> [.., F]``, the gated activation of an MLP (rows.cpp)."""
 ROTARY_SPLIT = "RotarySplit"
@@ -45,9 +51,15 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-mat
 """No contraction: a fused multiply-add would round once where another CPU rounds twice."""
 
 
+_opening = Lock()
+
+
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine."""
-    file = _place()
+    try:
+        file = _place()
+    except InputError:  # then nobody has built any
+        return None
     if file.is_file():
         return file
     if any(file.parent.glob(f"{PREFIX}*")):
@@ -78,10 +90,38 @@ def build() -> Path:
     return file
 
 
+@contextmanager
+def crew(file: Path, threads: int) -> Iterator[None]:
+    """Sessions opened meanwhile run these kernels on ``threads`` threads of the process; 0: on threads of their own."""
+    library = ctypes.CDLL(str(file))
+    with _opening:
+        library.ssdevice_crew(threads)
+        try:
+            yield
+        finally:
+            library.ssdevice_crew(0)
+
+
+def cores() -> int:
+    """The processor's cores that this process may use, without the second threads of each."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(file.read_text("ascii") if file.is_file() else str(cpu))
+    return len(siblings)
+
+
 def _place() -> Path:
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
+    """The library's path. Raises InputError for a user without a home and without ``FOLDER``."""
     name = f"{PREFIX}{_version()}-{platform.system()}-{platform.machine()}.so"
-    return Path(os.environ.get(FOLDER) or user) / name
+    if folder := os.environ.get(FOLDER):
+        return Path(folder) / name
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice" / name
+    except RuntimeError as error:
+        raise InputError(f"this user has no home directory for the kernels; set {FOLDER} to a folder") from error
 
 
 @cache

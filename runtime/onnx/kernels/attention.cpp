@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "crew.h"
 #include "exponential.h"
 
 namespace {
@@ -174,6 +175,7 @@ struct Kernel {
   ort::Api api;
   int64_t heads;
   float scale;
+  int threads = CrewSize();
 };
 
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
@@ -216,7 +218,7 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
     Call call{sizes, data[0], data[1], data[2], data[3], data[4], data[5], kernel.scale, DataOf<float>(api, y)};
     const int64_t units = sizes.rows * sizes.heads;
     if (units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh) >= kAlone) {
-      Check(api.ParallelFor(context, Call::Unit, static_cast<size_t>(units), &call));
+      For(api, context, kernel.threads, static_cast<size_t>(units), Call::Unit, &call);
     } else {
       for (int64_t unit = 0; unit < units; ++unit) call.Run(unit);
     }

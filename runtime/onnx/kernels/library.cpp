@@ -4,6 +4,7 @@
 
 #include "operator.h"
 
+const ort::CustomOp* AddNorm();
 const ort::CustomOp* GatedSilu();
 const ort::CustomOp* Int4Linear();
 const ort::CustomOp* Int8Embedding();
@@ -22,7 +23,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const or
     ort::Domain* made = nullptr;
     if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
     for (const ort::CustomOp* op :
-         {GatedSilu(), Int4Linear(), Int8Embedding(), Int8Linear(), RotarySplit(), TreeAttention()}) {
+         {AddNorm(), GatedSilu(), Int4Linear(), Int8Embedding(), Int8Linear(), RotarySplit(), TreeAttention()}) {
       if (ort::Status* status = api.Add(made, op)) return status;
     }
     domain = made;

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "operator.h"
+#include "crew.h"
 
 constexpr int kBlock = 32;   // inputs are padded to whole blocks
 constexpr int kLanes = 8;    // columns of a vector: floats of 256 bits
@@ -160,6 +160,7 @@ struct CallOf {
 struct Linear {
   ort::Api api;
   std::shared_ptr<const Weights> weights;
+  int threads = CrewSize();
 };
 
 // The constants that are inputs 1 and 2 of a linear.
@@ -196,6 +197,6 @@ ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
     quantize(DataOf<const float>(api, x), count, inputs, &rows);
     const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 2, 1, 32));
     CallOf<Rows> call{weights, rows, products, count, parts, DataOf<float>(api, y)};
-    Check(api.ParallelFor(context, CallOf<Rows>::Part, static_cast<size_t>(parts), &call));
+    For(api, context, linear.threads, static_cast<size_t>(parts), CallOf<Rows>::Part, &call);
   });
 }

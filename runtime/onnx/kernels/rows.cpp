@@ -7,6 +7,10 @@
 //     -> queries [1, R, H D], keys [1, R, N D], values [1, R, N D]
 // Of every head of queries and keys, the halves of the first 2 E of its D elements are rotated:
 // (a, b) -> (a cos - b sin, b cos + a sin), every operation rounded to float.
+//
+// AddNorm(x [.., F], y [.., F], weight [F]; epsilon) -> normed [.., F], sum [.., F] float: sum = x + y, and
+// normed = sum * scale * weight from left to right with scale = 1 / sqrt(squares / F + epsilon). The squares are added by
+// fused multiply-adds in eight lanes (element i in lane i % 8), and the lanes pairwise.
 
 #include <algorithm>
 #include <cmath>
@@ -133,7 +137,96 @@ ort::Status* ComputeSplit(void* self, ort::KernelContext* context) {
   });
 }
 
+struct Norm {
+  ort::Api api;
+  float epsilon;
+};
+
+void AddScalar(const float* x, const float* y, int64_t first, int64_t end, float* sum, float* lanes) {
+  for (int64_t i = first; i < end; ++i) {
+    sum[i] = x[i] + y[i];
+    lanes[i % 8] = std::fma(sum[i], sum[i], lanes[i % 8]);
+  }
+}
+
+void ScaleScalar(const float* sum, const float* weight, float scale, int64_t first, int64_t end, float* normed) {
+  for (int64_t i = first; i < end; ++i) normed[i] = sum[i] * scale * weight[i];
+}
+
+#ifdef SSDEVICE_AVX2
+__attribute__((target("avx2,fma"))) void AddAvx2(const float* x, const float* y, int64_t end, float* sum, float* lanes) {
+  __m256 squares = _mm256_setzero_ps();
+  for (int64_t i = 0; i < end; i += 8) {
+    const __m256 total = _mm256_add_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i));
+    _mm256_storeu_ps(sum + i, total);
+    squares = _mm256_fmadd_ps(total, total, squares);
+  }
+  _mm256_storeu_ps(lanes, squares);
+}
+
+__attribute__((target("avx2,fma"))) void ScaleAvx2(const float* sum, const float* weight, float scale, int64_t end,
+                                                   float* normed) {
+  const __m256 by = _mm256_set1_ps(scale);
+  for (int64_t i = 0; i < end; i += 8)
+    _mm256_storeu_ps(normed + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(sum + i), by), _mm256_loadu_ps(weight + i)));
+}
+#endif
+
+void Normalize(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed, float* sum) {
+  float l[8] = {};
+  int64_t done = 0;
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, l);
+#endif
+  AddScalar(x, y, done, width, sum, l);
+  const float squares = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
+  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(width) + epsilon);
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
+#endif
+  ScaleScalar(sum, weight, scale, done, width, normed);
+}
+
+ort::Status* CreateNorm(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
+  const ort::Api api(table);
+  return Guarded(api, [&] {
+    Norm made{api, 0};
+    Check(api.Attribute(info, "epsilon", &made.epsilon));
+    *out = new Norm(made);
+  });
+}
+
+ort::Status* ComputeNorm(void* self, ort::KernelContext* context) {
+  const Norm& kernel = *static_cast<const Norm*>(self);
+  const ort::Api& api = kernel.api;
+  return Guarded(api, [&] {
+    const ort::Value* inputs[3];
+    std::vector<int64_t> sizes[3];
+    for (size_t i = 0; i < 3; ++i) sizes[i] = SizesOf(api, inputs[i] = InputOf(api, context, i));
+    Require(api, !sizes[0].empty() && sizes[0] == sizes[1] && sizes[2].size() == 1 && sizes[2][0] == sizes[0].back(),
+            "AddNorm: its rows do not fit each other or the weight");
+    ort::Value* outputs[2] = {};
+    for (size_t i = 0; i < 2; ++i) Check(api.Output(context, i, sizes[0].data(), sizes[0].size(), &outputs[i]));
+    const int64_t width = sizes[2][0], count = CountOf(sizes[0]);
+    const float *x = DataOf<const float>(api, inputs[0]), *y = DataOf<const float>(api, inputs[1]);
+    const float* weight = DataOf<const float>(api, inputs[2]);
+    float *normed = DataOf<float>(api, outputs[0]), *sum = DataOf<float>(api, outputs[1]);
+    for (int64_t at = 0; at < count; at += width)
+      Normalize(x + at, y + at, weight, width, kernel.epsilon, normed + at, sum + at);
+  });
+}
+
 }  // namespace
+
+const ort::CustomOp* AddNorm() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat>(CreateNorm, ComputeNorm, Destroy<Norm>);
+    made.GetName = [](const ort::CustomOp*) { return "AddNorm"; };
+    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
+    return made;
+  }();
+  return &op;
+}
 
 const ort::CustomOp* GatedSilu() {
   static const ort::CustomOp op = [] {

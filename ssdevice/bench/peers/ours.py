@@ -59,6 +59,7 @@ class BundleEngine:
         self.weights = manifest.precision.value
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        self._session.reset()  # nothing of the prompt is in the cache
         # Text is decoded on the way, as for a user; the peers are measured without.
         with closing(self._session.runs(prompt, max_tokens=answer.max_tokens, mode=self._mode)) as runs:
             for run in runs:

@@ -20,7 +20,7 @@ from ssdevice.runtime.generation import Generation
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.bench.peers.worker import main; del sys.path[0]; main()"
 )
-SETTLE_SECONDS = 0.02
+SETTLE_SECONDS = 0.1
 """Pause before an answer, until the threads of the engine before have stopped to wait busily for more work."""
 
 

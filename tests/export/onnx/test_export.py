@@ -169,6 +169,7 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--adapter", "a={adapter}", "--tree", "chain:0"], "chain"),
         (["--tree", "chain:2"], "needs an adapter"),
         (["--adapter", "a={adapter}", "--context", "4"], "cannot hold"),
+        (["--adapter", "a={adapter}", "--context", "7"], "cannot hold"),
         (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk is 0"),
         (["--quant", "fp16"], "has no fp16 form"),
     ],

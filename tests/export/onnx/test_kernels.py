@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +112,28 @@ def test_every_row_has_numpys_bits_among_any_number_of_rows(
         np.testing.assert_array_equal(found[0], expected[:rows])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_crew_gives_two_sessions_at_once_the_bits_of_their_own_threads(threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    weight = rng.standard_normal((3000, 100)).astype(np.float32)
+    x = rng.standard_normal((1, 5, 100)).astype(np.float32)
+    model = forms.linears_model(5, [weight], Quant.INT4)
+    (expected,) = session(model, built("native")).run(None, {"x": x})
+    with kernels.crew(built("native"), threads):
+        opened = [session(model, built("native")) for _ in range(3)]
+
+    def differing(one: ort.InferenceSession) -> int:
+        count = 0
+        for i in range(300):
+            if i % 50 == 0:
+                time.sleep(0.005)  # longer than a thread of the crew stays awake
+            count += not np.array_equal(one.run(None, {"x": x})[0], expected)
+        return count
+
+    with ThreadPoolExecutor(len(opened)) as callers:
+        assert list(callers.map(differing, opened)) == [0] * len(opened)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_int8_rows_have_the_bits_of_integers_among_any_number_of_rows(
@@ -193,6 +217,26 @@ def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(width
     gate, up = np.split(x.astype(np.float64), 2, axis=-1)
     np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
     np.testing.assert_allclose(standard, ours, atol=1e-4)  # ONNX Runtime's sigmoid is less exact far from 0
+
+
+@pytest.mark.parametrize("width", [576, 20, 3])
+def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(width: int) -> None:
+    rng = np.random.default_rng(width)
+    x, y = (rng.standard_normal((2, 1, 5, width)) * 10).astype(np.float32)
+    x[0, 0] = y[0, 0] = 0
+    feeds = {"x": x, "y": y, "weight": rng.standard_normal(width).astype(np.float32)}
+    model = model_of(kernels.ADD_NORM, {name: value.shape for name, value in feeds.items()}, 2, epsilon=1e-5)
+    ours, portable, standard = (
+        session(model, file).run(None, feeds) for file in (built("native"), built("portable"), None)
+    )
+    total = (x + y).astype(np.float64)
+    expected = total / np.sqrt(np.square(total).mean(-1, keepdims=True) + 1e-5) * feeds["weight"]
+    for mine, other in zip(ours, portable, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    np.testing.assert_array_equal(ours[1], x + y)
+    np.testing.assert_allclose(ours[0], expected, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours, standard, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rotated", [64, 32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 from pathlib import Path
 from weakref import ref
 
@@ -21,6 +22,7 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import MODES, prefill
+from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import BUCKET, LANES, RowCache
 from ssdevice.runtime.onnx.engine import BINDINGS, OnnxCache, OnnxEngine
 from ssdevice.runtime.session import Session
@@ -152,7 +154,7 @@ def test_a_profile_names_operators() -> None:
         list(session.runs(session.prompt_ids("hello"), max_tokens=5))
         profile = session.engine.profile()
     assert set(profile) == {"prefill", "step"}
-    assert all(kernel.microseconds >= 0 for kernels in profile.values() for kernel in kernels)
+    assert all(kernel.microseconds >= 0 for found in profile.values() for kernel in found)
     assert any("MatMul" in kernel.operator or "Gemm" in kernel.operator for kernel in profile["step"])
 
 
@@ -217,3 +219,28 @@ def test_a_closed_engine_gives_its_memory_back_and_says_so() -> None:
     assert graph() is None and not folder.exists()
     with pytest.raises(InputError, match="closed"):
         list(session.runs([5, 6, 7]))
+
+
+def test_a_graph_of_a_bundle_that_was_replaced_meanwhile_is_not_opened(bundle: Bundle, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle.folder, folder)
+    with Session.open(folder, options=ONE_THREAD) as session:
+        list(session.runs(session.prompt_ids("hello"), max_tokens=3, mode="plain"))
+        again = tmp_path / "again"
+        shutil.copytree(folder, again)
+        shutil.rmtree(folder)
+        again.rename(folder)
+        with pytest.raises(BundleError, match="was replaced while it was in use"):
+            list(session.runs(session.prompt_ids("hello"), max_tokens=3))
+
+
+def test_a_user_without_a_home_runs_bundles_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (kernels.FOLDER, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert kernels.library() is None
+    with pytest.raises(InputError, match="no home directory"):
+        kernels.build()
