@@ -16,9 +16,9 @@ BUDGET = 12.0
 """Loss, in plain calls, at which speculation pauses."""
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
 """Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
-CALIBRATED = 4
-"""Steps before the first plain calls, which tell what plain decoding costs."""
-TIMES, ENOUGH = 16, 3
+CALIBRATED, STALE = 4, 64
+"""Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again."""
+TIMES, ENOUGH = 8, 3
 """Times of a call of which the median is taken, and of how many at least."""
 
 
@@ -63,7 +63,7 @@ class Adaptive:
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step or from a plain call."""
-        self.speculated = self._paused == 0 and (self._plain.known or self._steps < CALIBRATED)
+        self.speculated = self._paused == 0 and self._steps < (STALE if self._plain.known else CALIBRATED)
         return self._by_step(conversation, last) if self.speculated else self._plainly(conversation, last)
 
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:

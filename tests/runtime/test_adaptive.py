@@ -20,6 +20,7 @@ class Machine:
         self.step_seconds, self.accepted = step_seconds, accepted
         self.now = 0.0
         self.opening = 0.0  # seconds that the first plain call takes longer
+        self.slowness = 1.0  # of everything, while others use the machine
         self.calls: list[str] = []
         self.drafts = np.arange(4, dtype=np.int32)[:, None]
         self._draw = np.random.default_rng(0)
@@ -29,12 +30,12 @@ class Machine:
 
     def step(self, last: int) -> list[int]:
         self.calls.append("step")
-        self.now += self.step_seconds
+        self.now += self.step_seconds * self.slowness
         return [0] * (1 + min(4, int(self._draw.poisson(self.accepted))))
 
     def step_plain(self, last: int) -> int:
         self.calls.append("plain")
-        self.now += PLAIN_SECONDS + self.opening
+        self.now += PLAIN_SECONDS * self.slowness + self.opening
         self.opening = 0.0
         return 0
 
@@ -100,3 +101,14 @@ def test_the_call_that_opens_a_graph_does_not_count() -> None:
     adaptive = adaptive_on(machine)
     machine.decode(adaptive, 200)
     assert machine.calls.count("plain") > machine.calls.count("step")
+
+
+def test_a_cost_that_was_measured_on_a_slow_machine_is_measured_again() -> None:
+    machine = Machine(1.6, accepted=0.3)
+    machine.slowness = 3.0
+    adaptive = adaptive_on(machine)
+    while not adaptive._plain.known or not adaptive.speculated:
+        adaptive(cast(Conversation, machine), 0)
+    machine.slowness = 1.0
+    machine.decode(adaptive, 3000)
+    assert machine.decode(adaptive, 3000) >= 0.97
