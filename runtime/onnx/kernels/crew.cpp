@@ -7,6 +7,7 @@
 #include <sched.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -16,6 +17,7 @@
 namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(2);  // a thread that has found no work for so long goes to sleep
+constexpr size_t kShares = 4;                              // of a call, for each thread
 constexpr int kLooks = 64;                                 // between two looks at the clock
 
 std::atomic<int> crew_size{0};
@@ -71,6 +73,7 @@ class Crew {
     work_ = work;
     data_ = data;
     total_ = total;
+    share_ = std::max<size_t>(1, total / (kShares * threads));
     next_.store(0);
     seats_.store(static_cast<int>(threads) - 1);
     open_.store(true);
@@ -87,7 +90,8 @@ class Crew {
 
  private:
   void Take() {
-    for (size_t i; (i = next_.fetch_add(1)) < total_;) work_(data_, i);
+    for (size_t first; (first = next_.fetch_add(share_)) < total_;)
+      for (size_t i = first; i < std::min(first + share_, total_); ++i) work_(data_, i);
   }
 
   void Serve() {
@@ -118,7 +122,7 @@ class Crew {
 
   std::mutex calling_, bed_;
   std::condition_variable wake_;
-  size_t hired_ = 0, total_ = 0;
+  size_t hired_ = 0, total_ = 0, share_ = 1;
   Work work_ = nullptr;
   void* data_ = nullptr;
   std::atomic<int> asleep_{0}, seats_{0}, caller_{-1};
