@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 CHOICE = "TopK"
 """The operator that makes tokens of logits, of the model's own and of the streams'."""
-NORM = "Normalization"
+NORM = "Norm"
+"""In the names of operators that normalize: ``RMSNormalization``, ``LayerNormalization``, our ``AddNorm``."""
 PARTS = ("layers", "head", "verification", "streams", "stream head", "rows")
 
 
