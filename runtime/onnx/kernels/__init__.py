@@ -47,7 +47,7 @@ FOLDER = "SSDEVICE_KERNELS"
 SOURCES = Path(__file__).parent
 PREFIX = "kernels-"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno")
 """No contraction: a fused multiply-add would round once where another CPU rounds twice."""
 
 
