@@ -13,6 +13,8 @@ from onnx_ir.passes import common as passes
 from ssdevice.model.roles import Role
 
 CONTRIB = "com.microsoft"
+SKIP_NORM = "SkipSimplifiedLayerNormalization"
+"""ONNX Runtime's residual addition with RMS normalization; outputs 0 and 3 are the norm and the sum."""
 OPSET = 23
 ROLE = "ssdevice.role"
 """Metadata of a graph's weights while it is rewritten: their ``Role``."""

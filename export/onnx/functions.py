@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ssdevice.adapters.weights import LEVELS
-from ssdevice.export.onnx.editor import CONTRIB, OPSET
+from ssdevice.export.onnx.editor import CONTRIB, OPSET, SKIP_NORM
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
     DOMAIN,
@@ -129,8 +129,7 @@ def rotary_split() -> ir.Function:
 def add_norm() -> ir.Function:
     """``AddNorm(x [.., F], y [.., F], weight [F]; epsilon) -> normed [.., F], sum [.., F]``: the RMS norm of x + y."""
     body = _Body(ADD_NORM, "x y weight", epsilon=FLOAT)
-    kind = "SkipSimplifiedLayerNormalization"
-    body.add(kind, *body.inputs, domain=CONTRIB, outputs=4, epsilon=ref("epsilon"))
+    body.add(SKIP_NORM, *body.inputs, domain=CONTRIB, outputs=4, epsilon=ref("epsilon"))
     normed, _, _, total = body.nodes[-1].outputs
     return body.function(normed, total)
 

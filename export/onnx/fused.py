@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import CONTRIB, Editor, Marked, producer, shape_of, source_of
+from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Marked, producer, shape_of, source_of
 from ssdevice.export.onnx.graph import JOIN, WIDTH
 from ssdevice.runtime.onnx.kernels import ADD_NORM, DOMAIN, GATED_SILU, ROTARY_SPLIT, TREE_ATTENTION
 
@@ -43,7 +43,7 @@ def rotary_split(edit: Editor, node: ir.Node) -> bool:
 
 def added_norm(edit: Editor, node: ir.Node) -> bool:
     """ONNX Runtime's residual addition and normalization, which takes ten times as long for few rows."""
-    if node.op_type != "SkipSimplifiedLayerNormalization" or node.domain != CONTRIB or len(node.inputs) != 3:
+    if node.op_type != SKIP_NORM or node.domain != CONTRIB or len(node.inputs) != 3:
         return False
     normed, total = node.outputs[0], node.outputs[3]
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}

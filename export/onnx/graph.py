@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ssdevice.export.onnx.editor import (
     CONTRIB,
+    SKIP_NORM,
     Editor,
     Shape,
     clean,
@@ -252,7 +253,7 @@ def skip_normalization(edit: Editor, node: ir.Node) -> bool:
         return False
     norm = edit.insert(
         node,
-        "SkipSimplifiedLayerNormalization",
+        SKIP_NORM,
         [*terms, node.inputs[1]],
         shape_of(node.outputs[0]),
         node.outputs[0].dtype,

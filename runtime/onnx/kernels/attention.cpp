@@ -34,10 +34,6 @@ struct Seen {
 
 using Attend = void (*)(const float* q, Seen* seen, size_t offset, int64_t dim, float scale, float* y);
 
-float Pairwise(const float* lanes) {
-  return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-}
-
 void Portable(const float* q, Seen* seen, size_t offset, int64_t dim, float scale, float* y) {
   const size_t count = seen->count;
   float most = -INFINITY, lanes[kLanes];
@@ -45,7 +41,7 @@ void Portable(const float* q, Seen* seen, size_t offset, int64_t dim, float scal
     const float* k = seen->keys[i] + offset;
     std::fill(lanes, lanes + kLanes, 0.0f);
     for (int64_t d = 0; d < dim; ++d) lanes[d % kLanes] = std::fma(q[d], k[d], lanes[d % kLanes]);
-    seen->weights[i] = std::fma(Pairwise(lanes), scale, seen->mask[i]);
+    seen->weights[i] = std::fma(PairwiseSum(lanes), scale, seen->mask[i]);
     most = std::max(most, seen->weights[i]);
   }
   std::fill(lanes, lanes + kLanes, 0.0f);
@@ -56,14 +52,14 @@ void Portable(const float* q, Seen* seen, size_t offset, int64_t dim, float scal
     const float* v = seen->values[i] + offset;
     for (int64_t d = 0; d < dim; ++d) y[d] = std::fma(seen->weights[i], v[d], y[d]);
   }
-  const float total = Pairwise(lanes);
+  const float total = PairwiseSum(lanes);
   for (int64_t d = 0; d < dim; ++d) y[d] /= total;
 }
 
 #ifdef SSDEVICE_AVX2
 #define SSDEVICE_TARGET __attribute__((target("avx2,fma")))
 
-// Eight sums of eight lanes each, pairwise as in Pairwise.
+// Eight sums of eight lanes each, pairwise as in PairwiseSum.
 SSDEVICE_TARGET inline __m256 Pairwise(const __m256* a) {
   const __m256 b0 = _mm256_hadd_ps(a[0], a[1]), b1 = _mm256_hadd_ps(a[2], a[3]);
   const __m256 b2 = _mm256_hadd_ps(a[4], a[5]), b3 = _mm256_hadd_ps(a[6], a[7]);
@@ -104,7 +100,7 @@ SSDEVICE_TARGET void Avx2(const float* q, Seen* seen, size_t offset, int64_t, fl
     for (int v = 0; v < V; ++v) out[v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + 8 * v), out[v]);
   }
   _mm256_storeu_ps(lanes, total);
-  const __m256 divisor = _mm256_set1_ps(Pairwise(lanes));
+  const __m256 divisor = _mm256_set1_ps(PairwiseSum(lanes));
   for (int v = 0; v < V; ++v) _mm256_storeu_ps(y + 8 * v, _mm256_div_ps(out[v], divisor));
 }
 #endif

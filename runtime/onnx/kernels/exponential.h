@@ -1,4 +1,5 @@
-// e^x for x <= 0 in float arithmetic that every CPU rounds alike (degree 6 after reduction by ln 2; Cody and Waite).
+// Float arithmetic that every CPU rounds alike: e^x for x <= 0 (degree 6 after reduction by ln 2; Cody and Waite), and the
+// sum of eight lanes.
 #pragma once
 
 #include <cmath>
@@ -10,6 +11,10 @@
 constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f, kLeastExp = -87.0f;
 constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
 constexpr float kFirst = 1.9875691500e-4f;
+
+inline float PairwiseSum(const float* lanes) {
+  return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+}
 
 inline float Exp(float x) {
   if (x < kLeastExp) return 0.0f;

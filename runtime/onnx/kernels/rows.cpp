@@ -173,14 +173,13 @@ __attribute__((target("avx2,fma"))) void ScaleAvx2(const float* sum, const float
 #endif
 
 void Normalize(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed, float* sum) {
-  float l[8] = {};
+  float lanes[8] = {};
   int64_t done = 0;
 #ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, l);
+  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
 #endif
-  AddScalar(x, y, done, width, sum, l);
-  const float squares = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
-  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(width) + epsilon);
+  AddScalar(x, y, done, width, sum, lanes);
+  const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
 #ifdef SSDEVICE_AVX2
   if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
 #endif
