@@ -315,6 +315,9 @@ class Exporter(ABC):
         """
         return None
 
+    def check(self, plan: ExportPlan) -> None:  # noqa: B027  most targets take every plan
+        """Raise ConfigError for apps that cannot share a bundle of this target."""
+
     def prepare(self, job: ExportJob) -> ExportJob:
         """The job for both ``export`` and ``gate``, with the model in the form that the target writes."""
         return job
@@ -346,6 +349,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         able = ", ".join(sorted(target.calibrates)) or "no precision"
         raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
     merged = len(options.adapters) <= 1 and not options.slots
+    if merged and options.adapter_precision is not Quant.FP32:
+        raise ConfigError("--adapter-precision is for separate adapters; a single one is merged, unless with --slots")
     if not merged and not target.several_apps:
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
         raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
@@ -380,7 +385,11 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     )
     schedule = options.schedule or target.schedule
     parameters, bits = stored_parameters(folder), target.bits[options.quant]
-    return ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
+    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
+    if options.schedule is not None and plan.settings is None:
+        raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
+    target.check(plan)
+    return plan
 
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:

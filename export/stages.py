@@ -21,6 +21,7 @@ from ssdevice.export.plan import (
     make_plan,
 )
 from ssdevice.export.target import exporter
+from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
@@ -76,6 +77,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
             job = calibrated_job(job, target, examples, tokenizer)
         begin("write the graphs")
         result = target.export(job, writer.folder)
+        free_memory()  # the gate needs as much again
         begin("check parity")
         parity = target.gate(job, writer.folder, result)
         report("export", 100, 100, "done")

@@ -54,11 +54,6 @@ class Conversation:
         self.drafts = self._inputs[DRAFTS]
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
-    @property
-    def native_seconds(self) -> float:
-        """Time spent inside the target's own runtime so far; the rest of a step is the host's."""
-        return self.cache.native_seconds
-
     def prefill(self, chunk: Sequence[int]) -> int:
         """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""
         count = len(chunk)

@@ -48,7 +48,8 @@ class Cache(ABC):
     """One KV cache, and the contract's functions called on it.
 
     ``inputs``: the integers of all functions by tensor name. The caller writes them in place, so that a target can bind
-    their memory once. ``native_seconds``: time spent inside the target's own runtime so far.
+    their memory once. ``native_seconds``: time spent inside the target's own runtime so far; the rest of a step is the
+    host's.
     """
 
     def __init__(self, inputs: Inputs) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,7 @@ from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
-from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, Advance, check_prompt, decode
-from ssdevice.text.chat_template import ChatTemplate
+from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
 
@@ -47,22 +46,6 @@ class _Turn:
 
     before: Messages
     messages: Messages
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A valid request. ``conversation``: that of the app in use when the request was made.
-
-    ``drafted``: whether the last call verified a draft.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int
-    output: TextOutput
-    advance: Advance
-    drafted: Callable[[], bool]
-    conversation: Conversation
-    turn: _Turn | None
 
 
 class Session:
@@ -197,8 +180,7 @@ class Session:
             raise InputError("the prompt is empty")
         before = self._messages
         messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
-        text = ChatTemplate(self.tokenizer.chat).render(messages, add_generation_prompt=True)
-        ids = self.tokenizer.encode(text, self.engine.geometry.context)
+        ids = self.tokenizer.conversation_ids(messages, self.engine.geometry.context)
         return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), _Turn(before, messages)))
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
@@ -233,20 +215,21 @@ class Session:
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
         shared = _shared(self._tokens, prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
-        advance, drafted = self._advance(mode)
-        output = self.tokenizer.output(stop)
-        return self._runs(_Request(prompt, max_tokens, output, advance, drafted, self._conversation, turn))
+        return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn)
 
-    def _advance(self, mode: str) -> tuple[Advance, Callable[[], bool]]:
-        """What makes the calls of a mode, and whether its last one verified a draft."""
-        if mode != ADAPTIVE:
-            return MODES[mode], lambda: mode == SPECULATIVE
-        adaptive = self._adaptive.setdefault(self._conversation, Adaptive())
-        return adaptive, lambda: adaptive.speculated
+    def _runs(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        output: TextOutput,
+        mode: str,
+        conversation: Conversation,
+        turn: _Turn | None,
+    ) -> Generator[Run, None, None]:
+        """The answer to a checked request. It takes the cache when it begins, and continues as long as it owns it.
 
-    def _runs(self, request: _Request) -> Generator[Run, None, None]:
-        """An answer. It takes the cache when it begins, and continues as long as it owns it."""
-        conversation, turn, prompt = request.conversation, request.turn, request.prompt
+        ``conversation``: that of the app in use when the request was made.
+        """
         if self._conversation is not conversation or (turn and self._messages is not turn.before):
             raise InputError(LOST)
         conversation.length = shared = _shared(self._tokens, prompt)
@@ -254,18 +237,20 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
-        steps = decode(conversation, prompt[shared:], request.advance, request.output.push, request.max_tokens)
+        adaptive = self._adaptive.setdefault(conversation, Adaptive()) if mode == ADAPTIVE else None
+        steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         drafts = None
         try:
             while answer.reason is None:
                 if self._running is not answer:
                     raise InputError(LOST)
-                clock, native = perf_counter(), conversation.native_seconds
+                clock, native = perf_counter(), conversation.cache.native_seconds
                 run = next(steps)
-                run.drafts = drafts if request.drafted() else None
+                drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
+                run.drafts = drafts if drafted else None
                 if run.reason is not None and run.reason is not Reason.STOP:
-                    run.text += request.output.finish()
-                answer.add(run, perf_counter() - clock, conversation.native_seconds - native)
+                    run.text += output.finish()
+                answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
                 if len(answer.tokens) == 1:
                     self._tokens = list(prompt)
                 self._tokens.extend(run.tokens)

@@ -112,7 +112,3 @@ def one_line(text: str) -> str:
     """
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

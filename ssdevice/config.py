@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
+import json
 import sys
 import types
 import typing
@@ -99,9 +99,7 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, 1)
-            hint = f", did you mean {near[0]!r}?" if near else f"; known keys are {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {str(key)[:60]!r}{hint}")
+            raise ConfigError(f"{where}: {strict_json.unknown_key(str(key), fields)}")
     values = {}
     for name, field in fields.items():
         if name in data:
@@ -201,3 +199,8 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: no such file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write plain JSON values as indented UTF-8 text."""
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8")

@@ -12,7 +12,6 @@ name ends in ``.gz``, gzip. Empty lines are skipped.
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
@@ -129,9 +128,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 def _example(fields: dict[str, Any], where: str, require_completion: bool) -> Example:
     for key in fields:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            hint = f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(KEYS)}"
-            raise InputError(f"{where}: unknown key {key[:60]!r}{hint}")
+            raise InputError(f"{where}: {strict_json.unknown_key(key, KEYS)}")
     references = fields.get("references", [])
     if not isinstance(references, list):
         raise InputError(f"{where}: 'references' is {type(references).__name__}, expected a list of strings")

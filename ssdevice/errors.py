@@ -32,7 +32,6 @@ class MissingExtraError(InputError):
 
     def __init__(self, extra: str, module: str) -> None:
         super().__init__(f"{module} is not installed; install it with: pip install 'ssdevice[{extra}]'")
-        self.extra = extra
 
 
 class ContextOverflowError(InputError):

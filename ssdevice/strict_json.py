@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from ssdevice.errors import ConfigError, SSDeviceError
@@ -43,3 +45,10 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
         raise error(f"{where}: not JSON this tool can use ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{where}: JSON is nested too deeply") from problem
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """What to say of a key that is none of ``known``: the nearest of them, or all."""
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f", did you mean {near[0]!r}?" if near else f"; known keys are {', '.join(known)}"
+    return f"unknown key {key[:60]!r}{hint}"

@@ -25,6 +25,8 @@ from ssdevice.errors import ConfigError
 
 MAX_NODES = 256
 FORMS = "chain:DEPTH, full:k=K,depth=D or a JSON list of rank paths such as [[0],[1],[0,0]]"
+STARTS = ("chain:", "full:", "[")
+"""What each of the FORMS starts with; anything else names a file."""
 Ranks = tuple[int, ...]
 
 
@@ -109,22 +111,17 @@ class Tree:
         Raises ConfigError, which lists the accepted forms.
         """
         text = spec.strip()
-        if text.startswith("["):
-            return cls._from_json(text)
-        if text.startswith(("chain:", "full:")):
-            return cls._from_shape(text)
-        try:
-            content = Path(text).read_text("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"tree file {text[:200]} is not UTF-8 text") from error
-        except (OSError, ValueError) as error:  # no such file, or no possible name of one
-            raise ConfigError(f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one") from error
-        if content.startswith("["):
-            return cls._from_json(content)
-        if content.startswith(("chain:", "full:")):
-            return cls._from_shape(content)
-        # A file that names a file is refused: it could name itself.
-        raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
+        if not text.startswith(STARTS):
+            try:
+                content = Path(text).read_text("utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"tree file {text[:200]} is not UTF-8 text") from error
+            except (OSError, ValueError) as error:  # no such file, or no possible name of one
+                raise ConfigError(f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one") from error
+            if not content.startswith(STARTS):  # nor does a file name another: it could name itself
+                raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
+            text = content
+        return cls._from_json(text) if text.startswith("[") else cls._from_shape(text)
 
     @classmethod
     def _from_shape(cls, text: str) -> Tree:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from ssdevice.export.logits import LogitsConversation
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.coreai.engine import LOGITS, CoreAICache, CoreAIEngine
-from ssdevice.runtime.engine import Cache, Inputs
+from ssdevice.runtime.coreai.engine import LOGITS, CoreAIEngine
 
 
 class LogitsEngine(CoreAIEngine):
     """A CoreAIEngine whose conversations keep the logits of the last step's tokens."""
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:
-        cache = super().new_cache(inputs, beside)
-        cache.logits = True
-        return cache
+    shows_logits = True
 
     def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
         return LogitsConversation(self, beside, LOGITS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ssdevice.export.app_functions import Names
 from ssdevice.mil.audit import places
@@ -23,31 +22,13 @@ def adapter_bytes(model: StreamModel) -> int:
     return HALF_BYTES * sum(parameter.numel() for parameter in own.values())
 
 
-@dataclass(frozen=True)
-class Growth:
-    """The bytes that an app adds to a package, ``weights`` and ``program``, and those of its ``adapter``."""
-
-    weights: int
-    program: int
-    adapter: int
-
-    @property
-    def bytes(self) -> int:
-        """Weights and program together."""
-        return self.weights + self.program
-
-    def describe(self, app: str, functions: int) -> str:
-        """A sentence for the manifest's notes."""
-        return (
-            f"app {app} adds {self.bytes} bytes to the package: {self.weights} of weights and {self.program} of "
-            f"{functions} graphs; its adapter has {self.adapter} bytes in float16"
-        )
-
-
 def growth(
     package: Package, table: Mapping[str, Names], program: Mapping[str, int], adapters: Mapping[str, int]
-) -> dict[str, Growth]:
-    """By app: the bytes that only its functions need. ``program``: bytes of each function's graph."""
+) -> dict[str, str]:
+    """By app: a sentence on the bytes that only its functions need, for the manifest's notes.
+
+    ``program``: bytes of each function's graph. ``adapters``: bytes of each app's adapter.
+    """
     users: dict[BlobRef, set[str]] = {}
     sizes: dict[BlobRef, int] = {}
     for name, function in package.functions.items():
@@ -59,5 +40,9 @@ def growth(
         others = {name for other, theirs in table.items() if other != app for name in theirs.values()}
         own = set(names.values()) - others
         weights = sum(sizes[place] for place, functions in users.items() if functions <= own)
-        found[app] = Growth(weights, sum(program[name] for name in own), adapters[app])
+        graphs = sum(program[name] for name in own)
+        found[app] = (
+            f"app {app} adds {weights + graphs} bytes to the package: {weights} of weights and {graphs} of "
+            f"{len(names)} graphs; its adapter has {adapters[app]} bytes in float16"
+        )
     return found

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 
 from ssdevice.config import Schedule
-from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, Geometry, functions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
@@ -28,11 +25,6 @@ CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
 
 
-def specs(geometry: Geometry) -> dict[str, FunctionSpec]:
-    """The contract's functions with their cache as state."""
-    return functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-
-
 def convert(
     name: str,
     model: StreamModel,
@@ -43,7 +35,7 @@ def convert(
 ) -> Any:
     """One of the contract's functions as a coremltools program in float16, with the contract's tensor names."""
     coreml_ops.register()
-    spec = specs(geometry)[name]
+    spec = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[name]
     inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     with quiet(), torch.no_grad(), without_stack_traces():
         module = function_module(name, half_precision(model), geometry, schedule)
@@ -60,12 +52,3 @@ def save(programs: Mapping[str, Any], out: Path, default: str, deployment: Deplo
     """Write programs of one function each as the functions of a package; equal weights are stored once."""
     with quiet():
         to_model(programs, default, deployment).save(str(out))
-
-
-def release_memory() -> None:
-    """Return freed memory to the system: glibc's allocator keeps pieces of freed weights unless it is told."""
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc; other allocators do this themselves
-        if trim is not None:
-            trim(0)

@@ -17,24 +17,17 @@ from ssdevice.export.app_functions import Names, app_results, function_names, jo
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
-from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, release_memory, save
+from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, save
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import (
-    BITS,
-    ONLY_WEIGHTS,
-    Compressed,
-    compress,
-    int4_grid,
-    matrices,
-    plan_weights,
-)
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
@@ -84,11 +77,11 @@ class CoreMLExporter(Exporter):
         save(parts.programs, package, names.get(STEP, names[PREFILL]), deployment)
         parts.programs.clear()
         parts.known.clear()
-        release_memory()
+        free_memory()
         if not plan.merged:
             program = compact(package)
             added = growth(Package.open(package), table, program, parts.adapter_bytes)
-            notes += [added[app.name].describe(app.name, len(table[app.name])) for app in plan.apps if app.folder]
+            notes += [added[app.name] for app in plan.apps if app.folder]
         _write_settings(plan, folder / SETTINGS)
         if plan.options.quant is not Quant.FP16:
             notes.append(ONLY_WEIGHTS)
@@ -142,18 +135,16 @@ class _Parts:
                 if name not in self.programs:
                     self.job.report("write the graphs", len(self.programs), self.total + 1, name)
                     self.programs[name] = self._function(function, model)
-                    release_memory()
+                    free_memory()
             # Saving needs the memory, and the gate will take the package's values.
             self.sketches[app.name] = drop_matrices(model)
-            release_memory()
+            free_memory()
 
     def _function(self, function: str, model: StreamModel) -> Any:
-        plan, options = self.job.plan, self.job.plan.options
-        chosen = options.chosen(CoreMLOptions)
+        plan, chosen = self.job.plan, self.job.plan.options.chosen(CoreMLOptions)
         made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
-        schemes = plan_weights(matrices(made), options.quant, chosen.per_channel, plan.geometry.vocab)
-        self.notes += [note for note in schemes.notes if note not in self.notes]
-        compress(made, schemes, self.known)
+        notes = compress_for(plan, made, self.known)
+        self.notes += [note for note in notes if note not in self.notes]
         return made
 
 

@@ -15,7 +15,7 @@ from ssdevice.mil.program import Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine, NumPyProgram, app_functions
+from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine, NumPyProgram
 from ssdevice.runtime.engine import Inputs, Outputs
 
 LOGITS = "logits"
@@ -50,7 +50,7 @@ class LogitsEngine(CoreMLEngine):
     """A CoreMLEngine whose conversations keep the logits of the last step's tokens."""
 
     def __init__(self, bundle: Bundle, app: str | None) -> None:
-        names = app_functions(bundle, app)
+        names = bundle.function_names(app)
         super().__init__(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
 
     def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:

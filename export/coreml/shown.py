@@ -55,6 +55,10 @@ class CoreMLShown:
         out[ROWS] = new.swapaxes(2, 3).reshape(2 * g.layers, -1, g.row_width)
         return Call(out, [Product(weight, seen[source], seen[result]) for weight, source, result in marks])
 
+    def close(self) -> None:
+        """See Shown."""
+        self.state.arrays.clear()
+
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""
         weights: dict[str, str] = {}

@@ -47,11 +47,11 @@ class CoreMLTarget(ExportTarget):
         from ssdevice.export.mlprogram.stored import stored_weights
         from ssdevice.mil.program import Program
         from ssdevice.mil.reader import Package
-        from ssdevice.runtime.coreml.engine import MODEL, app_functions
+        from ssdevice.runtime.coreml.engine import MODEL
 
         # With the package's own weights, only the rounding of activations to float16 remains.
         package = Program(Package.open(bundle.file(MODEL)))
-        return stored_weights(model, package, tuple(app_functions(bundle, app).values())), Precision.FP16
+        return stored_weights(model, package, tuple(bundle.function_names(app).values())), Precision.FP16
 
 
 TARGET = CoreMLTarget()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
 from torch import nn
 
-from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
-from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids, versions
+from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions
@@ -41,7 +41,7 @@ class CoreMLDelegateExporter(Exporter):
         """Write ``model.pte``; see ``plan.Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
-        constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
+        constants = constants_of(plan.geometry, stop_ids(plan))
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
@@ -55,7 +55,8 @@ class CoreMLDelegateExporter(Exporter):
             *(describe(name, found) for name, found in lowered.delegations.items()),
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, versions((*TOOLS, "coremltools")))
+        tools = {name: version(name) for name in (*TOOLS, "coremltools")}
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""

@@ -7,9 +7,9 @@ method. The conversion is that of the ``coreml`` target: its rewrites, its fixed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct
 from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
-from ssdevice.export.mlprogram.weights import Compressed, compress, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import Compressed, compress_for
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm
@@ -78,7 +78,7 @@ def lower(
     with quiet_conversion(), quiet("executorch.backends.apple"):
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         report(len(specs), "lower to Core ML")
-        with _conversion(CoreMLBackend, convert):
+        with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
             edge = to_edge(programs, partitioner, constants)
         return finished(edge, list(specs), report), tuple(notes)
 
@@ -91,23 +91,11 @@ def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) ->
         if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
             node.target = node.target._op
     simplify(program, ())
-    chosen = plan.options.chosen(CoreMLOptions)
-    options, nodes = plan.options, {node.name: node for node in program.graph.nodes}
+    deployment = plan.options.chosen(CoreMLOptions).deployment
+    nodes = {node.name: node for node in program.graph.nodes}
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
     # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
     types = [ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs]
-    made = to_program(program, types, chosen.deployment)
-    schemes = plan_weights(matrices(made), options.quant, chosen.per_channel, plan.geometry.vocab)
-    compress(made, schemes, known)
-    return to_model({MAIN: made}, MAIN, chosen.deployment), schemes.notes
-
-
-@contextmanager
-def _conversion(backend: Any, convert: Callable[..., Any]) -> Iterator[None]:
-    """In this context ExecuTorch's Core ML backend converts with ``convert``."""
-    before = backend._convert_to_mlmodel
-    backend._convert_to_mlmodel = staticmethod(convert)
-    try:
-        yield
-    finally:
-        backend._convert_to_mlmodel = staticmethod(before)
+    made = to_program(program, types, deployment)
+    notes = compress_for(plan, made, known)
+    return to_model({MAIN: made}, MAIN, deployment), notes

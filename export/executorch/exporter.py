@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
@@ -15,7 +15,7 @@ from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
 from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights, fill_program
-from ssdevice.bundle.manifest import SCHEMA_VERSION, AdapterKind
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
@@ -25,7 +25,7 @@ from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, hold_values, quantized, release
-from ssdevice.export.executorch.slots import slot_model
+from ssdevice.export.executorch.slots import check_apps, slot_model
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -59,6 +59,10 @@ class ExecutorchExporter(Exporter):
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return None if factor or linear.in_features % GROUP else INT4_GRID
 
+    def check(self, plan: ExportPlan) -> None:
+        if not plan.merged:
+            check_apps(plan)
+
     def prepare(self, job: ExportJob) -> ExportJob:
         # Unfolded, each linear would have two more float32 products for its stream adapter.
         return job.folded()
@@ -67,7 +71,7 @@ class ExecutorchExporter(Exporter):
         """Write ``model.pte``, and a file for each separate app; see ``plan.Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
-        constants = constants_of(plan.geometry, stop_ids(plan), SCHEMA_VERSION)
+        constants = constants_of(plan.geometry, stop_ids(plan))
         stages = len(specs) + 2
         files = [TargetFile(PROGRAM, PROGRAM_FILE)]
         apps: dict[str, AppResult] = {}
@@ -97,7 +101,7 @@ class ExecutorchExporter(Exporter):
             *(describe(name, found) for name, found in lowered.delegations.items()),
         ]
         reference = model.model if plan.merged else None
-        tools = versions(TOOLS)
+        tools = {name: version(name) for name in TOOLS}
         return ExecutorchResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, reference)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
@@ -172,14 +176,3 @@ def describe(name: str, found: Delegation) -> str:
 def stop_ids(plan: ExportPlan) -> tuple[int, ...]:
     """The tokens that end an answer."""
     return ChatTokenizer.open(plan.folder).stop_ids
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of installed packages."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found

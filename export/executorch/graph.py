@@ -86,12 +86,6 @@ class Delegation:
     inside: Counter[str]
     outside: Counter[str]
 
-    @property
-    def share(self) -> float:
-        """The share of operators inside delegates, among all that compute."""
-        inside = self.inside.total()
-        return inside / max(1, inside + self.outside.total())
-
 
 def delegation(program: ExportedProgram) -> Delegation:
     """What a lowered program delegates, without allocations and views that cost nothing."""

@@ -6,17 +6,14 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN
 from ssdevice.export.logits import LogitsConversation
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Cache, EngineOptions, Inputs
-from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchCache, ExecutorchEngine
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
 
 
 class LogitsEngine(ExecutorchEngine):
     """An ExecutorchEngine whose conversations keep the logits of the last step's tokens."""
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
-        cache = super().new_cache(inputs, beside)
-        cache.logits = True
-        return cache
+    shows_logits = True
 
     def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
         return LogitsConversation(self, beside, LOGITS)

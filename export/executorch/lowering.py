@@ -10,8 +10,9 @@ import torch
 from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 
+from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
-from ssdevice.errors import MissingExtraError, UnsupportedModelError
+from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
@@ -20,7 +21,7 @@ from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.program import SET_ADAPTER
+from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
 
 NOISY = ("executorch", "torch.export", "torchao", "root")
 
@@ -35,9 +36,6 @@ class Lowered:
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
-    if name == SET_ADAPTER:
-        slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
-        return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
     form, arguments = form_of(name, spec, model, plan)
     try:
         with torch.no_grad():
@@ -47,6 +45,12 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
         ) from error
+
+
+def trace_set_adapter(model: StreamModel) -> ExportedProgram:
+    """The exported program of ``set_adapter`` for a model with slots."""
+    slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
+    return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
 
 
 def form_of(
@@ -73,7 +77,7 @@ def lower(
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         slots = [name for name, _ in slots_of(model)]
         if slots:
-            programs[SET_ADAPTER] = trace(SET_ADAPTER, next(iter(specs.values())), model, plan)
+            programs[SET_ADAPTER] = trace_set_adapter(model)
         report(len(specs), "lower to XNNPACK")
         edge = to_edge(programs, partitioner(), constants)
         return finished(edge, list(specs), report, slots)
@@ -93,11 +97,9 @@ def traced(
 
 
 def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants: Mapping[str, Any]) -> Any:
-    """The programs in ExecuTorch's dialect, lowered by the partitioner. Raises MissingExtraError."""
-    try:
-        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("executorch", error.name or "executorch") from error
+    """The programs in ExecuTorch's dialect, lowered by the partitioner."""
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
     return to_edge_transform_and_lower(
         dict(programs),
         partitioner=[partitioner],
@@ -141,10 +143,10 @@ def partitioner() -> Any:
     return Worthwhile()
 
 
-def constants_of(geometry: Geometry, stop_ids: Sequence[int], schema: int) -> dict[str, Any]:
+def constants_of(geometry: Geometry, stop_ids: Sequence[int]) -> dict[str, Any]:
     """What a host must know, as constant methods of the program: see ``ssdevice.runtime.executorch.engine``."""
     return {
-        "schema_version": schema,
+        SCHEMA: SCHEMA_VERSION,
         "gamma": geometry.gamma,
         "k": geometry.k,
         "tree_size": geometry.tree.size,

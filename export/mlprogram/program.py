@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch.export import ExportedProgram
@@ -83,12 +84,13 @@ def _unchecked() -> Iterator[None]:
     """
     from coremltools.converters.mil.mil import Block, Program
 
-    found = [(Program, "validate"), (Block, "_propagate_nonreplaceable_vars"), (Block, "indented_str")]
-    before = [(kind, name, getattr(kind, name)) for kind, name in found]
-    for kind, name in found:
-        setattr(kind, name, lambda *_, **__: "")
-    try:
+    with (
+        patch.object(Program, "validate", _nothing),
+        patch.object(Block, "_propagate_nonreplaceable_vars", _nothing),
+        patch.object(Block, "indented_str", _nothing),
+    ):
         yield
-    finally:
-        for kind, name, method in before:
-            setattr(kind, name, method)
+
+
+def _nothing(*_: Any, **__: Any) -> str:
+    return ""

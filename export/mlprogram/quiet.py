@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from ssdevice.export.quiet import quiet as silenced
 
@@ -21,15 +22,11 @@ __all__ = ["ct", "quiet"]
 @contextmanager
 def quiet() -> Iterator[None]:
     """In this context coremltools and torch report only errors; the caller reports progress."""
-    bars = [(module, name, getattr(module, name)) for module, name in _progress_bars()]
-    for module, name, bar in bars:
-        setattr(module, name, partial(bar, disable=True))
-    try:
-        with silenced("coremltools", "torch"):
-            yield
-    finally:
-        for module, name, bar in bars:
-            setattr(module, name, bar)
+    with ExitStack() as stack:
+        for module, name in _progress_bars():
+            stack.enter_context(patch.object(module, name, partial(getattr(module, name), disable=True)))
+        stack.enter_context(silenced("coremltools", "torch"))
+        yield
 
 
 def _progress_bars() -> Iterator[tuple[Any, str]]:

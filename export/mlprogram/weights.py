@@ -18,7 +18,8 @@ import numpy as np
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
-from ssdevice.export.plan import Quant
+from ssdevice.export.mlprogram.options import CoreMLOptions
+from ssdevice.export.plan import ExportPlan, Quant
 
 BITS: Mapping[Quant, float] = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}
 """Bits of a weight on disk, with its scales."""
@@ -135,6 +136,15 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
     if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
         return None
     return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
+
+
+def compress_for(plan: ExportPlan, program: Any, known: Compressed) -> tuple[str, ...]:
+    """Store the weights of a function's program in the plan's precision; returns notes on deviations from it."""
+    options = plan.options
+    per_channel = options.chosen(CoreMLOptions).per_channel
+    weights = plan_weights(matrices(program), options.quant, per_channel, plan.geometry.vocab)
+    compress(program, weights, known)
+    return weights.notes
 
 
 def compress(program: Any, plan: WeightPlan, known: Compressed) -> None:

@@ -88,7 +88,8 @@ class Linear:
 
     def weight(self) -> Array:
         """``[K, N]`` float32."""
-        return np.ascontiguousarray(np.concatenate([part.weight for part in self.parts], axis=0).T)
+        parts = [part.weight for part in self.parts]
+        return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T)
 
 
 def linears(edit: Editor) -> list[Linear]:

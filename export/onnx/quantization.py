@@ -8,7 +8,9 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -52,7 +54,9 @@ class Int8Weight:
 
     def dequantized(self) -> Array:
         """``[K, N]`` float32."""
-        return self.values.astype(np.float32) * self.scale
+        values = self.values.astype(np.float32)
+        values *= self.scale
+        return values
 
 
 @dataclass(frozen=True)
@@ -100,16 +104,16 @@ class WeightStore:
     kept: dict[str, int] = field(default_factory=dict)
     """Float32 weights that stayed so: name -> elements."""
 
-    def as_int8(self, name: str, weight: Array) -> Int8Weight:
-        """The int8 form of a weight ``[K, N]``."""
+    def as_int8(self, name: str, weight: Callable[[], Array]) -> Int8Weight:
+        """The int8 form of a weight ``[K, N]``, which is asked for the first time only."""
         if name not in self.int8:
-            self.int8[name] = Int8Weight.of(weight)
+            self.int8[name] = Int8Weight.of(weight())
         return self.int8[name]
 
-    def as_int4(self, name: str, weight: Array) -> Int4Weight:
-        """The int4 form of a weight ``[K, N]``."""
+    def as_int4(self, name: str, weight: Callable[[], Array]) -> Int4Weight:
+        """The int4 form of a weight ``[K, N]``, which is asked for the first time only."""
         if name not in self.int4:
-            self.int4[name] = Int4Weight.of(weight)
+            self.int4[name] = Int4Weight.of(weight())
         return self.int4[name]
 
 
@@ -213,7 +217,7 @@ class _Int8Product:
     slot: Slot | None
 
     def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
-        weight = self.store.as_int8(linear.name, linear.weight())
+        weight = self.store.as_int8(linear.name, linear.weight)
         values = _named(edit, f"{linear.name}.int8", weight.values)
         scale = _named(edit, f"{linear.name}.scale", weight.scale)
         shape = out_shape(linear)
@@ -238,7 +242,7 @@ class _Int4Product:
     store: WeightStore
 
     def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
-        weight = self.store.as_int4(linear.name, linear.weight())
+        weight = self.store.as_int4(linear.name, linear.weight)
         packed = _named(edit, f"{linear.name}.int4", weight.packed)
         scale = _named(edit, f"{linear.name}.scale", weight.scale)
         sizes = {"K": linear.inputs, "N": linear.outputs}
@@ -267,7 +271,7 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
         shape = shape_of(ids)
         if ids is None or shape is None or None in shape:
             raise ValueError(f"the embedding {name} is read with ids of unknown shape")
-        weight = store.as_int8(name, np.ascontiguousarray(content.T))
+        weight = store.as_int8(name, partial(np.transpose, content))
         values = _named(edit, f"{name}.int8", weight.values)
         scale = _named(edit, f"{name}.scale", weight.scale)
         if ids.dtype is not ir.DataType.INT32:

@@ -14,6 +14,7 @@ from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.parity.products import Array, Call, Product
+from ssdevice.memory import free_memory
 
 MODULE = "module.model."
 """Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
@@ -49,7 +50,7 @@ class OnnxShown:
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
         """See Shown."""
         if self._open is None or self._open[0] != function:
-            self._open = None  # a session holds the weights, so there is one at a time
+            self.close()  # a session holds the weights, so there is one at a time
             self._open = function, *open_shown(self.files[function])
         _, session, marks = self._open
         names = [value.name for value in session.get_outputs()]
@@ -62,6 +63,11 @@ class OnnxShown:
                 feeds[value.name] = self.adapter[value.name]
         out = dict(zip(names, session.run(names, feeds), strict=True))
         return Call(out, [made for name, *ends in marks for made in self._products(name, *map(out.__getitem__, ends))])
+
+    def close(self) -> None:
+        """See Shown."""
+        self._open = None
+        free_memory()
 
     def _products(self, weights: str, source: Array, result: Array) -> Iterator[Product]:
         """The product of each of the weights that one result joins."""

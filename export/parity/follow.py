@@ -107,8 +107,8 @@ class Walk:
         return theirs
 
     def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
-        rows = self.reference.cache.rows
-        rows.copy_(torch.from_numpy(rows.numpy().astype(self.shown.dtype).astype(np.float32)))
+        past = self.reference.cache.rows[..., :length, :]
+        past.copy_(torch.from_numpy(past.numpy().astype(self.shown.dtype).astype(np.float32)))
         return self.shown.call(function, integers, length, self.reference.rows(0, length))
 
     def _same_drafts(self, where: str, call: Call, theirs: Drafts) -> None:

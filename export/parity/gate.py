@@ -119,7 +119,9 @@ def check(
     """
     if shown is None or bounds is None:
         return compare(job, artifact, jitter)
-    return follow(job, shown, bounds) | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
+    facts = follow(job, shown, bounds)
+    shown.close()
+    return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
 
 
 def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:

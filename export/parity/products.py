@@ -71,6 +71,10 @@ class Shown(Protocol):
         """The artifact's name of a parameter."""
         ...
 
+    def close(self) -> None:
+        """Release what calls need: there are no more."""
+        ...
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -27,7 +27,12 @@ LOGITS = "logits"
 
 
 class CoreAIEngine(Engine):
-    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset."""
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset.
+
+    ``shows_logits``: whether calls return them.
+    """
+
+    shows_logits = False
 
     def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), asset)
@@ -45,8 +50,7 @@ class CoreAIEngine(Engine):
                 f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
                 f"Core AI bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
             )
-        names = bundle.app(app).functions or {name: name for name in bundle.functions}
-        return cls(bundle.file(MODEL), bundle.geometry, names)
+        return cls(bundle.file(MODEL), bundle.geometry, bundle.function_names(app))
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:
         return CoreAICache(self, inputs)
@@ -60,9 +64,7 @@ class CoreAIEngine(Engine):
 
 
 class CoreAICache(Cache):
-    """Keys and values ``[layers, kv_heads, capacity, head_dim]``. ``logits``: whether calls return them."""
-
-    logits = False
+    """Keys and values ``[layers, kv_heads, capacity, head_dim]``."""
 
     def __init__(self, engine: CoreAIEngine, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -77,7 +79,7 @@ class CoreAICache(Cache):
         clock = perf_counter()
         outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock
-        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.logits}
+        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.engine.shows_logits}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
         g = self.engine.geometry

@@ -157,7 +157,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         raise BundleError(
             f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.INTERNAL}"
         )
-    names = app_functions(bundle, app)
+    names = bundle.function_names(app)
     package = bundle.file(MODEL)
     opened = Package.open(package)
     check_package(opened, bundle.functions, names)
@@ -169,11 +169,6 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         say_once(SLOW)
         program = NumPyProgram(Interpreter(opened))
     return CoreMLEngine(program, bundle.geometry, names)
-
-
-def app_functions(bundle: Bundle, app: str | None) -> Mapping[str, str]:
-    """The contract's functions of an app (None: the default one) -> their names in the package."""
-    return bundle.app(app).functions or {name: name for name in bundle.functions}
 
 
 def check_package(package: Package, functions: Mapping[str, FunctionSpec], names: Mapping[str, str]) -> None:

@@ -45,9 +45,10 @@ class CoreMLTarget(RuntimeTarget):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.description import describe_package
+        from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL
 
-        return {PACKAGE: describe_package(bundle.file(MODEL))}
+        return {PACKAGE: describe_package(Package.open(bundle.file(MODEL)))}
 
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
         from ssdevice.mil.description import print_package

@@ -20,7 +20,7 @@ import numpy as np
 from ssdevice.errors import BundleError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, SEGMENT, is_coreml
+from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, instructions, is_coreml, payload_of
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
 
 WRITE = "aten::index_put_"
@@ -130,24 +130,21 @@ class _Reader:
         operators = [entry.text(0) for entry in plan.tables(6)]
         delegates = list(plan.tables(7))
         made: list[Delegate | Write] = []
-        for chain in plan.tables(5):
-            for instruction in chain.tables(2):
-                kind, call = instruction.byte(0), instruction.table(1)
-                arguments = call.integers(1)
-                if kind == DELEGATE:
-                    made.append(self._delegate(delegates[call.integer(0)], arguments))
-                elif kind == KERNEL and operators[call.integer(0)] == WRITE:
-                    made.append(_write(entries, arguments))
-                else:
-                    what = operators[call.integer(0)] if kind == KERNEL else f"an instruction of kind {kind}"
-                    raise ValueError(f"{plan.text(0)} calls {what} outside its delegates")
+        for instruction in instructions(plan):
+            kind, call = instruction.byte(0), instruction.table(1)
+            arguments = call.integers(1)
+            if kind == DELEGATE:
+                made.append(self._delegate(delegates[call.integer(0)], arguments))
+            elif kind == KERNEL and operators[call.integer(0)] == WRITE:
+                made.append(_write(entries, arguments))
+            else:
+                what = operators[call.integer(0)] if kind == KERNEL else f"an instruction of kind {kind}"
+                raise ValueError(f"{plan.text(0)} calls {what} outside its delegates")
         return Method(values, tuple(plan.integers(3)), tuple(plan.integers(4)), tuple(made))
 
     def _delegate(self, entry: Table, arguments: Sequence[int]) -> Delegate:
-        place = entry.table(1)
-        start, size = self.segments[place.integer(1)]
-        payload = self.data[start : start + size]
-        if entry.text(0) != COREML or place.byte(0) != SEGMENT or payload[:4] != REFERENCE:
+        payload = payload_of(self.data, self.root, entry)
+        if entry.text(0) != COREML or payload[:4] != REFERENCE:
             raise ValueError(f"a delegate {entry.text(0)!r} without a shared package")
         reference = json.loads(payload[4:].rstrip(b"\0"))
         function, key = str(reference["functionName"]), str(reference["key"])

@@ -28,8 +28,10 @@ class ExecutorchEngine(Engine):
     """A program opened for one app. ``names``: the contract's functions that the app has.
 
     ``program``: one that other engines share; None: this engine loads its own. ``adapter``: the app's tensors for the
-    program's slots. Raises BundleError, see LoadedProgram.
+    program's slots. ``shows_logits``: whether calls return them. Raises BundleError, see LoadedProgram.
     """
+
+    shows_logits = False
 
     def __init__(
         self,
@@ -41,7 +43,6 @@ class ExecutorchEngine(Engine):
         adapter: AdapterSlots | None = None,
     ) -> None:
         super().__init__(geometry, frozenset(names), file)
-        self.file = file
         self.specs = specs_of(geometry, names)
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
         self.adapter = adapter
@@ -50,12 +51,9 @@ class ExecutorchEngine(Engine):
         self._outputs: dict[str, list[str]] = {}
 
     @classmethod
-    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions, copy: Path | None = None) -> Self:
-        """The engine of an app. Raises BundleError for another cache form or a program that does not load.
-
-        ``copy``: a copy of the bundle's program, which only this engine opens.
-        """
-        manifest, file, found = bundle.manifest, copy or bundle.file(PROGRAM), bundle.app(app)
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
+        """The engine of an app. Raises BundleError for another cache form or a program that does not load."""
+        manifest, file, found = bundle.manifest, bundle.file(PROGRAM), bundle.app(app)
         if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
             raise BundleError(
                 f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
@@ -66,10 +64,7 @@ class ExecutorchEngine(Engine):
         if len(found.files) > 1:
             raise BundleError(f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one")
         specs = specs_of(bundle.geometry, list(bundle.functions))
-        if copy:
-            program = LoadedProgram(file, bundle.geometry, specs, options)
-        else:
-            program = LoadedProgram.of(bundle, file, specs, options)
+        program = LoadedProgram.of(bundle, file, specs, options)
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 
@@ -93,9 +88,12 @@ class ExecutorchEngine(Engine):
 
 
 class ExecutorchCache(Cache):
-    """The program's cache while it has the turn, see ``program.Seated``. ``logits``: whether calls return them."""
+    """The program's cache while it has the turn, see ``LoadedProgram.seat``.
 
-    logits = False
+    ``saved``: its rows while another cache has the turn. ``written``: number of rows written. ``adapter``: its app's
+    tensors for the slots; None for the bare base. ``memory``: the same object for all caches of a session, whose rows
+    are not saved for each other.
+    """
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:
         super().__init__(inputs)
@@ -118,14 +116,14 @@ class ExecutorchCache(Cache):
             try:
                 out = program.method(function).call(self._tensors[function], clone_outputs=False)
             except RuntimeError as error:
-                raise BundleError(explain(engine.file, function, error)) from error
+                raise BundleError(explain(engine.source, function, error)) from error
             names = engine.outputs(function)
             if len(out) != len(names):
                 raise BundleError(
-                    f"{engine.file}: {function} returned {len(out)} tensors, expected {len(names)}; "
+                    f"{engine.source}: {function} returned {len(out)} tensors, expected {len(names)}; "
                     "export the bundle again"
                 )
-            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or self.logits}
+            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or engine.shows_logits}
             self.native_seconds += perf_counter() - clock
             # The next call of the program, by any engine, overwrites its outputs.
             return {name: array.copy() for name, array in arrays.items()}
@@ -138,11 +136,6 @@ class ExecutorchCache(Cache):
             pairs = [part for pair in zip(states[:layers], states[layers:], strict=True) for part in pair]
             shown = [part[:, start:end].numpy().transpose(1, 0, 2) for part in pairs]
             return np.stack([part.reshape(end - start, width) for part in shown])
-
-
-def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> ExecutorchEngine:
-    """The engine of an app of an ExecuTorch bundle; see ``ExecutorchEngine.of``."""
-    return ExecutorchEngine.of(bundle, app, options)
 
 
 def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec]:

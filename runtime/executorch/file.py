@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,20 +71,27 @@ def _calls(data: Data, program: Table, plan: Table) -> MethodCalls:
     operators = [_operator(entry) for entry in plan.tables(6)]
     delegates = [_delegate(data, program, entry) for entry in plan.tables(7)]
     called: list[DelegateCalls] = []
-    kernels, runs, seen = Counter[str](), [0], 0
+    kernels, runs = Counter[str](), [0]
+    for instruction in instructions(plan):
+        kind = instruction.byte(0)
+        if kind == DELEGATE:
+            called.append(delegates[_index(instruction.table(1).integer(0))])
+            runs.append(0)
+        elif kind == KERNEL:
+            kernels[operators[_index(instruction.table(1).integer(0))]] += 1
+            runs[-1] += 1
+    return MethodCalls(tuple(called), kernels, tuple(runs))
+
+
+def instructions(plan: Table) -> Iterator[Table]:
+    """The instructions of a method in order."""
+    seen = 0
     for chain in plan.tables(5):
         for instruction in chain.tables(2):
             seen += 1
             if seen > LIMIT:  # vectors may be shared, so the size of the file is no bound
                 raise ValueError(f"a method of more than {LIMIT} instructions")
-            kind = instruction.byte(0)
-            if kind == DELEGATE:
-                called.append(delegates[_index(instruction.table(1).integer(0))])
-                runs.append(0)
-            elif kind == KERNEL:
-                kernels[operators[_index(instruction.table(1).integer(0))]] += 1
-                runs[-1] += 1
-    return MethodCalls(tuple(called), kernels, tuple(runs))
+            yield instruction
 
 
 def _index(number: int) -> int:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from ssdevice.runtime.executorch.file import COREML, has_coreml, read_calls
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.runtime.executorch.engine import ExecutorchCache
 
 OPERATORS = "executorch.kernels.quantized"
 """Importing it registers the operators of quantized embeddings, without which programs that use them do not load."""
@@ -81,19 +82,6 @@ class AdapterSlots:
                 raise InputError(f"{file}: {name!r} is {value.dtype} without a scale; slots take floats")
 
 
-class Seated(Protocol):
-    """A cache that takes turns in a program. ``saved``: its rows while another has the turn.
-
-    ``written``: number of rows written. ``adapter``: its app's tensors for the slots; None for the bare base.
-    ``memory``: the same object for all caches of a session, whose rows are not saved for each other.
-    """
-
-    saved: list[Array] | None
-    written: int
-    adapter: AdapterSlots | None
-    memory: object
-
-
 class LoadedProgram:
     """A program whose functions are loaded on their first call.
 
@@ -115,7 +103,7 @@ class LoadedProgram:
         self._unload = weakref.finalize(self, _unload, self._methods)  # also for programs that were never closed
         self._program: Any = load_program(file)
         self._torch = importlib.import_module("torch")
-        self._owner: weakref.ref[Any] | None = None
+        self._owner: weakref.ref[ExecutorchCache] | None = None
         self._installed: AdapterSlots | None = None  # slots start as zeros, which is the bare base
         self._slots: dict[str, Any] = {}
         missing = sorted(set(specs) - self._program.method_names)
@@ -201,7 +189,7 @@ class LoadedProgram:
         """A torch tensor that shares an array's memory."""
         return self._torch.from_numpy(array)
 
-    def seat(self, cache: Seated, function: str) -> None:
+    def seat(self, cache: ExecutorchCache, function: str) -> None:
         """Give ``cache`` the turn: put its rows and its adapter into the program."""
         if self._installed is not cache.adapter:
             self._install(cache.adapter)

@@ -26,9 +26,9 @@ class ExecutorchTarget(RuntimeTarget):
     extra = "executorch"
 
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
-        from ssdevice.runtime.executorch.engine import open_engine
+        from ssdevice.runtime.executorch.engine import ExecutorchEngine
 
-        return open_engine(bundle, app, options)
+        return ExecutorchEngine.of(bundle, app, options)
 
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.safetensors_file import write_tensors
@@ -59,7 +59,7 @@ class ExecutorchTarget(RuntimeTarget):
         found: dict[str, Any] = {METHODS: describe_program(file)}
         if has_coreml(file):
             _, interpreter = open_delegates(file)
-            found[PACKAGE] = describe_package(interpreter.package.path)
+            found[PACKAGE] = describe_package(interpreter.package)
         return found
 
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:

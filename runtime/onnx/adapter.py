@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,18 @@ class AdapterTensors:
             value = self.values.get(wanted.name)
             if value is None:
                 raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} needs; add the app again")
-            shape = value.shape()
-            sizes = [(size, found) for size, found in zip(wanted.shape, shape, strict=False) if isinstance(size, int)]
-            if (
-                value.data_type() != wanted.type
-                or len(shape) != len(wanted.shape)
-                or any(size != found for size, found in sizes)
-            ):
+            if value.data_type() != wanted.type or not fits(value.shape(), wanted.shape):
                 raise BundleError(
-                    f"{self.file}: {wanted.name!r} is {value.data_type()} {list(shape)}, "
+                    f"{self.file}: {wanted.name!r} is {value.data_type()} {list(value.shape())}, "
                     f"{where} needs {wanted.type} {list(wanted.shape)}"
                 )
+
+
+def fits(shape: Sequence[int | str], declared: Sequence[int | str | None]) -> bool:
+    """Whether a graph takes a tensor of this shape; a name or None in the ``declared`` shape stands for any size."""
+    if len(shape) != len(declared):
+        return False
+    return all(size == wanted for size, wanted in zip(shape, declared, strict=True) if isinstance(wanted, int))
 
 
 def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue]) -> bool:

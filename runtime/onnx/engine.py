@@ -232,7 +232,7 @@ class _Call:
 
 def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:
     """The graphs of an app by function, and its geometry, which without streams is that of plain decoding."""
-    own = bundle.app(app).functions or {function: function for function in bundle.functions}
+    own = bundle.function_names(app)
     files = {function: bundle.file(own[function]) for function in FUNCTIONS if function in own}
     geometry = bundle.geometry
     if STEP not in files and geometry.gamma:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ssdevice.memory import trim_heaps
+
 SMAPS = Path("/proc/self/smaps")
 MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ +(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE)
 """A mapping of a file of which no page was changed: start, end and path."""
@@ -25,8 +27,7 @@ def give_back(folder: Path) -> None:
         return
     for start, size in mappings:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), DONTNEED)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(ctypes.c_size_t(0))
+    trim_heaps()
 
 
 def _unchanged(folder: Path) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import EngineOptions, Kernel
-from ssdevice.runtime.onnx.adapter import AdapterTensors
+from ssdevice.runtime.onnx.adapter import AdapterTensors, fits
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -76,11 +76,8 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
         if spec.name not in found:
             raise BundleError(f"{where} has no tensor {spec.name!r}; export the bundle again")
         tensor = found[spec.name]
-        sizes = [size if isinstance(size, int) else None for size in tensor.shape]
-        same = len(sizes) == len(spec.shape) and all(
-            size is None or size == wanted for size, wanted in zip(sizes, spec.shape, strict=True)
-        )
-        if not same or tensor.type != TYPES.get(spec.dtype, spec.dtype):
+        if tensor.type != TYPES.get(spec.dtype, spec.dtype) or not fits(spec.shape, tensor.shape):
+            sizes = [size if isinstance(size, int) else None for size in tensor.shape]
             raise BundleError(
                 f"{where} has {spec.name!r} as {tensor.type} {sizes}, the manifest says {spec.dtype} {list(spec.shape)}"
             )

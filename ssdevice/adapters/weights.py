@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ LEVELS = 127.0
 """Largest code of an int8 weight."""
 PAIR_LEVELS = 127.5
 """Largest sum of the codes of two neighbours before rounding, 128 after it: see ``int8_factors``."""
+COLUMNS = 4096
+"""How many columns are quantized at a time."""
 PEFT_PREFIX = "base_model.model."
 
 
@@ -136,7 +138,7 @@ def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> 
 
 def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of zeros gets scale 1."""
-    return _int8(weight, _peak(weight) / np.float32(LEVELS))
+    return _int8(weight, lambda columns: _peak(columns) / np.float32(LEVELS))
 
 
 def int8_factors(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -146,18 +148,35 @@ def int8_factors(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     (``vpmaddubsw``), which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
     """
     paired = weight.shape[-2] // 2 * 2
-    sums = weight[..., 0:paired:2, :] + weight[..., 1:paired:2, :]  # opposite signs never exceed a single weight
-    return _int8(weight, np.maximum(_peak(weight) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS)))
+
+    def scale(columns: Array) -> NDArray[np.float32]:
+        sums = columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]  # opposite signs never exceed a single weight
+        wanted = np.maximum(_peak(columns) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS))
+        return np.asarray(wanted, np.float32)
+
+    return _int8(weight, scale)
 
 
 def _peak(weight: Array) -> NDArray[np.float32]:
     """The largest magnitude in each column, ``[.., N]``."""
-    return np.asarray(np.abs(weight).max(axis=-2, initial=0), np.float32)
+    most, least = weight.max(axis=-2, initial=0), weight.min(axis=-2, initial=0)
+    return np.asarray(np.maximum(most, -least), np.float32)
 
 
-def _int8(weight: Array, scale: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
-    return np.clip(np.rint(weight / scale[..., None, :]), -LEVELS, LEVELS).astype(np.int8), scale
+def _int8(
+    weight: Array, scale_of: Callable[[Array], NDArray[np.float32]]
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Codes and scales, made from a part of the columns at a time: embeddings are large."""
+    codes = np.empty_like(weight, np.int8)
+    scales = np.empty((*weight.shape[:-2], weight.shape[-1]), np.float32)
+    for at in range(0, weight.shape[-1], COLUMNS):
+        columns = weight[..., at : at + COLUMNS]
+        scale = scale_of(columns)
+        scale = np.where(scale > 0, scale, np.float32(1))
+        levels = np.rint(columns / scale[..., None, :])
+        codes[..., at : at + COLUMNS] = np.clip(levels, -LEVELS, LEVELS, out=levels)
+        scales[..., at : at + COLUMNS] = scale
+    return codes, scales
 
 
 def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:

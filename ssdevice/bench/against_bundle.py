@@ -21,13 +21,11 @@ from ssdevice.bench.equality import (
     answer,
     first_difference,
     led,
+    plain_of,
 )
-from ssdevice.bundle.manifest import Manifest, Precision
-from ssdevice.contract import PLAIN
-from ssdevice.errors import InputError
+from ssdevice.bundle.manifest import Precision
 from ssdevice.progress import Report, track
 from ssdevice.runtime.engine import Engine
-from ssdevice.runtime.loop import Advance, plain, plain_step
 
 OTHER = "other bundle"
 
@@ -55,20 +53,6 @@ class Agreement(Comparison):
                 f"a logit changes by {self.largest_change:.3g} between the bundles, at most {self.ceiling} may"
             )
         return found
-
-
-def check_same_model(manifest: Manifest, other: Manifest) -> None:
-    """Raise InputError if the bundles were made from different weights."""
-    if manifest.model.sha256 != other.model.sha256:
-        raise InputError(
-            f"the other bundle is of another base: sha256 {other.model.sha256[:12]}, this one's is "
-            f"{manifest.model.sha256[:12]}"
-        )
-
-
-def plain_of(engine: Engine) -> Advance:
-    """Plain decoding with the functions that an engine has."""
-    return plain if PLAIN in engine.functions else plain_step
 
 
 def against_bundle(

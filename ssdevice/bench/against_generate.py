@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ssdevice.bench.equality import first_difference
 from ssdevice.model.loading import load_hf, resolve_folder
 from ssdevice.progress import Report, track
 
@@ -56,10 +57,10 @@ def against_generate(
         theirs = out[0, len(prompt) :].tolist()
         if theirs == list(answer):
             continue
-        at = next((i for i, (a, b) in enumerate(zip(answer, theirs, strict=False)) if a != b), None)
-        if at is None:  # one of them ended early
-            found.differing.append((number, min(len(answer), len(theirs)), float("inf")))
-            continue
-        logits = hf(torch.tensor([[*prompt, *answer[:at]]])).logits[0, -1]
-        found.differing.append((number, at, float((logits[answer[at]] - logits[theirs[at]]).abs())))
+        at, mine, other = first_difference(answer, theirs)
+        distance = float("inf")
+        if at < min(len(answer), len(theirs)):  # else one of them ended early
+            logits = hf(torch.tensor([[*prompt, *answer[:at]]])).logits[0, -1]
+            distance = float((logits[mine] - logits[other]).abs())
+        found.differing.append((number, at, distance))
     return found

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
+from ssdevice.bench.comparable import check_base
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.errors import InputError
 from ssdevice.export.target import export_target
 from ssdevice.model.loading import load, resolve_folder
 from ssdevice.model.step import StreamModel
-from ssdevice.model.visibility import additive, within
 from ssdevice.progress import Report, track
+from ssdevice.train.loss import LossWeights, StreamingLoss
 
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
@@ -69,16 +70,12 @@ def agreement(
     is not the bundle's base.
     """
     folder = resolve_folder(model)
-    manifest, merged = bundle.manifest, bundle.app(app).kind is AdapterKind.MERGED
+    merged = bundle.app(app).kind is AdapterKind.MERGED
     loaded = load(folder, adapter, bundle.geometry.context, merge=merged)
-    if loaded.identity.sha256 != manifest.model.sha256:
-        raise InputError(
-            f"--model {model} is not the base of {bundle.folder}: its weights have sha256 "
-            f"{loaded.identity.sha256[:12]}.., the bundle's base {manifest.model.sha256[:12]}.."
-        )
+    check_base(f"--model {model}", loaded.identity.sha256, bundle)
     if adapter is None and bundle.app(app).kind is not AdapterKind.BASE:
         raise InputError(f"--model {model} needs --adapter: app {bundle.app(app).name!r} of {bundle.folder} has one")
-    rounded, precision = export_target(manifest.target).as_stored(bundle, app, loaded.model)
+    rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, loaded.model)
     tokens = agreeing = 0
     worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
@@ -96,18 +93,5 @@ def agreement(
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
-    backbone = model.backbone
-    tokens = torch.tensor([list(ids)], dtype=torch.int32)
-    positions = torch.arange(len(ids), dtype=torch.int32)
-    causal = positions[:, None] >= positions[None]
-    none = torch.zeros(1, backbone.kv_heads, 1, backbone.head_dim)
-    masks = {}
-    for window in backbone.windows():
-        seen = causal & within(positions, positions, window)
-        # The layers expect a past: one row that is always masked.
-        blind = torch.zeros(len(ids), 1, dtype=torch.bool)
-        masks[window] = additive(torch.cat([blind, seen], dim=1)[None, None], backbone.mask_value)
-    past = [(none, none)] * backbone.num_layers
-    middle, _ = model.run_main_layers(backbone.embed(tokens, positions[None]), positions[None], masks, past)
-    h, _ = model.run_msa_layers(middle, positions[None], masks, past)
-    return backbone.head(h)[0]
+    _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(torch.tensor([list(ids)]))
+    return model.backbone.head(h)[0]

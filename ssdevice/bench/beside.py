@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ssdevice.bench.report import TITLES
+from ssdevice.bench.report import TITLES, Json, bounds
 from ssdevice.bench.runner import BenchResult, Measured
 from ssdevice.bench.statistics import Interval, speedup
 from ssdevice.errors import InputError
 from ssdevice.runtime.loop import SPECULATIVE
-
-Json = dict[str, Any]
 
 
 def compare(mine: BenchResult, other: BenchResult) -> Json:
@@ -57,7 +53,6 @@ def as_markdown(found: Json, mine: str, other: str) -> str:
     for name in (*[name for name in found["faster"] if name != SPECULATIVE], SPECULATIVE):
         if name in found["faster"]:
             ratio = found["faster"][name]
-            bounds = f" ({ratio['low']:.2f}..{ratio['high']:.2f})" if ratio["low"] is not None else ""
-            lines.append(f"- {TITLES[name]}: {ratio['estimate']:.2f}x as fast by token{bounds}")
+            lines.append(f"- {TITLES[name]}: {ratio['estimate']:.2f}x as fast by token{bounds(ratio)}")
     lines.append(f"- plain answers equal on {found['equal_answers']} of {found['prompts']} prompts")
     return "\n".join(lines)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdevice.bench.comparable import check_same
 from ssdevice.bundle.manifest import Manifest
-from ssdevice.config import Schedule, load_strict, read_json, to_json
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.config import Schedule, load_strict, read_json, to_json, write_json
+from ssdevice.errors import ConfigError
 from ssdevice.tree import MAX_NODES
 
 
@@ -68,17 +68,17 @@ class CostTable:
 
     def write(self, file: Path) -> None:
         """Write the table as JSON."""
-        file.write_text(json.dumps(to_json(self), ensure_ascii=False, indent=1) + "\n", "utf-8")
+        write_json(file, to_json(self))
 
     def check(self, manifest: Manifest, where: str) -> None:
         """Raise InputError if the table is of another model, or of streams of another number or depth."""
-        for name, mine, theirs in (
+        check_same(
+            where,
+            "the bundle",
             ("base model", self.model, manifest.model.sha256),
             ("γ", self.gamma, manifest.geometry.gamma),
             ("number of MSA layers", self.msa_layers, manifest.msa_layers),
-        ):
-            if mine != theirs:
-                raise InputError(f"{where}: measured with {name} {mine}, the bundle has {theirs}")
+        )
 
 
 def _check_time(name: str, value: float) -> None:

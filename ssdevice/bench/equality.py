@@ -142,15 +142,14 @@ def compare(
     report: Report,
 ) -> Equality:
     """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
-    has_plain = PLAIN in engine.functions
+    base = plain_of(engine)
     conversation = engine.new_conversation()
     modes: dict[str, Advance] = {}
     if STEP in engine.functions:
-        modes = {"plain_step": plain_step} if has_plain else {}
+        modes = {"plain_step": plain_step} if base is plain else {}
         modes |= {"speculative": speculative, FORCED: speculative}
     result = Equality(precision, len(prompts), list(modes), nodes=engine.geometry.tree.size)
     for number, ids in enumerate(track(report, "compare decoding modes", prompts)):
-        base = plain if has_plain else plain_step
         expected = answer(conversation, ids, base, stop_ids, max_tokens)
         result.tokens += len(expected)
         result.answers.append(expected)
@@ -162,13 +161,18 @@ def compare(
                 differing.append((name, first_difference(expected, found)))
         margins: NDArray[np.float32] | None = None
         if modes and shown is not None and (differing or number < MARGIN_PROMPTS):
-            change, margins = logit_change(shown.new_conversation(), ids, expected, has_plain)
+            change, margins = logit_change(shown.new_conversation(), ids, expected, base)
             result.largest_change = max(result.largest_change or 0.0, change)
         for name, (position, expect, found_token) in differing:
             # The first token comes from prefill, which all modes share; margins begin with the second.
             margin = float(margins[position - 1]) if margins is not None and 0 < position <= len(margins) else None
             result.differences.append(Difference(name, number, position, expect, found_token, margin))
     return result
+
+
+def plain_of(engine: Engine) -> Advance:
+    """Plain decoding with the functions that an engine has."""
+    return plain if PLAIN in engine.functions else plain_step
 
 
 def answer(
@@ -212,13 +216,13 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
 
 
 def logit_change(
-    conversation: Conversation, ids: Sequence[int], truth: Sequence[int], has_plain: bool
+    conversation: Conversation, ids: Sequence[int], truth: Sequence[int], base: Advance
 ) -> tuple[float, NDArray[np.float32]]:
     """The largest change of a logit between plain decoding and the step, both kept on ``truth``.
 
     Also returns the margins between the two best logits of plain decoding, by token of ``truth`` from the second on.
+    ``base``: plain decoding, from ``plain_of``.
     """
-    base = plain if has_plain else plain_step
     rows = led(conversation, ids, truth, base)
     change = 0.0
     for advance in (speculative, forcer(len(ids), truth, set())):

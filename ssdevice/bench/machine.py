@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from ssdevice.errors import MissingExtraError
@@ -81,9 +80,9 @@ class Load:
 
 
 class LoadWatch:
-    """Context manager that measures the load by other processes while its body runs; ``load`` holds it afterwards.
+    """Measures the load by other processes from now until ``load`` is called.
 
-    ``workers``: ids of processes that belong to the measurement and outlive the body.
+    ``workers``: ids of processes that belong to the measurement and run until then.
     """
 
     def __init__(self, workers: Sequence[int] = ()) -> None:
@@ -93,22 +92,15 @@ class LoadWatch:
             raise MissingExtraError("bench", "psutil") from error
         self._psutil = psutil
         self._workers = workers
-        self.load: Load | None = None
-
-    def __enter__(self) -> LoadWatch:
         self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), self._own_seconds()
         self._before = _loadavg()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            return  # nothing was measured, and a worker may be gone
+    def load(self) -> Load:
+        """The load since this object was made."""
         wall = max(perf_counter() - self._clock, 1e-9)
         others = (self._busy_seconds() - self._busy) - (self._own_seconds() - self._own)
         share = others / wall / (os.cpu_count() or 1)
-        self.load = Load(min(max(share, 0.0), 1.0), self._before, _loadavg())
+        return Load(min(max(share, 0.0), 1.0), self._before, _loadavg())
 
     def _busy_seconds(self) -> float:
         """CPU seconds of all processes since the system began."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from ssdevice.bench.machine import LOADED
-from ssdevice.bench.report import TITLES, processor, prompts_of
+from ssdevice.bench.report import TITLES, Json, bounds, processor, prompts_of, title, why_not_valid
+from ssdevice.config import write_json
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
-
-Json = dict[str, Any]
 
 PAGE, DATA = "index.html", "report.json"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 48, 24
@@ -49,7 +45,7 @@ def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
     ``report``: from ``bench.report.as_json``, with another bundle's in ``beside``, or from ``peers.table.as_json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / DATA).write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    write_json(folder / DATA, report)
     (folder / PAGE).write_text(page(report, command), "utf-8")
 
 
@@ -68,17 +64,13 @@ def page(report: Json, command: Sequence[str]) -> str:
 def _title(report: Json) -> str:
     if "bundle" not in report:
         return f"{Path(report['model']).name} beside other engines"
-    return f"{Path(report['bundle']).name}: {report['precision']} {report['target']}, app {report['app']}"
+    return title(report, Path(report["bundle"]).name)
 
 
 def _section(report: Json) -> str:
     parts = [f"<h1>{escape(_title(report))}</h1>", f'<p class="dim">{escape(prompts_of(report))}</p>']
     if not report["valid"]:
-        share = f"{report['machine']['others_cpu_share']:.0%}"
-        parts.append(
-            f'<p class="bad">Not valid: other processes used {share} of the machine (at most {LOADED:.0%} is allowed). '
-            "Do not quote the times below.</p>"
-        )
+        parts.append(f'<p class="bad">Not valid: {why_not_valid(report)}</p>')
     parts += [_headline(report), _losses(report), "<h2>Ways to decode</h2>", _arms(report)]
     parts += ["<h2>Tokens per second by prompt</h2>", _prompts(report["arms"])]
     for name, arm in report["arms"].items():
@@ -101,8 +93,7 @@ def _headline(report: Json) -> str:
     best = max(arms, key=lambda name: arms[name]["tokens_per_second"])
     numbers = [(f"{arms[best]['tokens_per_second']:.1f}", f"tokens/s, {TITLES.get(best, best)}", "")]
     if speedup is not None:
-        bounds = f" ({speedup['low']:.2f}..{speedup['high']:.2f})" if speedup["low"] is not None else ""
-        label = f"speed-up of speculation{bounds}"
+        label = f"speed-up of speculation{bounds(speedup)}"
         numbers.append((f"{speedup['estimate']:.2f}x", label, "bad" if speedup["estimate"] < 1 else ""))
     if SPECULATIVE in arms:
         numbers.append((f"{arms[SPECULATIVE]['tokens_per_step']:.2f}", "tokens per step (β)", ""))

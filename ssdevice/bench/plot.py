@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssdevice.bench.report import TITLES
+from ssdevice.bench.report import TITLES, Json, title
 from ssdevice.errors import InputError, MissingExtraError
 from ssdevice.runtime.loop import SPECULATIVE
 
@@ -23,12 +23,11 @@ def check_plot(file: Path) -> None:
         raise InputError(f"--plot {file}: a picture's name ends in one of .{', .'.join(suffixes)}")
 
 
-def plot(report: dict[str, Any], file: Path) -> None:
+def plot(report: Json, file: Path) -> None:
     """Write the report of ``ssdevice.bench.report.as_json`` to an image in the format of its suffix.
 
-    Raises MissingExtraError without matplotlib, InputError for a file that cannot be written.
+    Call ``check_plot`` before the measurement. Raises InputError for a file that cannot be written.
     """
-    check_plot(file)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -52,10 +51,10 @@ def plot(report: dict[str, Any], file: Path) -> None:
         _speed(axes[0][0], report)
         if speculative:
             _histogram(axes[0][1], speculative)
-        title = f"{Path(report['bundle']).name}: {report['precision']} {report['target']}, app {report['app']}"
+        words = title(report, Path(report["bundle"]).name)
         if not report["valid"]:
-            title += "  (machine was loaded: not valid)"
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+            words += "  (machine was loaded: not valid)"
+        figure.suptitle(words, x=0.01, ha="left", fontweight="bold")
         figure.text(0.01, 0.01, f"{report['prompts']} prompts, {report['machine']['cpu']}", fontsize=9, color="#6e7781")
         figure.tight_layout(rect=(0, 0.03, 1, 0.97))
         try:
@@ -66,7 +65,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
             pyplot.close(figure)
 
 
-def _speed(axis: Any, report: dict[str, Any]) -> None:
+def _speed(axis: Any, report: Json) -> None:
     modes = report["arms"]
     names = list(modes)
     values = [modes[name]["tokens_per_second"] for name in names]
@@ -85,7 +84,7 @@ def _speed(axis: Any, report: dict[str, Any]) -> None:
     axis.set_title(heading, loc="left")
 
 
-def _histogram(axis: Any, mode: dict[str, Any]) -> None:
+def _histogram(axis: Any, mode: Json) -> None:
     histogram = mode["accepted_histogram"]
     total = max(sum(histogram), 1)
     shares = [count / total * 100 for count in histogram]

@@ -106,21 +106,23 @@ Metric = Callable[[Sequence[str], Sequence[Example]], Scores]
 METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "final_answer": final_answer_match, "rouge": rouge}
 
 
-def choose_metric(examples: Sequence[Example]) -> str:
-    """The metric that suits the data.
+def choose_metric(examples: Sequence[Example], wanted: str | None = None) -> str | None:
+    """The metric ``wanted``, or the one that suits the data; None if there is nothing to compare an answer with.
 
     ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else ``exact_match``.
     Summaries whose only target is their completion look like queries: name ``rouge`` for them.
     """
+    if wanted is not None or not all(example.targets for example in examples):
+        return wanted
     if examples and all(any(final_answer(target) is not None for target in e.targets) for e in examples):
         return "final_answer"
     return "rouge" if any(e.references for e in examples) else "exact_match"
 
 
-def check_metric(metric: str | None, examples: Sequence[Example]) -> None:
-    """Raise what scoring these examples would raise, before they are answered. None: that for the data."""
-    if metric is not None or all(example.targets for example in examples):
-        metric = metric or choose_metric(examples)
+def check_metric(examples: Sequence[Example], wanted: str | None) -> None:
+    """Raise what scoring answers to these examples would raise, before they are answered."""
+    metric = choose_metric(examples, wanted)
+    if metric is not None:
         score(metric, [next(iter(example.targets), "") for example in examples], examples)
 
 

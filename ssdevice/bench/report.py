@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ssdevice import __version__
@@ -40,15 +40,27 @@ class Setting:
     app_bytes: int
     versions: Mapping[str, str]
 
+    def as_json(self) -> Json:
+        """The fields by name, but of the geometry what a reader needs, and the size in MB (10⁶ bytes)."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        geometry, size = facts.pop("geometry"), facts.pop("model_bytes")
+        return facts | {
+            "tree": geometry.tree.to_json(),
+            "gamma": geometry.gamma,
+            "k": geometry.k,
+            "context": geometry.context,
+            "model_mb": round(size / 1e6, 3),
+        }
+
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
     """Scores by mode with 95 % intervals; empty if an example has no target.
 
     ``metric``: one of ``ssdevice.bench.quality``; None chooses one for the data.
     """
-    if not all(example.targets for example in result.examples):
+    metric = choose_metric(result.examples, metric)
+    if metric is None:
         return {}
-    metric = metric or choose_metric(result.examples)
     found: Json = {"metric": metric}
     for name, mode in result.modes.items():
         # Equal tokens have equal scores, so one mode is enough then.
@@ -65,30 +77,14 @@ def as_json(
     geometry, speedup = setting.geometry, result.speedup
     differing = {name: result.differing(name) for name in result.modes}
     return {
-        "bundle": setting.bundle,
-        "app": setting.app,
-        "data": setting.data,
+        **setting.as_json(),
         "prompts": len(result.examples),
         "skipped_prompts": result.skipped,
-        "threads": setting.threads,
-        "kernels": setting.kernels,
         "rounds": options.rounds,
         "max_tokens": options.max_tokens,
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "versions": dict(setting.versions),
-        "target": setting.target,
-        "precision": setting.precision,
-        "schedule": setting.schedule,
-        "mode": setting.mode,
-        "tree": geometry.tree.to_json(),
-        "gamma": geometry.gamma,
-        "k": geometry.k,
-        "context": geometry.context,
-        "parameters": setting.parameters,
-        "app_bytes": setting.app_bytes,
-        "model_mb": round(setting.model_bytes / 1e6, 3),
         "arms": {name: _mode(mode, result, setting, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
@@ -139,22 +135,36 @@ TITLES = {
 }
 
 
+def title(report: Json, bundle: str) -> str:
+    """What was measured, with the name or the path of the bundle."""
+    return f"{bundle}: {report['precision']} {report['target']}, app {report['app']}"
+
+
 def processor(machine: Json) -> str:
     """The processor in words: name, cores and the instructions that matter."""
     return f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})"
 
 
-def heading(report: Json, title: str) -> list[str]:
+def heading(report: Json, words: str) -> list[str]:
     """The first lines of a report: its title, and whether its times count."""
-    lines = [f"## {title}", ""]
+    lines = [f"## {words}", ""]
     if not report["valid"]:
-        others = report["machine"]["others_cpu_share"]
-        lines += [
-            f"**Not valid:** other processes used {others:.0%} of the machine during the run "
-            f"(at most {LOADED:.0%} is allowed). Do not quote the times below.",
-            "",
-        ]
+        lines += [f"**Not valid:** {why_not_valid(report)}", ""]
     return lines
+
+
+def why_not_valid(report: Json) -> str:
+    """Why the times of a report with ``valid: false`` do not count."""
+    return (
+        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
+        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
+    )
+
+
+def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
+    """The bounds of an interval in brackets, after ``label``; empty if it has none."""
+    low, high = interval["low"], interval["high"]
+    return f" ({label}{low:.{digits}f}..{high:.{digits}f})" if low is not None else ""
 
 
 def prompts_of(report: Json) -> str:
@@ -165,7 +175,7 @@ def prompts_of(report: Json) -> str:
 
 def as_markdown(report: Json) -> str:
     """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
-    lines = heading(report, f"{report['bundle']}: {report['precision']} {report['target']}, app {report['app']}")
+    lines = heading(report, title(report, report["bundle"]))
     threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
     threads += ", our kernels" if report["kernels"] else ""
     lines += [
@@ -191,11 +201,8 @@ def as_markdown(report: Json) -> str:
         )
     lines.append("")
     if report["speedup"] is not None:
-        interval = report["speedup_interval"]
-        bounds = (
-            f" (95 % interval over prompts: {interval['low']:.2f}..{interval['high']:.2f})" if interval["low"] else ""
-        )
-        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{bounds}.")
+        interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
+        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
     lines.append(_equality(report))
     lines += _acceptance(report) + _quality(report["quality"])
     return "\n".join(lines)
@@ -232,9 +239,6 @@ def _quality(quality: Json) -> list[str]:
     for name, columns in quality.items():
         if name == "metric":
             continue
-        values = []
-        for column, value in columns.items():
-            bounds = f" ({value['low']:.3f}..{value['high']:.3f})" if value["low"] is not None else ""
-            values.append(f"{column} {value['estimate']:.3f}{bounds}")
+        values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
         lines += ["", f"Quality, {TITLES[name]}: " + ", ".join(values) + "."]
     return lines

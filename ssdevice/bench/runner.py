@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -51,6 +51,14 @@ class Measured:
         """The answers of the first round, by prompt."""
         return self.rounds[0]
 
+    def differing(self, reference: Measured) -> list[int]:
+        """Prompts (from 0) whose tokens in any round differ from the first round of ``reference``."""
+        return [
+            at
+            for at, expected in enumerate(reference.answers)
+            if any(answers[at].tokens != expected.tokens for answers in self.rounds)
+        ]
+
     def per_round(self, value: Callable[[Sequence[Generation]], float]) -> Spread:
         """Spread over rounds of ``value``, which maps the answers of a round to a number."""
         return spread([value(answers) for answers in self.rounds])
@@ -64,10 +72,7 @@ class Measured:
     def prompt_tokens_per_second(self) -> list[float | None]:
         """The speed on each prompt: the median over rounds, None for an answer of one token."""
         columns = zip(*self.rounds, strict=True)
-        return [
-            median(_ratio(sum(a.accepted), a.decode_seconds) for a in column) if column[0].steps else None
-            for column in columns
-        ]
+        return [median(a.tokens_per_second for a in column) if column[0].steps else None for column in columns]
 
     @property
     def tokens_per_second(self) -> Spread:
@@ -121,13 +126,8 @@ class BenchResult:
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
-        """Prompts (from 0) whose tokens in any round of a mode differ from the first mode's first round."""
-        reference = next(iter(self.modes.values())).answers
-        return [
-            i
-            for i, expected in enumerate(reference)
-            if any(answers[i].tokens != expected.tokens for answers in self.modes[name].rounds)
-        ]
+        """Prompts (from 0) on which a mode gave other tokens than the first mode: see ``Measured.differing``."""
+        return self.modes[name].differing(next(iter(self.modes.values())))
 
     @property
     def equal(self) -> bool:
@@ -143,10 +143,13 @@ class BenchResult:
         return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
 
 
-def available_modes(session: Session) -> list[str]:
-    """The modes a bundle can run: ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts."""
-    names = ["plain"] if PLAIN in session.engine.functions else []
-    if STEP not in session.engine.functions:
+def available_modes(functions: Collection[str]) -> list[str]:
+    """The modes of an app with these functions, a plain one first.
+
+    ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts.
+    """
+    names = ["plain"] if PLAIN in functions else []
+    if STEP not in functions:
         return names
     return [*names, "plain_step", SPECULATIVE, *([ADAPTIVE] if names else [])]
 
@@ -166,22 +169,19 @@ def measure_beside(
 ) -> list[BenchResult]:
     """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
     kept, prompts = _prompts(sessions, examples, options)
-    modes = [{name: Measured(name) for name in available_modes(session)} for session in sessions]
+    modes = [{name: Measured(name) for name in available_modes(session.engine.functions)} for session in sessions]
     lanes = [(i, name) for i, names in enumerate(modes) for name in names]
     acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:
         for i, name in lanes:
             _answer(sessions[i], ids[i], name, options.max_tokens, None)
-    with LoadWatch() as watch:
-        for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
-            i, name = lanes[lane]
-            counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-            modes[i][name].add(number, _answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
-    assert watch.load is not None
-    skipped = len(examples) - len(kept)
-    return [
-        BenchResult(kept, found, counts, watch.load, skipped) for found, counts in zip(modes, acceptance, strict=True)
-    ]
+    watch = LoadWatch()
+    for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
+        i, name = lanes[lane]
+        counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
+        modes[i][name].add(number, _answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
+    load, skipped = watch.load(), len(examples) - len(kept)
+    return [BenchResult(kept, found, counts, load, skipped) for found, counts in zip(modes, acceptance, strict=True)]
 
 
 def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:

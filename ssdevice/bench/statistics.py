@@ -1,12 +1,12 @@
 """Uncertainty of a measurement: paired bootstrap intervals, and the spread of repeated rounds.
 
 Bootstrap intervals are percentile intervals. Examples are drawn with replacement, both values of an example together,
-and (1 - confidence) / 2 of the resampled values are cut off at each end. The same seed gives the same interval.
+and (1 - CONFIDENCE) / 2 of the resampled values are cut off at each end. The same values give the same interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ssdevice.errors import InputError
 
+CONFIDENCE = 0.95
 SAMPLES = 10_000
+SEED = 0
 DRAWN_AT_ONCE = 1 << 20  # numbers; limits memory to some tens of MB
 
 Floats = NDArray[np.float64]
@@ -22,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the bounds of its interval at the given confidence.
+    """An estimate and the bounds of its interval at CONFIDENCE.
 
     The bounds are None with fewer than two examples, which cannot be resampled.
     """
@@ -30,7 +32,7 @@ class Interval:
     estimate: float
     low: float | None
     high: float | None
-    confidence: float
+    confidence: float = CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -44,27 +46,20 @@ class Spread:
     high: float
 
 
-def spread(values: Sequence[float] | ArrayLike) -> Spread:
+def spread(values: ArrayLike) -> Spread:
     """The spread of one or more values; quartiles are interpolated linearly. Raises InputError."""
     data = _values(values, "values")
     q1, median, q3 = (float(q) for q in np.quantile(data, (0.25, 0.5, 0.75)))
     return Spread(median, q1, q3, float(data.min()), float(data.max()))
 
 
-def mean_interval(values: ArrayLike, *, confidence: float = 0.95, samples: int = SAMPLES, seed: int = 0) -> Interval:
+def mean_interval(values: ArrayLike) -> Interval:
     """The mean of values ``[n]`` and its bootstrap interval. Raises InputError for no values or non-finite ones."""
     data = _values(values, "values")
-    return _bootstrap(data[:, None], lambda means: means[:, 0], confidence, samples, seed)
+    return _bootstrap(data[:, None], lambda means: means[:, 0])
 
 
-def speedup(
-    baseline_seconds: ArrayLike,
-    seconds: ArrayLike,
-    *,
-    confidence: float = 0.95,
-    samples: int = SAMPLES,
-    seed: int = 0,
-) -> Interval:
+def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
     """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``.
 
     It is a ratio of sums, so answers weigh by their time; 2 means half the time. Raises InputError unless both have
@@ -75,30 +70,24 @@ def speedup(
         raise InputError(f"paired samples have {len(a)} and {len(b)} values")
     if (a <= 0).any() or (b <= 0).any():
         raise InputError("a speed-up needs times above 0 seconds")
-    return _bootstrap(np.stack((a, b), axis=1), lambda means: means[:, 0] / means[:, 1], confidence, samples, seed)
+    return _bootstrap(np.stack((a, b), axis=1), lambda means: means[:, 0] / means[:, 1])
 
 
-def _bootstrap(
-    rows: Floats, statistic: Callable[[Floats], Floats], confidence: float, samples: int, seed: int
-) -> Interval:
+def _bootstrap(rows: Floats, statistic: Callable[[Floats], Floats]) -> Interval:
     """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to ``[m]``."""
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence is {confidence}, expected a number between 0 and 1")
-    if samples < 1:
-        raise InputError(f"samples is {samples}, expected 1 or more")
     estimate = float(statistic(rows.mean(axis=0, keepdims=True))[0])
     count = len(rows)
     if count < 2:
-        return Interval(estimate, None, None, confidence)
-    rng = np.random.default_rng(seed)
+        return Interval(estimate, None, None)
+    rng = np.random.default_rng(SEED)
     at_once = max(1, DRAWN_AT_ONCE // count)
     drawn = []
-    for start in range(0, samples, at_once):
-        picks = rng.integers(0, count, size=(min(at_once, samples - start), count))
+    for start in range(0, SAMPLES, at_once):
+        picks = rng.integers(0, count, size=(min(at_once, SAMPLES - start), count))
         drawn.append(statistic(rows[picks].mean(axis=1)))
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(drawn), (tail, 1 - tail))
-    return Interval(estimate, float(low), float(high), confidence)
+    return Interval(estimate, float(low), float(high))
 
 
 def _values(values: ArrayLike, what: str) -> Floats:

@@ -3,13 +3,13 @@ cost of every size that may be chosen is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
 from ssdevice.bench.cost_table import CostTable, StepCost
-from ssdevice.bench.equality import answer, forcer
+from ssdevice.bench.equality import answer, forcer, plain_of
 from ssdevice.bench.machine import cpu_name, instructions
 from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule
@@ -19,11 +19,10 @@ from ssdevice.progress import Report, track
 from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions
-from ssdevice.runtime.loop import plain, plain_step, prefill
+from ssdevice.runtime.loop import SPECULATIVE, prefill
+from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
 
-TIMED_STEPS = 40
-TIMED_PROMPT = 32
 TIMED_PREFILLS = 10
 DIGITS = 4  # of milliseconds
 
@@ -50,8 +49,7 @@ def observe(
     Each answer is decoded twice: plainly, then with drafts that are always wrong, so that every step ends at its root
     and drafts for it.
     """
-    conversation = engine.new_conversation()
-    base = plain if PLAIN in engine.functions else plain_step
+    conversation, base = engine.new_conversation(), plain_of(engine)
     return [
         _ranks(conversation, ids, answer(conversation, ids, base, stop_ids, max_tokens))
         for ids in track(report, "observe drafts", prompts)
@@ -75,64 +73,80 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
     return rows
 
 
-def measure_costs(bundles: Sequence[tuple[Engine, Manifest]], options: EngineOptions, report: Report) -> CostTable:
-    """Median times of each engine's step, and of plain steps and prefill; for equal sizes and schedules, the least.
+def measure_costs(
+    bundles: Sequence[tuple[Session, Manifest]],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    options: EngineOptions,
+    report: Report,
+) -> CostTable:
+    """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and that of a plain step.
 
-    The table describes this device and the first bundle.
+    The bundles take turns, prompt by prompt: a drift of the machine affects all of them alike. For equal sizes and
+    schedules, the least counts. The table describes this device and the first bundle. Raises InputError if no answer
+    has a second token.
     """
+    session, first = bundles[0]
+    lanes = [(each, SPECULATIVE) for each, _ in bundles]
+    lanes += [(each, "plain") for each, _ in bundles if PLAIN in each.engine.functions][:1]
+    spent = [Spent() for _ in lanes]
+    for each, mode in lanes:
+        Spent().answer(each, prompts[0], mode, max_tokens)  # the first call opens a graph
+    for at, prompt in enumerate(track(report, "time steps", prompts)):
+        for turn in range(len(lanes)):
+            lane = (at + turn) % len(lanes)
+            spent[lane].answer(lanes[lane][0], prompt, lanes[lane][1], max_tokens)
     steps: dict[tuple[int, Schedule], float] = {}
-    plain_ms: list[float] = []
-    prefill_ms: list[float] = []
-    engine, first = bundles[0]
-    for each, manifest in track(report, "time steps", bundles):
-        conversation = each.new_conversation()
-        key = each.geometry.tree.size, manifest.schedule
-        steps[key] = min(steps.get(key, float("inf")), _time(conversation, conversation.step))
-        if PLAIN in each.functions:
-            plain_ms.append(_time(conversation, conversation.step_plain))
-        if each.geometry.chunk == engine.geometry.chunk:
-            prefill_ms.append(_time_prefill(conversation))
+    for (each, manifest), found in zip(bundles, spent, strict=False):
+        key = each.engine.geometry.tree.size, manifest.schedule
+        steps[key] = min(steps.get(key, float("inf")), found.ms_per_step)
+    chunk = min(session.engine.geometry.chunk, session.engine.geometry.context)
     return CostTable(
         device=cpu_name(),
         instructions=tuple(instructions()),
         target=first.target,
         precision=first.precision.value,
         threads=options.threads,
-        kernels=engine.kernels,
+        kernels=session.engine.kernels,
         model=first.model.sha256,
         gamma=first.geometry.gamma,
         msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
-        plain_ms=min(plain_ms, default=None),
-        prefill_tokens=min(engine.geometry.chunk, engine.geometry.context),
-        prefill_ms=min(prefill_ms),
+        plain_ms=spent[-1].ms_per_step if len(lanes) > len(bundles) else None,
+        prefill_tokens=chunk,
+        prefill_ms=_time_prefill(session.engine.new_conversation(), chunk),
     )
 
 
-def _time(conversation: Conversation, call: Callable[[int], object]) -> float:
-    conversation.length = 0
-    geometry = conversation.geometry
-    size = min(TIMED_PROMPT, geometry.context // 2)
-    root = prefill(conversation, [i % geometry.vocab for i in range(size)])
-    return _median_ms(lambda: call(root), TIMED_STEPS)
+@dataclass
+class Spent:
+    """Seconds and steps of answers, without their prefill."""
+
+    seconds: float = 0.0
+    steps: int = 0
+
+    def answer(self, session: Session, prompt: Sequence[int], mode: str, max_tokens: int) -> None:
+        """Answer a prompt and add what it took."""
+        for _ in session.runs(prompt, max_tokens=max_tokens, mode=mode):
+            pass
+        self.seconds += session.last.decode_seconds
+        self.steps += session.last.steps
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds of a step on average."""
+        if not self.steps:
+            raise InputError("no answer has a second token, so there is no step to time")
+        return round(self.seconds / self.steps * 1e3, DIGITS)
 
 
-def _time_prefill(conversation: Conversation) -> float:
-    geometry = conversation.geometry
-    chunk = [i % geometry.vocab for i in range(min(geometry.chunk, geometry.context))]
-
-    def call() -> None:
-        conversation.length = 0
-        prefill(conversation, chunk)
-
-    return _median_ms(call, TIMED_PREFILLS)
-
-
-def _median_ms(call: Callable[[], object], count: int) -> float:
+def _time_prefill(conversation: Conversation, chunk: int) -> float:
+    """Median milliseconds of the prefill of so many tokens."""
     times = []
-    for _ in range(count):
+    for _ in range(TIMED_PREFILLS):
+        conversation.length = 0
         clock = perf_counter()
-        call()
+        prefill(conversation, [i % conversation.geometry.vocab for i in range(chunk)])
         times.append((perf_counter() - clock) * 1e3)
     return round(median(times), DIGITS)
 

@@ -99,6 +99,10 @@ class Bundle:
                 return app
         raise InputError(f"{self.folder} has no app {wanted!r}; it has {', '.join(a.name for a in self.manifest.apps)}")
 
+    def function_names(self, app: str | None = None) -> Mapping[str, str]:
+        """The contract's functions that an app has -> the target's names of them."""
+        return self.app(app).functions or {name: name for name in self.functions}
+
 
 def check_listing(folder: Path, manifest: Manifest) -> None:
     """Raise BundleError unless a folder holds exactly the listed files, with their sizes, and no links."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_session, positive
 from ssdevice.commands.peers import add_peers, measure_peers
+from ssdevice.config import write_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bench.runner import BenchOptions, BenchResult
+    from ssdevice.data import Example
     from ssdevice.runtime.session import Session
 
 PROFILE_PROMPTS = 5
@@ -49,65 +51,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
-    check_new_file(args.json, "--json")
-    check_new_file(args.plot, "--plot")
-    if args.report is not None and args.report.exists() and not args.report.is_dir():
-        raise InputError(f"--report {args.report}: this is a file, expected a folder")
+    _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
-    from ssdevice.bench.quality import METRICS, check_metric
-
-    if args.metric is not None and args.metric not in METRICS:
-        raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
-    if args.peers is not None and (args.profile or args.plot is not None or args.metric is not None):
-        raise InputError("--peers does not go with --profile, --plot or --metric")
     if args.profile:
-        if args.beside is not None:
-            raise InputError(f"--profile takes one bundle; leave out {args.beside}")
-        if args.report is not None:
-            raise InputError("--report shows a measurement, not a --profile")
         from ssdevice.commands.profile import show_profile
 
         with open_session(args, profile=True) as session:
             show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
         return 0
-    if args.peers is None:
-        check_metric(args.metric, examples)
-    if args.plot is not None:
-        from ssdevice.bench.plot import check_plot
-
-        check_plot(args.plot)
-    from ssdevice.bench.beside import as_markdown as beside_as_markdown
-    from ssdevice.bench.beside import compare
-    from ssdevice.bench.report import as_markdown
-    from ssdevice.bench.runner import BenchOptions, measure_beside
+    from ssdevice.bench.runner import BenchOptions
     from ssdevice.commands.progress import Progress
 
     options = BenchOptions(rounds=args.rounds, max_tokens=args.max_tokens, skip_long=args.skip_long)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     if args.peers is not None:
-        from ssdevice.bench.peers.table import as_markdown as peers_as_markdown
+        from ssdevice.bench.peers.table import as_markdown
 
         with Progress(args.quiet) as progress:
             report = measure_peers(args, folders, examples, options, progress.report)
-        _finish(args, report, peers_as_markdown(report))
-        return 0
+        text = as_markdown(report)
+    else:
+        report, text = _measure(args, folders, examples, options)
+    _finish(args, report, text)
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
+    from ssdevice.bench.quality import METRICS
+
+    check_new_file(args.json, "--json")
+    check_new_file(args.plot, "--plot")
+    if args.report is not None and args.report.exists() and not args.report.is_dir():
+        raise InputError(f"--report {args.report}: this is a file, expected a folder")
+    if args.metric is not None and args.metric not in METRICS:
+        raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
+    if args.peers is not None and (args.profile or args.plot is not None or args.metric is not None):
+        raise InputError("--peers does not go with --profile, --plot or --metric")
+    if args.profile and args.beside is not None:
+        raise InputError(f"--profile takes one bundle; leave out {args.beside}")
+    if args.profile and args.report is not None:
+        raise InputError("--report shows a measurement, not a --profile")
+
+
+def _measure(
+    args: argparse.Namespace, folders: Sequence[Path], examples: Sequence[Example], options: BenchOptions
+) -> tuple[dict[str, Any], str]:
+    """The report of one bundle, or of two beside each other, and the same as Markdown."""
+    from ssdevice.bench import beside
+    from ssdevice.bench.plot import check_plot, plot
+    from ssdevice.bench.quality import check_metric
+    from ssdevice.bench.report import as_markdown
+    from ssdevice.bench.runner import measure_beside
+    from ssdevice.commands.progress import Progress
+
+    check_metric(examples, args.metric)
+    if args.plot is not None:
+        check_plot(args.plot)
     with ExitStack() as stack:
         sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
         progress = stack.enter_context(Progress(args.quiet))
         results = measure_beside(sessions, examples, options, progress.report)
         reports = [_report(args, *measured, options) for measured in zip(folders, sessions, results, strict=True)]
-    report = reports[0]
+    report, texts = reports[0], [as_markdown(one) for one in reports]
     if len(reports) > 1:
-        report["beside"] = compare(*results) | {"report": reports[1]}
+        report["beside"] = beside.compare(*results) | {"report": reports[1]}
+        texts[-1] += "\n\n" + beside.as_markdown(report["beside"], *map(str, folders))
     if args.plot is not None:
-        from ssdevice.bench.plot import plot
-
         plot(report, args.plot)
-    texts = [as_markdown(one) for one in reports]
-    if "beside" in report:
-        texts[-1] += "\n\n" + beside_as_markdown(report["beside"], str(args.bundle), str(args.beside))
-    _finish(args, report, "\n\n".join(texts))
-    return 0
+    return report, "\n\n".join(texts)
 
 
 def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
@@ -117,7 +129,7 @@ def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None
 
         write_page(report, args.report, args.words)
     if args.json is not None:
-        args.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        write_json(args.json, report)
     print(text)
     if not report["valid"] and not args.quiet:
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)

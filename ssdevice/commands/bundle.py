@@ -146,7 +146,8 @@ def _add_app(args: argparse.Namespace) -> str:
 
 
 def _remove_app(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
+    from ssdevice.bundle.folder import Bundle, BundleWriter
+    from ssdevice.bundle.integrity import SIGNATURE_FILE
     from ssdevice.bundle.manifest import AdapterKind
 
     bundle = Bundle.open(args.bundle)
@@ -163,7 +164,7 @@ def _remove_app(args: argparse.Namespace) -> str:
     kept = {path for other in rest for path in other.files}
     inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
     gone = frozenset({*app.files, *inside} - kept)
-    signed = (bundle.folder / OWN_FILES[1]).exists()
+    signed = (bundle.folder / SIGNATURE_FILE).exists()
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)
         writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))

@@ -24,9 +24,9 @@ BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
 APP = "sql"
 QUESTIONS = "prompts/general.jsonl"
 CHAT = "chat-lossless"
+"""The adapter of SmolLM2 for any question."""
 TASKS = {CHAT: ("chat", QUESTIONS), "sql-shared": (APP, PROMPTS)}
 """Adapters for SmolLM2, the best for a demonstration first: the app, and prompts that fit it."""
-"""The adapter of SmolLM2 for any question."""
 TRACED = 3
 
 

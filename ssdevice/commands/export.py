@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from ssdevice import targets
-from ssdevice.commands.opening import add_adapter_precision, named_folder
+from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
 from ssdevice.errors import MissingExtraError
@@ -20,8 +20,6 @@ from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
 
-QUANTS = ("fp32", "fp16", "int8", "int4", "palette4")
-DEFAULT_QUANT = "int8"
 TERMINATED = 143
 
 

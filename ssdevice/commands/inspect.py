@@ -116,9 +116,11 @@ def app_rows(manifest: Manifest) -> list[dict[str, Any]]:
 
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
+    from ssdevice.runtime.session import TOKENIZER
+
     geometry = manifest.geometry.geometry
-    tokenizer = {manifest.roles.get("tokenizer")}
-    weights = sum(entry.size for name, entry in manifest.files.items() if name not in tokenizer)
+    tokenizer = manifest.roles.get(TOKENIZER)
+    weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
 
@@ -127,8 +129,7 @@ def resident(
     bundle: Bundle, target: RuntimeTarget, app: str | None, tokens: int, options: EngineOptions
 ) -> dict[str, Any] | None:
     """The predicted memory of a process that answers as an app, by decoding mode; None if the target cannot tell."""
-    own = bundle.app(app)
-    functions = own.functions or bundle.functions
+    own, functions = bundle.app(app), bundle.function_names(app)
     calls = {"plain": (PREFILL, PLAIN), SPECULATIVE: (PREFILL, STEP), ADAPTIVE: FUNCTIONS}
     modes = {}
     for mode, called in calls.items():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from ssdevice.data import Example
     from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
+
+QUANTS = tuple(precision.value for precision in Precision)
+DEFAULT_QUANT = Precision.INT8.value
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +36,12 @@ def add_signature(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
     """Declare ``--adapter-precision``."""
+    from ssdevice.adapters.storage import PRECISIONS
+
     parser.add_argument(
         "--adapter-precision",
-        choices=("fp32", "fp16", "int8"),
-        default="fp32",
+        choices=[precision.value for precision in PRECISIONS],
+        default=Precision.FP32.value,
         help="how adapters outside the graphs store their floats (default fp32)",
     )
 

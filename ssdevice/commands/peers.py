@@ -107,16 +107,13 @@ def _named_python(text: str) -> tuple[str, str]:
 
 def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
     from ssdevice.adapters.settings import weights_sha256
+    from ssdevice.bench.comparable import check_base
 
     if not model.is_dir():
         raise InputError(f"--peers {model}: no such folder; expected a Hugging Face model folder")
     sha256 = weights_sha256(model)
     for bundle in bundles:
-        if bundle.manifest.model.sha256 != sha256:
-            raise InputError(
-                f"--peers {model} is not the base of {bundle.folder}: its weights have sha256 {sha256[:12]}.., the "
-                f"bundle's base {bundle.manifest.model.sha256[:12]}.."
-            )
+        check_base(f"--peers {model}", sha256, bundle)
 
 
 def _note(app: App) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive
-from ssdevice.data import Example, iter_examples
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
-    examples = list(_examples(args))
+    examples = _examples(args)
     with open_session(args) as session:
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
@@ -109,18 +107,18 @@ def summary(answer: Generation) -> str:
     return f"[{', '.join(parts)}; {answer.reason}]"
 
 
-def _examples(args: argparse.Namespace) -> Iterator[Example]:
+def _examples(args: argparse.Namespace) -> list[Example]:
     if args.data is not None:
-        yield from islice(iter_examples(args.data, require_completion=False), args.limit)
-    elif args.prompt == STDIN:
-        if sys.stdin is None:
-            raise InputError("standard input is closed")
-        content = sys.stdin.buffer.read()
-        try:
-            prompt = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
-        # The last line break comes from the shell or editor; it is not part of the prompt.
-        yield Example(prompt.removesuffix("\n").removesuffix("\r"), system=args.system)
-    else:
-        yield Example(args.prompt, system=args.system)
+        return read_examples(args.data, args.limit, require_completion=False)
+    return [Example(_stdin() if args.prompt == STDIN else args.prompt, system=args.system)]
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise InputError("standard input is closed")
+    try:
+        prompt = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
+    # The last line break comes from the shell or editor; it is not part of the prompt.
+    return prompt.removesuffix("\n").removesuffix("\r")

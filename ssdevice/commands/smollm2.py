@@ -7,6 +7,7 @@ and its hash says that it is the one which the shipped adapters were trained for
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,24 +27,19 @@ def cached() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice" / NAME
 
 
-def smollm2(folder: Path) -> Path:
-    """The model in ``folder``, written there at first: the package's weights in float16.
+def smollm2(folder: Path) -> None:
+    """Write the model to ``folder`` unless it is there: the package's weights in float16.
 
     Raises InputError naming the command that installs the package, if it is missing or another version.
     """
     if folder.is_dir():
-        return folder
+        return
     gguf = _packaged()
     if find_spec("gguf") is None:  # transformers would say so in words of its own, much later
         raise MissingExtraError("smollm2", "gguf")
-    with disk_errors(folder):
-        stage = Stage(folder, folder=True)
-        try:
-            _convert(gguf, stage.path)
-            stage.publish(replace=False)
-        finally:
-            stage.close()
-    return folder
+    with closing(Stage(folder, folder=True)) as stage, disk_errors(folder):
+        _convert(gguf, stage.path)
+        stage.publish(replace=False)
 
 
 def _packaged() -> Path:

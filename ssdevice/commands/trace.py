@@ -19,9 +19,9 @@ ALTERNATIVES = "|"
 class Trace:
     """Prints the steps of an answer, one line each (after figure 11 of 2402.11131)."""
 
-    def __init__(self, tokenizer: ChatTokenizer, tree: Tree, console: Console | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, tree: Tree) -> None:
         self._tokenizer, self._tree = tokenizer, tree
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = Console(soft_wrap=True, highlight=False)
         self._steps = 0
 
     def show(self, run: Run) -> None:

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     check_rule("--app", args.app, NAME)
     # An empty folder is filled, an unfinished run is continued.
     if args.out.exists() and not (
-        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / ".training").is_dir())
+        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / checkpoint.FOLDER).is_dir())
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     if args.threads < 0:

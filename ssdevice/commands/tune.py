@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from ssdevice import targets
 from ssdevice.commands.opening import (
+    DEFAULT_QUANT,
+    QUANTS,
     add_engine,
     add_signature,
     check_new_file,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from ssdevice.bench.cost_table import CostTable
     from ssdevice.bench.tuning import Choice
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import Manifest
     from ssdevice.commands.progress import Progress
 
 WIDEST = 16
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
     trial.add_argument("--adapter", metavar="[NAME=]DIR", help="the app's name and its adapter folder")
     trial.add_argument("--target", choices=targets.names(), default=targets.DEFAULT)
-    trial.add_argument("--quant", default="int8", help="how weights are stored (default int8)")
+    trial.add_argument("--quant", choices=QUANTS, default=DEFAULT_QUANT, help="how weights are stored (default int8)")
     trial.add_argument(
         "--sizes", type=_sizes, metavar="N,N,..",
         help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
@@ -106,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
         prompts = prompts_of(first, examples, args.data)
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
-            timed = [(s.engine, b.manifest) for s, b in zip(sessions, bundles, strict=True)]
-            table = measure_costs(timed, options, progress.report)
+            timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
+            table = measure_costs(timed, prompts, args.max_tokens, options, progress.report)
         narrow = first.engine.geometry.k == 1
     if args.write_cost_table is not None:
         table.write(args.write_cost_table)
@@ -123,24 +124,23 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bundle]]:
     """The bundles to time; the first is the one whose drafts are observed."""
+    from ssdevice.bench.comparable import check_same
+
     others = [open_bundle(args, folder) for folder in args.cost_of]
     with tempfile.TemporaryDirectory(prefix="ssdevice-tune-") as folder:
         found = [open_bundle(args)] if args.bundle is not None else _trials(args, Path(folder), progress)
-        for other in others:
-            _check_same(found[0].manifest, other)
+        first = found[0].manifest
+        for other in others:  # their steps must cost what those of the first with another tree would
+            manifest = other.manifest
+            check_same(
+                f"--cost-of {other.folder}",
+                "the first bundle",
+                ("base model", manifest.model.sha256, first.model.sha256),
+                ("target", manifest.target, first.target),
+                ("precision", manifest.precision, first.precision),
+                ("number of MSA layers", manifest.msa_layers, first.msa_layers),
+            )
         yield [*found, *others]
-
-
-def _check_same(manifest: Manifest, other: Bundle) -> None:
-    """Raise InputError for a bundle whose steps do not cost what those of ``manifest`` with another tree would."""
-    for name, mine, theirs in (
-        ("base model", manifest.model.sha256, other.manifest.model.sha256),
-        ("target", manifest.target, other.manifest.target),
-        ("precision", manifest.precision, other.manifest.precision),
-        ("number of MSA layers", manifest.msa_layers, other.manifest.msa_layers),
-    ):
-        if mine != theirs:
-            raise InputError(f"--cost-of {other.folder}: its {name} is {theirs}, that of the first bundle is {mine}")
 
 
 def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:
@@ -154,8 +154,6 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
     app = named_folder(args.adapter, "--adapter")
-    if args.quant not in [quant.value for quant in Quant]:
-        raise InputError(f"--quant {args.quant}: choose one of {', '.join(Quant)}")
     gamma = read_settings(app[1]).streams.gamma
     sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
     trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())

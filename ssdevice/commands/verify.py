@@ -77,6 +77,7 @@ def _numbers(
     args: argparse.Namespace, bundle: Bundle, progress: Progress, found: dict[str, Any], lines: list[str]
 ) -> list[str]:
     from ssdevice.bench.equality import compare
+    from ssdevice.bench.quality import choose_metric
     from ssdevice.runtime.session import Session
 
     with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
@@ -88,8 +89,9 @@ def _numbers(
         result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, progress.report)
         found["equality"] = _as_json(result)
         lines += _describe(result, shown is not None)
-        if examples and all(example.targets for example in examples):
-            lines.append(_quality(session, result, examples, found))
+        metric = choose_metric(examples) if examples else None
+        if metric is not None:
+            lines.append(_quality(session, metric, result, examples, found))
         faults = result.faults()
         if other is not None:
             faults += _against(args, other, shown, prompts, result, stops, progress, found, lines)
@@ -133,10 +135,11 @@ def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
     """The bundle of ``--against``. Raises InputError, before anything runs, if it has another model."""
     if args.against is None:
         return None
-    from ssdevice.bench.against_bundle import check_same_model
+    from ssdevice.bench.comparable import check_same
 
     other = open_bundle(args, args.against)
-    check_same_model(bundle.manifest, other.manifest)
+    mine, theirs = bundle.manifest.model.sha256, other.manifest.model.sha256
+    check_same(f"--against {args.against}", str(bundle.folder), ("base model", theirs, mine))
     other.app(args.app)
     return other
 
@@ -184,9 +187,11 @@ def _against(
     return agreement.faults()
 
 
-def _quality(session: Session, result: Equality, examples: Sequence[Example], found: dict[str, Any]) -> str:
+def _quality(
+    session: Session, metric: str, result: Equality, examples: Sequence[Example], found: dict[str, Any]
+) -> str:
     """Score the plain answers against the data: returns one line and puts the numbers into ``found``."""
-    from ssdevice.bench.quality import choose_metric, score
+    from ssdevice.bench.quality import score
 
     texts = []
     for tokens in result.answers:
@@ -194,7 +199,7 @@ def _quality(session: Session, result: Equality, examples: Sequence[Example], fo
         emission = output.push(tokens)
         texts.append(emission.text + ("" if emission.stopped else output.finish()))
     try:
-        scores = score(choose_metric(examples), texts, examples)
+        scores = score(metric, texts, examples)
     except MissingExtraError as error:
         return f"quality: not measured ({error})"
     found["quality"] = {name: sum(values) / len(values) for name, values in scores.items()}

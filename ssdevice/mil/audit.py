@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ssdevice.mil.plan import CONST, READ_STATE, WRITERS
+from ssdevice.mil.plan import CONST, READ_STATE, WRITE_STATE
 from ssdevice.mil.program import unsupported
 from ssdevice.mil.reader import Package, constants
 from ssdevice.mil.schema import BlobRef, Function, Operation, TensorType, Value
@@ -195,7 +195,7 @@ def _warnings(package: Package, function: Function) -> Iterator[Warning]:
             if value is not None and isinstance(value.data, BlobRef):
                 stored[operation.output] = value
             continue
-        if all(argument in fixed for argument in operation.names()) and operation.kind not in (READ_STATE, *WRITERS):
+        if all(argument in fixed for argument in operation.names()) and operation.kind not in (READ_STATE, WRITE_STATE):
             fixed.update(output for output, _ in operation.outputs)
         if operation.kind == BLOCKWISE and _block(operation, stored) is not None:
             blocks[_form(operation, stored)] += 1

@@ -49,7 +49,7 @@ class BlobFile:
         if size < _HEADER.size:
             raise BundleError(f"{path}: a weight file of {size} bytes is shorter than its header; export again")
         self.size = size
-        self.count, version = _HEADER.unpack_from(self._data, 0)
+        _, version = _HEADER.unpack_from(self._data, 0)
         if version != VERSION:
             raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
 

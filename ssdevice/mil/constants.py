@@ -36,10 +36,8 @@ class ConstantPool:
         loaded: Array = self.fold(self.key(value), lambda: self._package.constant(value))
         return loaded
 
-    def fold(self, key: Hashable | None, compute: Callable[[], Any]) -> Any:
-        """The value for ``key``, computed on first use. Without a key it is always computed."""
-        if key is None:
-            return _frozen(compute())
+    def fold(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """The value for ``key``, computed on first use."""
         if key not in self._values:
             self._values[key] = _frozen(compute())
         return self._values[key]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ssdevice.mil.audit import Audit, Warning
+    from ssdevice.mil.reader import Package
 
 KINDS_SHOWN = 8
 
 
-def describe_package(package: Path) -> dict[str, Any]:
-    """A package as plain values; sizes in bytes. Raises BundleError for a damaged one."""
+def describe_package(package: Package) -> dict[str, Any]:
+    """A package as plain values; sizes in bytes."""
     from ssdevice.mil.audit import audit
-    from ssdevice.mil.reader import Package
 
-    opened = Package.open(package)
-    found = audit(opened)
+    found = audit(package)
     return {
-        "specification_version": opened.specification_version,
+        "specification_version": package.specification_version,
         "functions": {
             name: {
                 "operations": sum(kinds.values()),

@@ -33,7 +33,7 @@ class DType:
     @property
     def packed(self) -> bool:
         """True if several elements share a byte."""
-        return self.bits < 8 and self.name != "bool"
+        return self.bits < 8
 
 
 def _dtype(name: str, proto: int, blob: int, bits: int, storage: type) -> DType:

@@ -14,7 +14,6 @@ import numpy as np
 from ssdevice.mil.registry import ExecutionError, Function, Node, Tensor, kernel
 
 Index = tuple[Any, ...]
-NEGATIVE_INDICES_UNTIL = 16  # from opset 17 on a negative index is out of range
 
 
 def _slicer(node: Node, cut: bool = False) -> Callable[[Tensor, Tensor, Tensor], Index]:
@@ -90,25 +89,25 @@ def _slice_update(node: Node) -> Function:
     return run
 
 
-def _in_range(indices: Tensor, size: int, opset: int) -> Tensor:
-    """The indices, which must lie in [0, size). Up to opset 16 negative ones count from the end."""
+def _in_range(indices: Tensor, size: int) -> Tensor:
+    """The indices, which must lie in [0, size): since iOS 17 negative ones do not count from the end."""
     if not indices.size:
         return indices
     low, high = int(indices.min()), int(indices.max())
-    if high >= size or low < (-size if opset <= NEGATIVE_INDICES_UNTIL else 0):
+    if high >= size or low < 0:
         raise ExecutionError(f"index {high if high >= size else low} is out of range for size {size}")
     return indices
 
 
 @kernel("gather", "x indices", exact=True)
 def _gather(node: Node) -> Function:
-    axis, opset = node.integer("axis", 0), node.opset
+    axis = node.integer("axis", 0)
     if node.integer("batch_dims", 0):
         raise node.unsupported("batch_dims")
-    return lambda x, indices: np.take(x, _in_range(indices, x.shape[axis], opset), axis)
+    return lambda x, indices: np.take(x, _in_range(indices, x.shape[axis]), axis)
 
 
 @kernel("gather_along_axis", "x indices", exact=True)
 def _gather_along_axis(node: Node) -> Function:
-    axis, opset = node.integer("axis", 0), node.opset
-    return lambda x, indices: np.take_along_axis(x, _in_range(indices, x.shape[axis], opset).astype(np.intp), axis)
+    axis = node.integer("axis", 0)
+    return lambda x, indices: np.take_along_axis(x, _in_range(indices, x.shape[axis]).astype(np.intp), axis)

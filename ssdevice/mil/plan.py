@@ -34,8 +34,7 @@ PRECISIONS = (FP16, FP32)
 
 CONST = "const"
 READ_STATE = "read_state"
-UPDATE_STATE = "coreml_update_state"  # write_state and read_state in one; coremltools splits it when it saves
-WRITERS = ("write_state", UPDATE_STATE)
+WRITE_STATE = "write_state"
 Run = Callable[..., Any]
 
 
@@ -73,7 +72,7 @@ class Compiler:
         self._half = precision == FP16
         self._types = dict(function.inputs)
         self._constants: dict[str, Constant] = {}
-        self._keys: dict[str, Hashable | None] = {}  # constant -> its key in the pool
+        self._keys: dict[str, Hashable] = {}  # constant -> its key in the pool
         self._buffers: dict[str, int] = {}  # value (neither constant nor state) -> the buffer it lies in
         self._held: dict[str, int] = {}  # state -> its buffer at this point of the function
         self._owned: set[int] = set()  # buffers that a run may write into
@@ -98,7 +97,7 @@ class Compiler:
                 if value is None:
                     raise ExecutionError(f"{self._where(operation)}: a constant without a value")
                 self._define_constant(operation.output, *self._literal(value))
-            elif operation.kind == READ_STATE or operation.kind in WRITERS:
+            elif operation.kind in (READ_STATE, WRITE_STATE):
                 self._add_state(operation)
             else:
                 self._add_kernel(position, operation)
@@ -114,16 +113,16 @@ class Compiler:
     def _literal(self, value: Value) -> tuple[Constant, Hashable]:
         return self._pool.load(value), self._pool.key(value)
 
-    def _define_constant(self, name: str, value: Constant, key: Hashable | None) -> None:
+    def _define_constant(self, name: str, value: Constant, key: Hashable) -> None:
         self._constants[name], self._keys[name] = value, key
 
     def _add_state(self, operation: Operation) -> None:
         """A state is a name for a buffer, and a write only changes the buffer; data is copied if it is not ours."""
-        name = _argument(operation, "input" if operation.kind == READ_STATE or "input" in operation.inputs else "state")
+        name = _argument(operation, "input")
         if name not in self._held:
             raise ExecutionError(f"{self._where(operation)}: {name!r} is not a state of the function")
-        if operation.kind in WRITERS:
-            source = _argument(operation, "value" if "value" in operation.inputs else "data")
+        if operation.kind == WRITE_STATE:
+            source = _argument(operation, "data")
             buffer = self._buffers.get(source)
             others = [held for state, held in self._held.items() if state != name]
             if buffer is not None and buffer in self._owned and buffer not in others:
@@ -165,11 +164,9 @@ class Compiler:
                 constants[name] = [self._pool.load(value)]
         for name, arguments in operation.inputs.items():
             constants[name] = [self._known(argument)[0] for argument in arguments]
-        return Node(
-            self._where(operation), self._function.opset, tuple(kind for _, kind in operation.outputs), constants
-        )
+        return Node(self._where(operation), tuple(kind for _, kind in operation.outputs), constants)
 
-    def _known(self, argument: Argument) -> tuple[Constant | None, Hashable | None]:
+    def _known(self, argument: Argument) -> tuple[Constant | None, Hashable]:
         """Value and key of a constant; None for a value that is only known at run time."""
         if isinstance(argument, str):
             return self._constants.get(argument), self._keys.get(argument)
@@ -212,8 +209,7 @@ class Compiler:
         for name, value in sorted(operation.attributes.items()):
             if name != "name":
                 parameters.append((name, self._pool.key(value)))
-        known = all(self._known(one)[1] is not None for arguments in operation.inputs.values() for one in arguments)
-        key = tuple(parameters) if known else None
+        key = tuple(parameters)
         try:
             result = self._pool.fold(key, lambda: run(*[self._constants[source] for source in sources]))
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
@@ -221,7 +217,7 @@ class Compiler:
         results = result if len(operation.outputs) > 1 or isinstance(result, tuple) else (result,)
         for index, ((name, kind), value) in enumerate(zip(operation.outputs, results, strict=True)):
             check_type(value, kind, self._where(operation))
-            self._define_constant(name, value, None if key is None else (key, index))
+            self._define_constant(name, value, (key, index))
 
     def _may_overwrite(self, position: int, sources: list[str]) -> bool:
         """Whether an update may write into its first operand: the run owns the buffer and nothing reads it later."""
@@ -231,7 +227,7 @@ class Compiler:
         if any(self._last.get(name, -1) > position for name, at in self._buffers.items() if at == buffer):
             return False
         states = [state for state, held in self._held.items() if held == buffer]
-        return all(next(self._uses(state, position), None) in WRITERS for state in states)
+        return all(next(self._uses(state, position), None) == WRITE_STATE for state in states)
 
     def _uses(self, name: str, position: int) -> Iterator[str]:
         """Kinds of the operations after ``position`` that read or write a state."""

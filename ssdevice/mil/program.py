@@ -26,7 +26,7 @@ import numpy as np
 from ssdevice.errors import InputError
 from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array, DType
-from ssdevice.mil.plan import FP16, PRECISIONS, READ_STATE, WRITERS, Compiler, Plan, check_type, round_half
+from ssdevice.mil.plan import CONST, FP16, PRECISIONS, READ_STATE, WRITE_STATE, Compiler, Plan, check_type, round_half
 from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import KERNELS, ExecutionError
 from ssdevice.mil.schema import Function, Operation, TensorType
@@ -60,13 +60,6 @@ class State:
         if array.shape != self.arrays[name].shape:
             raise InputError(f"state {name!r} has shape {list(self.arrays[name].shape)}, not {list(array.shape)}")
         self.arrays[name] = array.astype(self.arrays[name].dtype)
-
-    def copy(self) -> State:
-        """An independent copy, to return to later."""
-        twin = State({})
-        twin._types = self._types
-        twin.arrays = {name: array.copy() for name, array in self.arrays.items()}
-        return twin
 
 
 class Program:
@@ -186,7 +179,7 @@ def unsupported(package: Package) -> list[str]:
     missing = []
     for function in package.functions.values():
         for operation in function.operations:
-            known = operation.kind in KERNELS or operation.kind in ("const", READ_STATE, *WRITERS)
+            known = operation.kind in KERNELS or operation.kind in (CONST, READ_STATE, WRITE_STATE)
             if not known or operation.blocks:
                 missing.append(f"function {function.name!r}: operation {operation.kind!r} ({operation.output!r})")
     return missing

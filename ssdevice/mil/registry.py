@@ -81,7 +81,6 @@ class Node:
     """
 
     where: str
-    opset: int
     outputs: tuple[TensorType, ...]
     constants: Mapping[str, Sequence[Constant | None]]
     exact: bool | None = None  # a kernel may overrule what its registration says

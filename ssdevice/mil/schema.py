@@ -15,7 +15,7 @@ from ssdevice.wire import Message, WireError
 MAX_NESTING = 8
 MAX_RANK = 16
 MAX_SIZE = 1 << 31
-OPSETS = {"CoreML5": 15, "CoreML6": 16, "CoreML7": 17, "CoreML8": 18, "CoreML9": 26}
+OPSETS = ("CoreML5", "CoreML6", "CoreML7", "CoreML8", "CoreML9")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class Function:
     """One function of a program. Operations are ordered: every value is defined before it is read."""
 
     name: str
-    opset: int
     inputs: tuple[tuple[str, TensorType], ...]
     outputs: tuple[str, ...]
     operations: tuple[Operation, ...]
@@ -123,7 +122,7 @@ def _function(name: str, fields: Message) -> Function:
     block = blocks[opset]
     inputs = tuple(_named_type(item) for item in wire.messages(fields, 1))
     operations = tuple(_operation(item) for item in wire.messages(block, 3))
-    function = Function(name, OPSETS[opset], inputs, wire.texts(block, 2), operations)
+    function = Function(name, inputs, wire.texts(block, 2), operations)
     _check_names(function)
     return function
 

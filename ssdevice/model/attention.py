@@ -54,20 +54,13 @@ class Rows:
 
     def __init__(self, past: Sequence[Sequence[KeyValue]], positions: Tensor, attention: Attention) -> None:
         self.past, self.positions, self.attention = past, positions, attention
-        self.new: list[KeyValue | None] = [None] * len(past)
+        self.new: dict[int, KeyValue] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Runs, list[Tensor]]:
         """Called by a layer's attention with its new rows; ``_attend_rows`` receives the result."""
         self.new[layer] = (keys, values)
         runs = [*self.past[layer], (keys, values)]
         return Runs(self, [run[0] for run in runs]), [run[1] for run in runs]
-
-    def rows(self, layer: int) -> KeyValue:
-        """The new rows of a layer that ran."""
-        kept = self.new[layer]
-        if kept is None:
-            raise RuntimeError(f"layer {layer} did not run")
-        return kept
 
 
 class Runs(list[Tensor]):

@@ -50,8 +50,9 @@ class Backbone(nn.Module):
         self.layers: nn.ModuleList = getattr(decoder, family.layers)
         self.norm = getattr(decoder, family.norm, None) or nn.Identity()
         self.lm_head = hf.get_output_embeddings()
-        self.project_in = (getattr(decoder, family.project_in) if family.project_in else None) or nn.Identity()
-        self.project_out = (getattr(decoder, family.project_out) if family.project_out else None) or nn.Identity()
+        # Only OPT has these, and only where its embeddings are narrower than its layers.
+        self.project_in = getattr(decoder, "project_in", None) or nn.Identity()
+        self.project_out = getattr(decoder, "project_out", None) or nn.Identity()
         self.layer_types = tuple(_layer_types(config, family, len(self.layers)))
         self.operators = Operators()
         self._make_tables(decoder, context, positions)
@@ -152,7 +153,7 @@ class Backbone(nn.Module):
                 position_embeddings=rope.tables.get(kind),
             )
             h = out[0] if isinstance(out, tuple) else out
-        return h, [rows.rows(i) for i in range(first, last)]
+        return h, [rows.new[i] for i in range(first, last)]
 
     def window(self, layer: int) -> int | None:
         """How many positions a row of this layer sees, including its own; None: all."""

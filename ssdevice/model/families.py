@@ -33,8 +33,6 @@ class Family:
     rotary: str | None = "rotary_emb"
     rotary_by_layer_type: bool = False
     sliding: Sliding = Sliding.NEVER
-    project_in: str | None = None
-    project_out: str | None = None
     position_embedding: str | None = None
     position_offset: int = 0
     embed_scale: str | None = None
@@ -92,8 +90,6 @@ FAMILIES: dict[str, Family] = {
         decoder="model.decoder",
         norm="final_layer_norm",
         rotary=None,
-        project_in="project_in",
-        project_out="project_out",
         position_embedding="embed_positions",
         position_offset=2,
     ),

@@ -128,11 +128,10 @@ def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None 
 
     ``context``: tokens that a conversation may hold; position tables are longer, by POSITION_MARGIN.
     """
-    if config is not None:
-        config.check_layers(hf.config.num_hidden_layers)
     backbone = Backbone(hf, context, context + POSITION_MARGIN)
-    streams = Streams(backbone, config) if config is not None else None
-    return StreamModel(backbone, streams, (gamma or config.gamma) if config is not None else 0)
+    if config is None:
+        return StreamModel(backbone, None, 0)
+    return StreamModel(backbone, Streams(backbone, config), gamma or config.gamma)
 
 
 POSITION_MARGIN = 1024

@@ -72,13 +72,15 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
     """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises InputError."""
     check_peft(adapter, apart)
-    from peft import PeftModel
+    from peft import PeftConfig, get_peft_model
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of missing tensors, which are refused below
-            wrapped = PeftModel.from_pretrained(hf, str(adapter), is_trainable=trainable)
-            # PEFT keeps what this found to itself; asked once more, it says which tensors did not fit.
+            warnings.simplefilter("ignore")  # the base may lie elsewhere than when the adapter was saved
+            config = PeftConfig.from_pretrained(str(adapter))
+            config.inference_mode = not trainable
+            # PeftModel.from_pretrained takes the same two steps, but does not say which tensors did not fit.
+            wrapped = get_peft_model(hf, config)
             found = wrapped.load_adapter(str(adapter), "default", is_trainable=trainable, torch_device="cpu")
     except (*REFUSALS, SafetensorError) as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})") from error

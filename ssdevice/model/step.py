@@ -58,7 +58,7 @@ class StreamModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.streams = streams
-        self.gamma = gamma if streams is not None else 0
+        self.gamma = gamma
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
         self.draft_head: nn.Linear | None = None
         self.take_draft_rows()

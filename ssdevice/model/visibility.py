@@ -25,6 +25,11 @@ def within(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
     return positions[:, None] - others[None] < window
 
 
+def causal(positions: Tensor, window: int | None) -> Tensor:
+    """``[R, R]`` bool: rows at ``positions [R]`` see themselves and the rows before them that are in their window."""
+    return (positions[:, None] >= positions[None]) & within(positions, positions, window)
+
+
 def own_streams(nodes: int, gamma: int, device: torch.device | None = None) -> Tensor:
     """``[n * γ, n * γ]`` bool: stream j of a node sees streams 1..j of the same node (2402.11131 eq. 2)."""
     block = torch.ones(gamma, gamma, dtype=torch.bool, device=device).tril()

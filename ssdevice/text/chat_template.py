@@ -108,7 +108,7 @@ def read_template(folder: Path) -> str | None:
             return file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from error
-    template = read_object(folder / TOKENIZER_CONFIG_FILE, optional=True).get("chat_template")
+    template = read_object(folder / TOKENIZER_CONFIG_FILE).get("chat_template")
     if isinstance(template, list):
         named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and t.keys() >= {"name", "template"}}
         if "default" not in named:
@@ -124,7 +124,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
     named: dict[str, str] = {}
     decided: set[str] = set()
     for file in (folder / TOKENIZER_CONFIG_FILE, folder / SPECIAL_TOKENS_FILE):
-        entries = read_object(file, optional=True)
+        entries = read_object(file)
         for name in SPECIAL_TOKENS:
             if name not in entries or name in decided:
                 continue
@@ -141,8 +141,8 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither names one."""
-    generation = read_object(folder / GENERATION_CONFIG_FILE, optional=True)
-    config = read_object(folder / CONFIG_FILE, optional=True)
+    generation = read_object(folder / GENERATION_CONFIG_FILE)
+    config = read_object(folder / CONFIG_FILE)
     text_config = config.get("text_config")
     for file, entries in (
         (GENERATION_CONFIG_FILE, generation),
@@ -158,9 +158,9 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def read_object(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The JSON object in a file, or ``{}`` if it is optional and not there; raises ConfigError."""
-    if optional and not file.exists():
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file, or ``{}`` if there is no such file; raises ConfigError."""
+    if not file.exists():
         return {}
     value = read_json(file)
     if not isinstance(value, dict):

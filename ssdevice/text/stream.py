@@ -16,6 +16,11 @@ PATIENCE = 16  # tokens without a clean end after which one is searched for
 LONGEST_CHARACTER = 4  # bytes, so tokens, that one character can span
 
 
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the tokens that are no text."""
+    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
 class TextStream:
     """Text of a growing sequence of ids, special tokens left out.
 
@@ -29,7 +34,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._special = special_ids(tokenizer)
         self._reset()
 
     def _reset(self) -> None:
@@ -104,8 +109,7 @@ class StopStrings:
     """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning.
 
     The first is the one that ends first (of those, the longest), so that it does not depend on how the text is cut into
-    pieces. ``stop`` is the string found, or None; ``cut`` the number of characters before it. Raises ConfigError for an
-    empty string.
+    pieces. ``stop`` is the string found, or None. Raises ConfigError for an empty string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -114,18 +118,12 @@ class StopStrings:
             raise ConfigError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
-        self._given = 0
         self.stop: str | None = None
 
     @property
     def any(self) -> bool:
         """Whether there is something to look for."""
         return bool(self._stops)
-
-    @property
-    def cut(self) -> int | None:
-        """Characters of the whole text that stand before the stop string; None until it is found."""
-        return None if self.stop is None else self._given
 
     def push(self, piece: str) -> str:
         """The text that is certain to stand before any stop string; empty once one was found."""
@@ -139,13 +137,11 @@ class StopStrings:
         else:
             keep = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
             self._held = text[keep:]
-        self._given += keep
         return text[:keep]
 
     def flush(self) -> str:
         """What was held back, now that no more text comes."""
         text, self._held = self._held, ""
-        self._given += len(text)
         return text
 
 

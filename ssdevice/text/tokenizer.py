@@ -20,21 +20,10 @@ from ssdevice.text.chat_template import (
     read_template,
 )
 from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
-from ssdevice.text.stream import Emission, StopStrings, TextOutput, TextStream
+from ssdevice.text.stream import StopStrings, TextOutput, TextStream, special_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = [
-    "ChatFormat",
-    "ChatTokenizer",
-    "Emission",
-    "StopStrings",
-    "TextOutput",
-    "TextStream",
-    "prompt_frame",
-    "user_content",
-]
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKEN_CHARS = 64
@@ -148,6 +137,10 @@ class ChatTokenizer:
             raise InputError("the prompt is empty")
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
+        return self.conversation_ids(messages, most)
+
+    def conversation_ids(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
+        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``."""
         return self.encode(self._template.render(messages, add_generation_prompt=True), most)
 
     def completion_ids(self, text: str) -> list[int]:
@@ -181,11 +174,6 @@ class ChatTokenizer:
         if end is None:
             raise ConfigError("the chat template does not end a user's turn with a special token")
         return self.encode(opening), end
-
-    @property
-    def special_ids(self) -> set[int]:
-        """Ids of special tokens."""
-        return {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @cached_property
     def _head(self) -> tuple[str, list[int]]:
@@ -243,8 +231,7 @@ def _closing_of(template: ChatTemplate) -> str:
 def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
     """The id that ``text`` begins with if that is a special token."""
     ids = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids
-    token = tokenizer.get_added_tokens_decoder().get(ids[0]) if ids else None
-    return ids[0] if token is not None and token.special else None
+    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
 
 
 def _tokenizer(content: bytes, where: str) -> Tokenizer:
@@ -264,7 +251,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> 
     from tokenizers import AddedToken
 
     file = folder / TOKENIZER_CONFIG_FILE
-    declared = read_object(file, optional=True).get("added_tokens_decoder", {})
+    declared = read_object(file).get("added_tokens_decoder", {})
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     try:
         tokens = sorted((int(i), str(entry["content"]), entry) for i, entry in declared.items())

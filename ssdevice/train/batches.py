@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ class Sample:
     prompt: int
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """``tokens [B, S]`` right-padded; ``prompts [B]`` and ``lengths [B]`` count tokens without padding."""
 
     tokens: Tensor
@@ -35,12 +35,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on another device."""
-        return Batch(self.tokens.to(device), self.prompts.to(device), self.lengths.to(device))
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of the loss, in order."""
-        return self.tokens, self.prompts, self.lengths
+        return Batch(*(tensor.to(device) for tensor in self))
 
 
 def tokenize(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone
-from ssdevice.model.visibility import additive, within
+from ssdevice.model.visibility import additive, causal
 
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
 """``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's number and place."""
@@ -121,10 +121,7 @@ class _Batch:
             [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in group], device=self.device
         )
         positions = torch.arange(width, dtype=torch.int32, device=self.device)
-        masks = {}
-        for window in backbone.windows():
-            causal = (positions[:, None] >= positions[None]) & within(positions, positions, window)
-            masks[window] = additive(causal[None, None], backbone.mask_value)
+        masks = {w: additive(causal(positions, w)[None, None], backbone.mask_value) for w in backbone.windows()}
         nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         h = backbone.embed(tokens, positions[None].expand(len(group), -1))
         h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(positions[None]), masks, nothing)

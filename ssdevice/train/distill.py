@@ -6,15 +6,16 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ssdevice.model.backbone import Backbone
+from ssdevice.progress import Report
 from ssdevice.train.batches import Sample
 from ssdevice.train.decoding import decode
 from ssdevice.train.place import Place
 
-Key = int | tuple[int, ...]
-"""The key of an answer: the ids of its prompt, or the number of an attempt."""
-Progress = Callable[[int, int], None]
+Key = TypeVar("Key", bound=int | tuple[int, ...])
+"""The key of an answer: the number of an attempt, or the ids of its prompt."""
 
 
 def own_completions(
@@ -24,20 +25,20 @@ def own_completions(
     stop: Sequence[int],
     most: Sequence[int],
     store: Path,
-    progress: Progress,
+    report: Report,
+    stage: str,
 ) -> list[Sample]:
     """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each.
 
-    A prompt that occurs twice is answered once. ``store``: see ``written``.
+    A prompt that occurs twice is answered once. ``store``, ``stage``: see ``written``.
     """
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
 
-    def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
-        todo = [key for key in keys if isinstance(key, tuple)]
-        return decode(backbone, todo, set(stop), [room[prompt] for prompt in todo])
+    def write(keys: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, list[int]]]:
+        return decode(backbone, keys, set(stop), [room[prompt] for prompt in keys])
 
-    found = written(place, store, prompts, write, progress)
+    found = written(place, store, prompts, write, report, stage)
     return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
 
 
@@ -46,9 +47,10 @@ def written(
     store: Path,
     keys: Sequence[Key],
     write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]],
-    progress: Progress,
+    report: Report,
+    stage: str,
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from ``store`` if it has them, otherwise from ``write``.
+    """The ids for every key, from ``store`` if it has them, otherwise from ``write``, reported as ``stage``.
 
     Each process writes its share line by line to a separate file beside the store; the first process merges them. The
     next run, with any number of processes, uses whatever a kill has left.
@@ -57,14 +59,14 @@ def written(
         store.parent.mkdir(parents=True, exist_ok=True)
         _gather(store)
     place.wait()
-    done = _read(store)
+    done: dict[Key, list[int]] = _read(store)
     missing = place.share([key for key in dict.fromkeys(keys) if key not in done])
     if missing:
         with place.autocast(), _part(store, place.rank).open("a", encoding="utf-8") as out:
             for count, (i, ids) in enumerate(write(missing), 1):
                 out.write(json.dumps({"of": missing[i], "ids": ids}) + "\n")
                 out.flush()
-                progress(count, len(missing))
+                report(stage, count, len(missing), "")
     place.wait()
     if place.main:
         _gather(store)
@@ -92,8 +94,8 @@ def _gather(store: Path) -> None:
         part.unlink()
 
 
-def _read(file: Path) -> dict[Key, list[int]]:
-    """The contents of a file, without a last line that a kill cut short."""
+def _read(file: Path) -> dict[Any, list[int]]:
+    """The ids by key in a file, without a last line that a kill cut short."""
     if not file.is_file():
         return {}
     text = file.read_text("utf-8")

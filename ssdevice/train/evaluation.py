@@ -65,10 +65,7 @@ def evaluate(
     def own(samples: list[Sample], name: str) -> list[Sample]:
         store = options.out / checkpoint.FOLDER / f"{name.replace(' ', '_')}.jsonl"
         room = [options.max_length - sample.prompt for sample in samples]
-        return own_completions(
-            place, model.backbone, samples, tokenizer.stop_ids, room, store,
-            lambda done, total: report(name, done, total, ""),
-        )  # fmt: skip
+        return own_completions(place, model.backbone, samples, tokenizer.stop_ids, room, store, report, name)
 
     chosen, dev = own(chosen, "choose trees"), own(dev, "dev")
     if not place.main:

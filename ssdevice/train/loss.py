@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Rope
 from ssdevice.model.step import Masks, StreamModel
-from ssdevice.model.visibility import additive, stream_positions, within
+from ssdevice.model.visibility import additive, causal, stream_positions
 
 IGNORE = -100
 
@@ -109,10 +109,7 @@ class StreamingLoss(nn.Module):
         """Main rows of whole sequences: hidden states at layer N - N_s and N, and the MSA layers' new rows."""
         model, backbone = self.model, self.model.backbone
         positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        masks = {}
-        for window in backbone.windows():
-            causal = (positions[:, None] >= positions[None]) & within(positions, positions, window)
-            masks[window] = additive(causal[None, None], backbone.mask_value)
+        masks = {w: additive(causal(positions, w)[None, None], backbone.mask_value) for w in backbone.windows()}
         rope = backbone.rope(positions[None])
         nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))

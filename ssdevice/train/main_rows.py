@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,36 +22,28 @@ class MainRows:
 
     def __init__(self, loss: StreamingLoss, limit: int) -> None:
         self.loss, self.left = loss, limit
-        self.kept: dict[Sample, Tensor] = {}
+        self.kept: dict[Sample, list[Tensor]] = {}
 
     @torch.no_grad()
     def of(self, samples: Sequence[Sample], batch: Batch) -> Rows:
         """The main rows of ``batch``, which is ``samples`` collated."""
-        found = [self.kept.get(sample) for sample in samples]
-        if any(rows is None for rows in found):
+        if not all(sample in self.kept for sample in samples):
             middle, _, rows = self.loss.run_main(batch.tokens)
-            self._keep(samples, middle, rows)
+            self._keep(samples, [middle, *chain.from_iterable(rows)])
             return middle, rows
         width = batch.tokens.shape[1]
-        # Rows beyond a sample's length are always masked.
-        joined = torch.stack([pad(rows, (0, 0, 0, width - len(rows))) for rows in found if rows is not None])
-        return self._split(joined.to(batch.tokens.device))
+        middle, *flat = (
+            # Rows beyond a sample's length are always masked.
+            torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(batch.tokens.device)
+            for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
+        )
+        return middle, list(zip(flat[::2], flat[1::2], strict=True))
 
-    def _keep(self, samples: Sequence[Sample], middle: Tensor, rows: list[KeyValue]) -> None:
-        flat = [part.transpose(1, 2).flatten(2).to(middle.dtype) for pair in rows for part in pair]
-        joined = torch.cat([middle, *flat], dim=2)
+    def _keep(self, samples: Sequence[Sample], parts: Sequence[Tensor]) -> None:
+        """Keep the rows of each sample in ``parts``, all ``[B, .., S, n]``."""
         for i, sample in enumerate(samples):
-            size = len(sample.ids) * joined.shape[2] * joined.element_size()
+            mine = [part[i, ..., : len(sample.ids), :] for part in parts]
+            size = sum(part.numel() * part.element_size() for part in mine)
             if sample not in self.kept and size <= self.left:
                 self.left -= size
-                self.kept[sample] = joined[i, : len(sample.ids)].to("cpu", copy=True)
-
-    def _split(self, joined: Tensor) -> Rows:
-        backbone = self.loss.model.backbone
-        row = backbone.kv_heads * backbone.head_dim
-        layers = backbone.num_layers - self.loss.model.first_msa
-        sizes = [joined.shape[2] - 2 * layers * row, *[row] * (2 * layers)]
-        middle, *flat = torch.split(joined, sizes, dim=2)
-        heads = backbone.kv_heads, backbone.head_dim
-        parts = [part.reshape(*part.shape[:2], *heads).transpose(1, 2) for part in flat]
-        return middle, list(zip(parts[::2], parts[1::2], strict=True))
+                self.kept[sample] = [part.to("cpu", copy=True) for part in mine]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
+from ssdevice.adapters.settings import AdapterFolder
 from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
@@ -25,22 +25,26 @@ def read_samples(
     place: Place,
     folder: Path,
     hf: Any,
+    init: AdapterFolder | None,
     examples: list[Example],
     tokenizer: ChatTokenizer,
     report: Report,
 ) -> list[Sample]:
-    """The samples: completions of the data or the model's own ones, to prompts of the data or the model's own ones."""
+    """The samples: completions of the data or the model's own ones, to prompts of the data or the model's own ones.
+
+    The model that answers is ``hf``, or the base in ``folder`` with the LoRA of ``init`` if it has one.
+    """
     work = options.out / checkpoint.FOLDER
     own = options.self_prompt
     teacher = None
     if options.self_distill or own is not None:
-        teacher = loading.build(_teacher(options, folder, hf), None, options.max_length).backbone.to(place.device)
+        answering = merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf
+        teacher = loading.build(answering, None, options.max_length).backbone.to(place.device)
     if own is not None:
         assert teacher is not None
         prompts = self_prompts(
-            place, teacher, tokenizer, options.instruction, own, options.seed, work / "prompts.jsonl",
-            lambda done, total: report("prompts", done, total, ""),
-        )  # fmt: skip
+            place, teacher, tokenizer, options.instruction, own, options.seed, work / "prompts.jsonl", report
+        )
         longest = options.max_length // 2
         prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= longest]
         examples = [Example(prompt, " ") for prompt in prompts]
@@ -55,15 +59,8 @@ def read_samples(
     longest = options.answer_tokens or in_data
     most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
     samples = own_completions(
-        place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl",
-        lambda done, total: report("distill", done, total, ""),
-    )  # fmt: skip
+        place, teacher, samples, tokenizer.stop_ids, most, work / "completions.jsonl", report, "distill"
+    )
     if own is not None and place.main:
         write_rows(options.out, prompts, samples, tokenizer.decode)
     return samples
-
-
-def _teacher(options: TrainOptions, folder: Path, hf: Any) -> Any:
-    """The model whose answers are learned: the base, or a copy of it with the LoRA of ``init`` merged."""
-    init = AdapterFolder.open(options.init, BaseIdentity.of(folder, hf.config)) if options.init is not None else None
-    return merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf

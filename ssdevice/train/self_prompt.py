@@ -13,10 +13,12 @@ from pathlib import Path
 
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.backbone import Backbone
+from ssdevice.progress import Report
+from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample
 from ssdevice.train.decoding import decode, sampling
-from ssdevice.train.distill import Key, Progress, written
+from ssdevice.train.distill import written
 from ssdevice.train.options import SelfPrompt
 from ssdevice.train.place import Place
 
@@ -38,7 +40,7 @@ def self_prompts(
     options: SelfPrompt,
     seed: int,
     store: Path,
-    progress: Progress,
+    report: Report,
 ) -> list[str]:
     """``options.prompts`` distinct prompts, each sampled as a user's turn (after ``instruction``, if there is one).
 
@@ -47,16 +49,15 @@ def self_prompts(
     """
     opening, end = tokenizer.user_opening(instruction)
     choose = sampling(seed, options.temperature, options.top_p)
-    special = tokenizer.special_ids - {end}
+    special = special_ids(tokenizer.tokenizer) - {end}
 
-    def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
-        names = [key for key in keys if isinstance(key, int)]
+    def write(keys: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         stop = {end, *tokenizer.stop_ids}
-        return decode(backbone, [opening] * len(names), stop, [PROMPT_TOKENS] * len(names), choose, names=names)
+        return decode(backbone, [opening] * len(keys), stop, [PROMPT_TOKENS] * len(keys), choose, names=keys)
 
     attempts = 0
     while True:
-        found = written(place, store, range(attempts), write, progress) if attempts else {}
+        found = written(place, store, range(attempts), write, report, "prompts") if attempts else {}
         whole = [ids for ids in map(found.__getitem__, range(attempts)) if ids[-1] == end and not special & set(ids)]
         prompts = distinct(tokenizer.decode(ids[:-1]) for ids in whole)
         if len(prompts) >= options.prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdevice.adapters.settings import SETTINGS, AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, SSDeviceError
@@ -20,6 +21,7 @@ from ssdevice.model import loading
 from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.lora import open_lora
 from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import Streams
 from ssdevice.progress import Report
 from ssdevice.runtime.notice import say_once
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
@@ -72,10 +74,10 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world, examples))
 
     try:
-        samples = read_samples(options, place, folder, hf, examples, tokenizer, report)
+        samples = read_samples(options, place, folder, hf, init, examples, tokenizer, report)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
-        _choose_vocabulary(model, options, samples, tokenizer, report)
+        _choose_vocabulary(model, init, samples, tokenizer, report)
         loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
@@ -84,7 +86,9 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
             checkpoint.release(options.out)
         raise
     if place.main:
-        _save(options, wrapped, model.cpu(), identity, len(samples), history)
+        _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
+        for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
+            file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
     del hf, wrapped, model, loss
     place.wait()
     result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
@@ -127,13 +131,13 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
 
 
 def _choose_vocabulary(
-    model: StreamModel, options: TrainOptions, samples: list[Sample], tokenizer: ChatTokenizer, report: Report
+    model: StreamModel, init: AdapterFolder | None, samples: list[Sample], tokenizer: ChatTokenizer, report: Report
 ) -> None:
     """Set the tokens that streams choose among, unless ``init`` brought them."""
     streams = model.streams
     if streams is None or not streams.config.draft_vocabulary:
         return
-    if options.init is None or not (options.init / SETTINGS).is_file():
+    if init is None or init.settings is None:
         ids = draft_ids(samples, tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()
@@ -238,8 +242,8 @@ def _backward(
     Losses are means over the whole step: over all groups and all processes, each of which sees its share of a group.
     So n processes compute the same as one with n times the batch.
     """
-    counts = sum(loss.counts(*collate(group, pad).to(place.device).tensors) for group in groups)
-    parts: Tensor | None = None
+    counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
+    parts = torch.zeros_like(counts)
     for number, group in enumerate(groups, 1):
         share = place.share(group)
         # A process without a sample takes part in the averaging with a sample of weight 0.
@@ -249,15 +253,19 @@ def _backward(
         with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
             with place.autocast():
                 known = kept.of(share or group[:1], batch) if kept is not None else None
-                total, losses = parallel(*batch.tensors, counts, known)
+                total, losses = parallel(*batch, counts, known)
             (total * (weight * place.world)).backward()
-        parts = losses * weight if parts is None else parts + losses * weight
-    assert parts is not None
+        parts += losses * weight
     return parts
 
 
 def _save(
-    options: TrainOptions, wrapped: Any, model: nn.Module, identity: BaseIdentity, rows: int, history: list[list[float]]
+    options: TrainOptions,
+    wrapped: Any,
+    streams: Streams | None,
+    identity: BaseIdentity,
+    rows: int,
+    history: list[list[float]],
 ) -> None:
     """Write PEFT's files (LoRA in float16) and the streams (float32)."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -269,7 +277,6 @@ def _save(
             config.base_model_name_or_path = Path(options.model).name
         wrapped.save_pretrained(str(options.out), save_embedding_layers=False)  # "auto" asks the hub
         (options.out / "README.md").unlink(missing_ok=True)
-    streams = model.streams if isinstance(model, StreamModel) else None
     if streams is None:
         return
     tail = history[-50:]

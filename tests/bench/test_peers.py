@@ -170,13 +170,10 @@ def test_a_worker_that_fails_or_dies_is_an_error_that_says_why(fake: str) -> Non
 
 
 def test_what_workers_do_is_no_load_of_others(fake: str) -> None:
-    with Worker(arm(fake, "one")) as worker, LoadWatch([worker.pid]) as watch:
+    with Worker(arm(fake, "one")) as worker:
+        watch = LoadWatch([worker.pid])
         worker.answer([4], 20)
-    assert watch.load is not None and 0 <= watch.load.others <= 1
-    worker = Worker(arm(fake, "two"))
-    with pytest.raises(SSDeviceError, match="it broke"), LoadWatch([worker.pid]):
-        worker.answer([99], 2)  # and not that its time cannot be read
-    worker.close()
+        assert 0 <= watch.load().others <= 1
 
 
 def test_peers_offer_plain_and_lookup_arms_for_the_files_that_are_there(tmp_path: Path) -> None:

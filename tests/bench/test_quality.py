@@ -95,6 +95,8 @@ def test_metric_is_chosen_by_the_data() -> None:
     assert choose_metric([worked, worked]) == "final_answer"
     assert choose_metric([query, described]) == "rouge"
     assert choose_metric([query]) == choose_metric([worked, query]) == choose_metric([]) == "exact_match"
+    assert choose_metric([query, Example("p")]) is None
+    assert choose_metric([query], "rouge") == choose_metric([Example("p")], "rouge") == "rouge"
 
 
 def test_wrong_input_is_named() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.against_bundle import Agreement, against_bundle, check_same_model
+from ssdevice.bench.against_bundle import Agreement, against_bundle
 from ssdevice.bench.equality import Difference
 from ssdevice.bundle.manifest import Precision
-from ssdevice.errors import InputError
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.runtime.engine import EngineOptions
 from tests.commands.test_run import call
@@ -62,13 +61,10 @@ def test_only_between_float32_bundles_is_a_difference_a_fault() -> None:
     assert agreement(0.4, 3.0, Precision.FP32, Precision.INT8).faults() == []
 
 
-def test_a_bundle_of_another_base_is_refused() -> None:
-    manifest = tiny.tiny_bundle("fp32").manifest
-    model = dataclasses.replace(manifest.model, sha256="0" * 64)
-    apps = tuple(dataclasses.replace(app, base_sha256=model.sha256) for app in manifest.apps)
-    other = dataclasses.replace(manifest, model=model, apps=apps)
-    with pytest.raises(InputError, match="of another base: sha256 000000000000"):
-        check_same_model(manifest, other)
+def test_a_bundle_of_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = tiny.tiny_bundle("fp32"), tiny.bundle_of_another_base(tmp_path / "other")
+    assert call("verify", str(mine.folder), "--against", str(other), "--threads", "1") == 2
+    assert f"--against {other}: its base model is 000000000000" in capsys.readouterr().err
 
 
 def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None:

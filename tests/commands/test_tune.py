@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer
 from ssdevice.bench.tuning import choices, observe
-from ssdevice.bundle.folder import BundleWriter
 from ssdevice.commands.tune import WIDTH, _tree
 from ssdevice.config import Schedule, to_json
 from ssdevice.errors import ConfigError, InputError
@@ -146,7 +145,7 @@ def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixt
     assert call("tune", bundle, *arguments, "--write-cost-table", str(tmp_path / "t.json")) == 2
     replace(table(StepCost(2, FUSED, 4.0)), gamma=2).write(costs)
     assert call("tune", bundle, *arguments) == 2
-    assert "phone.json: measured with γ 2, the bundle has 3" in capsys.readouterr().err
+    assert "phone.json: its γ is 2, that of the bundle is 3" in capsys.readouterr().err
 
 
 def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,12 +176,7 @@ def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_costs_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, other = tiny.tiny_bundle("fp32"), tmp_path / "other"
-    with BundleWriter(other) as writer:
-        writer.add_bundle(mine)
-        model = replace(mine.manifest.model, sha256="0" * 64)
-        apps = tuple(replace(app, base_sha256="0" * 64) for app in mine.manifest.apps)
-        writer.commit(replace(mine.manifest, model=model, apps=apps))
+    mine, other = tiny.tiny_bundle("fp32"), tiny.bundle_of_another_base(tmp_path / "other")
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "hello"}\n', "utf-8")
     assert call("tune", str(mine.folder), "--data", str(data), "--cost-of", str(other)) == 2

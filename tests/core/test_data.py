@@ -88,7 +88,7 @@ def test_streams_without_reading_ahead(tmp_path: Path) -> None:
         (b'{"prompt": " \\n", "completion": "b"}', "line 2: 'prompt' is empty"),
         (b'{"prompt": "a", "completion": ""}', "line 2: 'completion' is empty"),
         (b'{"prompt": "a", "completoin": "b"}', "line 2: unknown key 'completoin', did you mean 'completion'"),
-        (b'{"prompt": "a", "completion": "b", "zzz": 1}', "line 2: unknown key 'zzz'; known keys: prompt"),
+        (b'{"prompt": "a", "completion": "b", "zzz": 1}', "line 2: unknown key 'zzz'; known keys are prompt"),
         (b'{"prompt": "a", "prompt": "a", "completion": "b"}', "line 2: key .prompt. appears twice"),
         (b'{"prompt": "a", "completion": "b", "references": "r"}', "line 2: 'references' is str"),
         (b'{"prompt": "a", "completion": "b", "references": ["r", 1]}', r"line 2: references\[1\] is int"),

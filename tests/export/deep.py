@@ -107,6 +107,9 @@ class Artifact:
         self.names = followed(self.model, False, job.plan.schedule)
         self.spoil: Callable[[str, dict[str, Array]], None] = lambda *_: None
 
+    def close(self) -> None:
+        pass
+
     def spell(self, parameter: str) -> str:
         """See Shown."""
         return parameter

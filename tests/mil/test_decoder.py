@@ -64,19 +64,6 @@ def test_the_package_describes_itself(converted: Converted) -> None:
     assert unsupported(package) == []
 
 
-def test_a_copied_state_is_a_place_to_return_to(converted: Converted) -> None:
-    _, package = converted
-    program = Program(package)
-    state = program.make_state()
-    (first, _), (second, _), *_ = steps()
-    program.run("main", {"tokens": first, "length": np.array([0], np.int32)}, state)
-    kept = state.copy()
-    following = {"tokens": second, "length": np.array([ROWS], np.int32)}
-    once = program.run("main", following, state)
-    again = program.run("main", following, kept)
-    np.testing.assert_array_equal(once["logits"], again["logits"])
-
-
 def test_a_length_beyond_the_cache_is_not_clamped(converted: Converted) -> None:
     program = Program(converted[1])
     tokens = np.zeros((1, ROWS), np.int32)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.config import StreamConfig
 from ssdevice.tree import Tree
 from tests.once import made_once
@@ -86,3 +87,14 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
         export_bundle(options, lambda *_: None)
 
     return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}", export))
+
+
+def bundle_of_another_base(out: Path) -> Path:
+    """A copy of the bundle whose manifest names other base weights."""
+    mine = tiny_bundle()
+    model = replace(mine.manifest.model, sha256="0" * 64)
+    apps = tuple(replace(app, base_sha256=model.sha256) for app in mine.manifest.apps)
+    with BundleWriter(out) as writer:
+        writer.add_bundle(mine)
+        writer.commit(replace(mine.manifest, model=model, apps=apps))
+    return out

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
-from ssdevice.text.stream import PATIENCE
-from ssdevice.text.tokenizer import ChatTokenizer, StopStrings, TextOutput, TextStream, user_content
+from ssdevice.text.stream import PATIENCE, StopStrings, TextOutput, TextStream
+from ssdevice.text.tokenizer import ChatTokenizer, user_content
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
@@ -381,13 +381,12 @@ def test_the_first_stop_string_is_found_however_text_arrives(text: str, stops: l
         assert expected.startswith(given_out)
     assert given_out + finder.flush() == expected
     assert (finder.stop is not None) == bool(ends)
-    assert finder.cut == (len(expected) if ends else None)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_and_no_more() -> None:
     finder = StopStrings(["\n\nUser:"])
     assert [finder.push(piece) for piece in ("one\n", "two\n\n", "Us", "e it\n")] == ["one", "\ntwo", "", "\n\nUse it"]
-    assert finder.flush() == "\n" and finder.cut is None
+    assert finder.flush() == "\n" and finder.stop is None
     with pytest.raises(ConfigError, match="stop string is empty"):
         StopStrings(["a", ""])
 

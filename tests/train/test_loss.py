@@ -125,7 +125,7 @@ def test_kept_main_rows_give_the_same_loss_and_gradients() -> None:
         grads = []
         for known in (kept.of(group, data), None):
             model.zero_grad()
-            loss(*data.tensors, None, known)[0].backward()
+            loss(*data, None, known)[0].backward()
             grads.append({name: p.grad for name, p in model.streams.named_parameters()})
         for name, value in grads[1].items():
             torch.testing.assert_close(grads[0][name], value, rtol=1e-4, atol=1e-6, msg=name)

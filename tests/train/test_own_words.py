@@ -17,7 +17,7 @@ from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample
-from ssdevice.train.distill import Key, written
+from ssdevice.train.distill import written
 from ssdevice.train.place import Place
 from ssdevice.train.self_prompt import FILE, distinct
 from ssdevice.train.vocabulary import covered, draft_ids
@@ -31,6 +31,7 @@ class Alone:
         self.wait_for_everyone = wait
 
 
+Key = int | tuple[int, ...]
 PLACE = Place(torch.device("cpu"), rank=0, world=1, bf16=False, state=Alone())
 KEYS: list[Key] = [(1, 2), (3,), (1, 2), 7, (4,)]
 
@@ -49,20 +50,22 @@ def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path
     barrier = threading.Barrier(2)
     both = [Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait)) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
-        one, found = pool.map(lambda place: written(place, store, KEYS, writer(asked), lambda *_: None), both)
+        one, found = pool.map(
+            lambda place: written(place, store, KEYS, writer(asked), lambda *_: None, "answers"), both
+        )
     assert one == found
     assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     assert len(lines) == 4 and found.keys() == set(KEYS)
     assert [p.name for p in store.parent.iterdir()] == ["answers.jsonl"]
-    assert written(PLACE, store, KEYS, writer(asked), lambda *_: None) == found
+    assert written(PLACE, store, KEYS, writer(asked), lambda *_: None, "answers") == found
     assert len(asked) == 4, "nothing was asked for twice"
 
 
 def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
     (tmp_path / "answers.1.part").write_text('{"of": [3], "ids": [9]}\n{"of": [1, 2], "i')
     asked = list[Key]()
-    found = written(PLACE, tmp_path / "answers.jsonl", KEYS, writer(asked), lambda *_: None)
+    found = written(PLACE, tmp_path / "answers.jsonl", KEYS, writer(asked), lambda *_: None, "answers")
     assert found[(3,)] == [9] and (3,) not in asked and len(asked) == 3
 
 

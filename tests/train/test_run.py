@@ -95,6 +95,7 @@ def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys
     assert names == {"adapter_config.json", "adapter_model.safetensors", "streams.json", "streams.safetensors"}
     lora = json.loads((tmp_path / "abc" / "adapter_config.json").read_text("utf-8"))
     assert lora["base_model_name_or_path"] == base.name  # not where it lies on this machine
+    assert len({p.stat().st_mode for p in (tmp_path / "abc").iterdir()}) == 1, "who reads one file reads all"
 
 
 def test_killed_run_goes_on_to_the_same_weights(

@@ -46,11 +46,7 @@ class Comparison:
         plain = next((other for other in self.rows if other.arm.name == row.arm.plain), None)
         if plain is None:
             return None
-        return [
-            at
-            for at, expected in enumerate(plain.measured.answers)
-            if any(answers[at].tokens != expected.tokens for answers in row.measured.rounds)
-        ]
+        return row.measured.differing(plain.measured)
 
     @property
     def fastest_plain_peer(self) -> Row | None:
@@ -97,13 +93,13 @@ def compare(
         for worker in track(report, "warm up", workers):
             for prompt in prompts[:WARM_UP_PROMPTS]:
                 worker.answer(prompt, options.max_tokens)
-        with LoadWatch([worker.pid for worker in workers]) as watch:
-            for number, at, lane in take_turns(options.rounds, len(prompts), len(workers), report):
-                sleep(SETTLE_SECONDS)
-                measured[lane].add(number, workers[lane].answer(prompts[at], options.max_tokens))
-        assert watch.load is not None
+        watch = LoadWatch([worker.pid for worker in workers])
+        for number, at, lane in take_turns(options.rounds, len(prompts), len(workers), report):
+            sleep(SETTLE_SECONDS)
+            measured[lane].add(number, workers[lane].answer(prompts[at], options.max_tokens))
+        load = watch.load()
         rows = [
             Row(worker.arm, found, worker.version, worker.weights, worker.resident_mb(), worker.peak_mb)
             for worker, found in zip(workers, measured, strict=True)
         ]
-    return Comparison(rows, skipped, watch.load)
+    return Comparison(rows, skipped, load)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
-from ssdevice.contract import PLAIN, STEP
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 if TYPE_CHECKING:
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup, label: str) -> Offers:
     """The arms of a bundle's app (None: its default app). ``label``: what the bundle is called in the table."""
+    from ssdevice.bench.runner import available_modes  # here: a worker does not need it
+
     found = bundle.app(app)
-    functions = found.functions or bundle.functions
+    available = available_modes(bundle.function_names(app))
     plain = f"{label}, plain"
-    modes = {plain: "plain" if PLAIN in functions else "plain_step"}
-    if STEP in functions and found.mode is not None:
-        modes[f"{label}, {SPECULATIVE}"] = SPECULATIVE
-        if PLAIN in functions:
-            modes[f"{label}, {ADAPTIVE}"] = ADAPTIVE
+    modes = {plain: available[0]}
+    if found.mode is not None:
+        modes |= {f"{label}, {mode}": mode for mode in (SPECULATIVE, ADAPTIVE) if mode in available}
     engine = asdict(options) | {"threads": setup.threads}
     for name, mode in modes.items():
         yield Arm(

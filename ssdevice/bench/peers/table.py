@@ -9,7 +9,7 @@ from dataclasses import asdict
 from ssdevice import __version__
 from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
-from ssdevice.bench.report import heading, per_prompt, processor, prompts_of
+from ssdevice.bench.report import bounds, heading, per_prompt, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
 
 
@@ -89,8 +89,7 @@ def as_markdown(report: Json) -> str:
     for name, arm in report["arms"].items():
         ratio = arm["over_fastest_plain_peer"]
         if arm["ours"] and ratio is not None:
-            bounds = f" ({ratio['low']:.2f}..{ratio['high']:.2f})" if ratio["low"] is not None else ""
-            lines.append(f"- {name}: {ratio['estimate']:.2f}x{bounds} as fast by token as {fastest}")
+            lines.append(f"- {name}: {ratio['estimate']:.2f}x{bounds(ratio)} as fast by token as {fastest}")
     reasons: dict[str, list[str]] = {}
     for name, reason in report["skipped"].items():
         reasons.setdefault(reason, []).append(name)

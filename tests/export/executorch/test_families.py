@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("executorch")
 
-from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
 from ssdevice.export.executorch.lowering import constants_of, lower
@@ -62,7 +61,7 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     options = SimpleNamespace(chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, (), SCHEMA_VERSION), lambda *_: None)
+    lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, ()), lambda *_: None)
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
     windows = windows_of(model)
@@ -83,8 +82,7 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     options = SimpleNamespace(quant=Quant.FP16, chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    constants = constants_of(geometry, (), SCHEMA_VERSION)
-    lowered, _ = executorch_coreml.lower(model, plan, specs, constants, lambda *_: None)
+    lowered, _ = executorch_coreml.lower(model, plan, specs, constants_of(geometry, ()), lambda *_: None)
     file = tmp_path / "model.pte"
     file.write_bytes(lowered.data)
     assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.delegations.values())

@@ -15,7 +15,6 @@ from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch import exporter as target
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, ExecutorchExporter
-from ssdevice.export.executorch.graph import delegation, worthwhile
 from ssdevice.export.executorch.lowering import Lowered
 from ssdevice.export.plan import FOLDED, ExportJob, Quant, TargetFile, TargetResult
 from ssdevice.model.step import StreamModel
@@ -86,7 +85,6 @@ def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
     for note in notes:
         inside, outside = (int(part.split()[0]) for part in (note.split(": ")[1], note.split("delegates, ")[1]))
         assert inside > outside, note
-    assert worthwhile.__doc__ and delegation.__doc__
 
 
 @pytest.mark.parametrize(("schedule", "folded"), [(Schedule.DEFERRED, True), (Schedule.FUSED, False)])

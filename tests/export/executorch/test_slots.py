@@ -22,7 +22,7 @@ from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError
 from ssdevice.export.executorch.exporter import ExecutorchExporter
-from ssdevice.export.executorch.slots import SlotFactors, check_apps
+from ssdevice.export.executorch.slots import SlotFactors
 from ssdevice.export.plan import Quant, make_plan
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.engine import EngineOptions, open_engine
@@ -202,9 +202,8 @@ def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
     lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
     apps = (*programs.two_apps(Mode.SHARED), ("quiet", lossless))
-    plan = make_plan(replace(options, model=str(base), adapters=apps), ExecutorchExporter())
     with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):
-        check_apps(plan)
+        make_plan(replace(options, model=str(base), adapters=apps), ExecutorchExporter())
 
 
 def test_factors_filled_up_with_zeros_compute_the_same() -> None:

@@ -172,6 +172,8 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--adapter", "a={adapter}", "--context", "7"], "cannot hold"),
         (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk is 0"),
         (["--quant", "fp16"], "has no fp16 form"),
+        (["--schedule", "fused"], "--schedule needs an adapter with streams"),
+        (["--adapter", "a={adapter}", "--adapter-precision", "fp16"], "merged, unless with --slots"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(
