@@ -104,6 +104,11 @@ class Measured:
         )
 
     @property
+    def ms_per_step(self) -> Spread:
+        """Milliseconds of a step, with the host's work; 0 without steps."""
+        return self.per_round(lambda answers: _per_step(answers, sum(a.decode_seconds for a in answers) * 1e3))
+
+    @property
     def native_ms_per_step(self) -> Spread:
         """Milliseconds of a step inside the target's runtime."""
         return self.per_round(lambda answers: _per_step(answers, sum(a.native_seconds for a in answers) * 1e3))
@@ -174,12 +179,12 @@ def measure_beside(
     acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:
         for i, name in lanes:
-            _answer(sessions[i], ids[i], name, options.max_tokens, None)
+            timed_answer(sessions[i], ids[i], name, options.max_tokens)
     watch = LoadWatch()
     for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
         i, name = lanes[lane]
         counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-        modes[i][name].add(number, _answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
+        modes[i][name].add(number, timed_answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
     load, skipped = watch.load(), len(examples) - len(kept)
     return [BenchResult(kept, found, counts, load, skipped) for found, counts in zip(modes, acceptance, strict=True)]
 
@@ -222,7 +227,10 @@ def _prompts(
     return kept, prompts
 
 
-def _answer(session: Session, ids: list[int], mode: str, max_tokens: int, acceptance: Acceptance | None) -> Generation:
+def timed_answer(
+    session: Session, ids: Sequence[int], mode: str, max_tokens: int, acceptance: Acceptance | None = None
+) -> Generation:
+    """An answer with its times; what its drafts were worth is added to ``acceptance``."""
     session.reset()  # nothing of the prompt is in the cache
     steps = [
         (run.drafts.tolist(), len(run.tokens))

@@ -11,6 +11,7 @@ from time import perf_counter
 from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer, forcer, plain_of
 from ssdevice.bench.machine import cpu_name, instructions
+from ssdevice.bench.runner import Measured, take_turns, timed_answer
 from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
@@ -87,19 +88,24 @@ def measure_costs(
     has a second token.
     """
     session, first = bundles[0]
-    lanes = [(each, SPECULATIVE) for each, _ in bundles]
-    lanes += [(each, "plain") for each, _ in bundles if PLAIN in each.engine.functions][:1]
-    spent = [Spent() for _ in lanes]
-    for each, mode in lanes:
-        Spent().answer(each, prompts[0], mode, max_tokens)  # the first call opens a graph
-    for at, prompt in enumerate(track(report, "time steps", prompts)):
-        for turn in range(len(lanes)):
-            lane = (at + turn) % len(lanes)
-            spent[lane].answer(lanes[lane][0], prompt, lanes[lane][1], max_tokens)
+    lanes = [(each, Measured(SPECULATIVE)) for each, _ in bundles]
+    lanes += [(each, Measured("plain")) for each, _ in bundles if PLAIN in each.engine.functions][:1]
+    for each, measured in lanes:
+        timed_answer(each, prompts[0], measured.name, max_tokens)  # the first call opens a graph
+
+    def progress(_: str, done: int, total: int, __: str) -> None:
+        report("time steps", done, total, "")
+
+    for number, at, lane in take_turns(1, len(prompts), len(lanes), progress):
+        each, measured = lanes[lane]
+        measured.add(number, timed_answer(each, prompts[at], measured.name, max_tokens))
+    costs = [round(measured.ms_per_step.median, DIGITS) for _, measured in lanes]
+    if not all(costs):
+        raise InputError("no answer has a second token, so there is no step to time")
     steps: dict[tuple[int, Schedule], float] = {}
-    for (each, manifest), found in zip(bundles, spent, strict=False):
+    for (each, manifest), cost in zip(bundles, costs, strict=False):
         key = each.engine.geometry.tree.size, manifest.schedule
-        steps[key] = min(steps.get(key, float("inf")), found.ms_per_step)
+        steps[key] = min(steps.get(key, float("inf")), cost)
     chunk = min(session.engine.geometry.chunk, session.engine.geometry.context)
     return CostTable(
         device=cpu_name(),
@@ -112,32 +118,10 @@ def measure_costs(
         gamma=first.geometry.gamma,
         msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
-        plain_ms=spent[-1].ms_per_step if len(lanes) > len(bundles) else None,
+        plain_ms=costs[-1] if len(lanes) > len(bundles) else None,
         prefill_tokens=chunk,
         prefill_ms=_time_prefill(session.engine.new_conversation(), chunk),
     )
-
-
-@dataclass
-class Spent:
-    """Seconds and steps of answers, without their prefill."""
-
-    seconds: float = 0.0
-    steps: int = 0
-
-    def answer(self, session: Session, prompt: Sequence[int], mode: str, max_tokens: int) -> None:
-        """Answer a prompt and add what it took."""
-        for _ in session.runs(prompt, max_tokens=max_tokens, mode=mode):
-            pass
-        self.seconds += session.last.decode_seconds
-        self.steps += session.last.steps
-
-    @property
-    def ms_per_step(self) -> float:
-        """Milliseconds of a step on average."""
-        if not self.steps:
-            raise InputError("no answer has a second token, so there is no step to time")
-        return round(self.seconds / self.steps * 1e3, DIGITS)
 
 
 def _time_prefill(conversation: Conversation, chunk: int) -> float:
