@@ -180,6 +180,11 @@ class Tree:
         """A = depth + 1, the most tokens one step can emit."""
         return self.depth + 1
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every depth has one node. The nodes of an accepted path are then the first ones."""
+        return self.size == self.emitted
+
     @cached_property
     def _index(self) -> dict[Ranks, int]:
         return {path: i for i, path in enumerate(self.paths)}

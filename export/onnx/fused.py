@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Marked, producer, shape_of, source_of
+from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Marked, Shape, producer, shape_of, source_of
 from ssdevice.export.onnx.graph import JOIN, WIDTH
 from ssdevice.runtime.onnx.kernels import ADD_NORM, DOMAIN, GATED_SILU, ROTARY_SPLIT, TREE_ATTENTION
 
@@ -135,15 +135,24 @@ def _past_and_new(edit: Editor, joined: ir.Node) -> list[ir.Value | None]:
     """The rows of the cache and the new ones, which the operator takes with a leading dimension of one as well."""
     past, *new = joined.inputs
     if len(new) == 1:
-        view = _viewed(new[0])
-        shape = shape_of(view)
-        whole = shape is not None and len(shape) == 3 and shape[0] == 1 and shape[1:] == shape_of(new[0])
-        return [past, view if whole else new[0]]
-    sizes = [shape_of(value) for value in new]
-    rows = [shape[0] if shape is not None else None for shape in sizes]
+        return [past, _row_view(new[0]) or new[0]]
+    whole = [_row_view(value) for value in new]
+    lead: Shape = (1,) if None not in whole else ()
+    parts = whole if lead else new
+    sizes = [shape_of(value) for value in parts]
+    rows = [shape[-2] if shape is not None else None for shape in sizes]
     width = (shape_of(joined.outputs[0]) or (None,))[-1]
     total = None if None in rows else sum(size or 0 for size in rows)
-    return [past, edit.insert(joined, "Concat", new, (total, width), joined.outputs[0].dtype, {"axis": 0})]
+    kind, attributes = joined.outputs[0].dtype, {"axis": len(lead)}
+    return [past, edit.insert(joined, "Concat", parts, (*lead, total, width), kind, attributes)]
+
+
+def _row_view(value: ir.Value | None) -> ir.Value | None:
+    """The ``[1, S, W]`` of which a value ``[S, W]`` is a view."""
+    view = _viewed(value)
+    shape = shape_of(view)
+    same = shape is not None and len(shape) == 3 and shape[0] == 1 and shape[1:] == shape_of(value)
+    return view if same else None
 
 
 def _viewed(value: ir.Value | None) -> ir.Value | None:

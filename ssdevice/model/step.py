@@ -166,11 +166,14 @@ class StepModule(nn.Module):
         logits = model.backbone.head(h)[0]
         predicted = argmax(logits)
         end = self._verify(tokens, predicted)
-        path = self.paths.index_select(0, end)[0]
         depth = self.depths.index_select(0, end)
 
-        # Commit: only the rows of the accepted path leave the step.
-        rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows + msa_rows]
+        # Commit: only what lies on the accepted path counts. In a chain it lies in front already.
+        rows = rows + msa_rows
+        if not tree.is_chain:
+            path = self.paths.index_select(0, end)[0]
+            predicted = predicted.index_select(0, path)
+            rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows]
 
         # Draft: the streams of the end node write the next tree.
         if fused:
@@ -178,7 +181,7 @@ class StepModule(nn.Module):
             drafts = model.best(by_node.index_select(0, end), self.k)
         elif model.streams is not None:
             drafts = model.draft_after(middle.index_select(1, end), length, depth, past, rows, self.k)
-        return Step(predicted.index_select(0, path), depth + 1, drafts, rows, logits)
+        return Step(predicted, depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
         """``[1, 1, T, P + T]`` by window: committed rows, then ancestors and the node itself (2402.11131 eq. 4)."""

@@ -21,6 +21,38 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
+class TokenTexts:
+    """What single tokens of a tokenizer say. Remembered, because the library takes some ten microseconds per text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from tokenizers.decoders import ByteLevel
+
+        self.tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
+        self._bytes = isinstance(tokenizer.decoder, ByteLevel)  # a token then is bytes that depend on no other token
+        self._known: dict[int, str | None] = {}
+
+    def silent(self, token: int) -> bool:
+        """Whether the token has no text: it is special, or none of the vocabulary."""
+        return token in self._special or self.tokenizer.id_to_token(token) is None
+
+    def whole(self, token: int) -> str | None:
+        """The token's text, if it is whole characters that do not depend on the tokens around it; else None."""
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def _find(self, token: int) -> str | None:
+        if not self._bytes or self.silent(token):
+            return None
+        text = self.decode([token])
+        return None if UNDECODED in text else text
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, none of them silent."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
 class TextStream:
     """Text of a growing sequence of ids, special tokens left out.
 
@@ -32,9 +64,9 @@ class TextStream:
     with a space), so a token costs the same however long the answer is.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = special_ids(tokenizer)
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._decode, self._silent = texts.decode, texts.silent
         self._reset()
 
     def _reset(self) -> None:
@@ -45,6 +77,11 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these further ids settle, often empty."""
+        if ids and len(self._ids) == self._settled:
+            pieces = [piece for i in ids if (piece := self._texts.whole(i)) is not None]
+            if len(pieces) == len(ids):
+                self._settle([ids[-1]], pieces[-1])
+                return "".join(pieces)
         if len(ids) > 1 and (piece := self._push_whole(ids)) is not None:
             return piece
         # One by one: the text of a run may have no clean end anywhere but within it.
@@ -59,23 +96,22 @@ class TextStream:
         if text.endswith(UNDECODED) or len(text) <= self._sent:
             return None
         piece = text[self._sent :]
-        self._ids, self._settled, self._sent, self._patience = run, len(run), len(self._decode(run)), PATIENCE
+        self._settle(run, self._decode(run))
         return piece
 
-    def _silent(self, token: int) -> bool:
-        # Tokens without text would leave the window without a token that decides about the space before a word.
-        return token in self._special or self._tokenizer.id_to_token(token) is None
+    def _settle(self, ids: list[int], text: str) -> None:
+        """Begin a new window with ids whose text is out."""
+        self._ids, self._settled, self._sent, self._patience = ids, len(ids), len(text), PATIENCE
 
     def _push(self, token: int) -> str:
-        if self._silent(token):
+        if self._silent(token):  # it would not decide about the space before a word
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
         whole = text.rstrip(UNDECODED)
         piece = whole[self._sent :]
         if len(whole) == len(text) > self._sent:
-            self._ids = self._ids[self._settled :]
-            self._settled, self._sent, self._patience = len(self._ids), len(self._decode(self._ids)), PATIENCE
+            self._settle(self._ids[self._settled :], self._decode(self._ids[self._settled :]))
             return piece
         self._sent = max(self._sent, len(whole))
         if len(self._ids) - self._settled >= self._patience:
@@ -100,9 +136,6 @@ class TextStream:
                 return piece
         self._patience *= 2
         return ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class StopStrings:

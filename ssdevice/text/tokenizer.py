@@ -20,7 +20,7 @@ from ssdevice.text.chat_template import (
     read_template,
 )
 from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
-from ssdevice.text.stream import StopStrings, TextOutput, TextStream, special_ids
+from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -176,6 +176,10 @@ class ChatTokenizer:
         return self.encode(opening), end
 
     @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
+
+    @cached_property
     def _head(self) -> tuple[str, list[int]]:
         head = self._template.render(PROMPT, add_generation_prompt=True)
         return head, self.encode(head)
@@ -211,7 +215,7 @@ class ChatTokenizer:
 
     def stream(self) -> TextStream:
         """A new TextStream over this tokenizer."""
-        return TextStream(self.tokenizer)
+        return TextStream(self._texts)
 
     def output(self, stops: Sequence[str] = ()) -> TextOutput:
         """A new TextOutput that ends at ``stop_ids`` and at the strings ``stops``."""

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
-from ssdevice.text.stream import PATIENCE, StopStrings, TextOutput, TextStream
+from ssdevice.text.stream import PATIENCE, StopStrings, TextOutput, TextStream, TokenTexts
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
 
 CHATML = """{%- for message in messages %}
@@ -300,7 +300,7 @@ def test_pieces_concatenate_to_the_whole_text(name: str, text: str, data: st.Dat
         ids.insert(data.draw(st.integers(0, len(ids))), tokenizer.token_to_id("<|im_end|>"))
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     assume(name == "byte_level" or whole.count("\ufffd") == text.count("\ufffd"))  # a special token split a character
-    stream = TextStream(tokenizer)
+    stream = TextStream(TokenTexts(tokenizer))
     given_out = ""
     for run in runs_of(ids, data):
         piece = stream.push(run)
@@ -314,7 +314,7 @@ def test_pieces_concatenate_to_the_whole_text(name: str, text: str, data: st.Dat
 @given(values=st.lists(st.integers(0, 339), max_size=60), data=st.data())
 def test_any_ids_of_a_byte_level_tokenizer_give_their_text(values: list[int], data: st.DataObject) -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    stream = TextStream(tokenizer)
+    stream = TextStream(TokenTexts(tokenizer))
     pieces = [stream.push(run) for run in runs_of(values, data)]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(values, skip_special_tokens=True)
 
@@ -326,7 +326,7 @@ def test_any_ids_of_a_byte_level_tokenizer_give_their_text(values: list[int], da
 def test_broken_bytes_give_their_text_and_do_not_pile_up(values: list[int]) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = [tokenizer.token_to_id(CHARACTERS[value]) for value in values]
-    stream = TextStream(tokenizer)
+    stream = TextStream(TokenTexts(tokenizer))
     text = ""
     for i in ids:
         text += stream.push([i])
@@ -336,7 +336,7 @@ def test_broken_bytes_give_their_text_and_do_not_pile_up(values: list[int]) -> N
 
 def test_characters_over_several_tokens_appear_whole() -> None:
     for name, tokenizer in TOKENIZERS.items():
-        stream = TextStream(tokenizer)
+        stream = TextStream(TokenTexts(tokenizer))
         pieces = [stream.push([i]) for i in tokenizer.encode("a 🙂 b", add_special_tokens=False).ids]
         assert "".join(pieces) + stream.flush() == "a 🙂 b", name
         assert [piece.strip() for piece in pieces if "🙂" in piece] == ["🙂"], name
@@ -348,6 +348,7 @@ def test_work_per_token_does_not_grow_with_the_answer() -> None:
 
     class Counting:
         get_added_tokens_decoder, id_to_token = tokenizer.get_added_tokens_decoder, tokenizer.id_to_token
+        decoder = tokenizer.decoder
 
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             nonlocal longest
@@ -355,7 +356,7 @@ def test_work_per_token_does_not_grow_with_the_answer() -> None:
             return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     text = "the answer 你好 🙂 " * 50
-    stream = TextStream(Counting())  # type: ignore[arg-type]
+    stream = TextStream(TokenTexts(Counting()))  # type: ignore[arg-type]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert "".join(stream.push([i]) for i in ids) + stream.flush() == text
     assert longest < 20 < len(ids)
@@ -400,7 +401,7 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
     stops = data.draw(st.lists(st.sampled_from([": ", "好", "🙂", "the e", "zz", "er"]), max_size=3))
 
     def output(runs: list[list[int]]) -> tuple[str, int, bool, str | None]:
-        answer, text, used = TextOutput(TextStream(tokenizer), [eos], StopStrings(stops)), "", 0
+        answer, text, used = TextOutput(TextStream(TokenTexts(tokenizer)), [eos], StopStrings(stops)), "", 0
         for run in runs:
             emission = answer.push(run)
             text, used = text + emission.text, used + emission.used
