@@ -256,12 +256,17 @@ class Manifest(Ruled):
             if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
                 raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(entry.size for entry in self.files.values())
+
     def check_files(self) -> None:
         """Raise ConfigError unless ``files`` have safe, distinct names, and apps and roles refer only to them."""
         if not self.files:
             raise ConfigError("files: the bundle lists none")
         folders = check_paths(self.files)
-        if sum(entry.size for entry in self.files.values()) > MAX_FILE_BYTES:
+        if self.total_bytes > MAX_FILE_BYTES:
             raise ConfigError(f"files: more than {MAX_FILE_BYTES} bytes together")
         for role, path in self.roles.items():
             if path not in self.files and path not in folders:

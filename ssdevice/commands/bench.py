@@ -155,7 +155,7 @@ def _report(
         schedule=manifest.schedule.value,
         mode=manifest.mode.value if manifest.mode else None,
         geometry=session.engine.geometry,
-        model_bytes=sum(entry.size for entry in manifest.files.values()),
+        model_bytes=manifest.total_bytes,
         parameters=manifest.model.parameters,
         threads=args.threads,
         kernels=session.engine.kernels,

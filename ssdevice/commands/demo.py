@@ -111,7 +111,7 @@ def _export(args: argparse.Namespace, cast: Cast, out: Path) -> Bundle:
     clock = perf_counter()
     export.run(parser.parse_args(command, argparse.Namespace(quiet=args.quiet, debug=args.debug)))
     bundle = Bundle.open(out)
-    size = sum(entry.size for entry in bundle.manifest.files.values())
+    size = bundle.manifest.total_bytes
     print(f"{size / 1e6:.1f} MB in {perf_counter() - clock:.0f} s, compared with the torch reference.\n")
     return bundle
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     manifest = bundle.manifest
     summary = {
         "bundle": str(bundle.folder),
-        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "bytes": manifest.total_bytes,
         "functions": [spec.name for spec in manifest.functions],
         "parity": manifest.parity,
         "notes": list(manifest.notes),

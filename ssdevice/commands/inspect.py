@@ -89,7 +89,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "apps": app_rows(manifest),
         "stop_ids": list(manifest.chat.stop_ids),
         "files": {name: entry.size for name, entry in manifest.files.items()},
-        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "bytes": manifest.total_bytes,
         "calibrated_rows": manifest.calibrated_rows,
         "memory": memory(manifest),
         "parity": manifest.parity,

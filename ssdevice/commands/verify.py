@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive, prompts_of
+from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Mode
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, MissingExtraError, ParityError
@@ -100,6 +101,7 @@ def _numbers(
                 from ssdevice.bench.against_torch import agreement
             except ModuleNotFoundError as error:
                 raise MissingExtraError("export", error.name or "torch") from error
+            quiet_frameworks()
             torch_found = agreement(
                 bundle, args.app, args.model, args.adapter, prompts, result.answers, progress.report
             )

@@ -31,7 +31,7 @@ def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup
             name=name,
             module=__name__,
             settings=setup.settings(bundle=str(bundle.folder.resolve()), app=app, mode=mode, options=engine),
-            disk_bytes=sum(entry.size for entry in bundle.manifest.files.values()),
+            disk_bytes=bundle.manifest.total_bytes,
             plain=plain if name != plain else None,
             ours=True,
         )
