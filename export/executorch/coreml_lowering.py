@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
+from ssdevice.export.executorch.followed import Programs
 from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
@@ -53,8 +54,12 @@ def lower(
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
+    check: Callable[[Programs], None] = lambda _: None,
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """One program with every function of ``specs``, and notes on deviations from the requested precision."""
+    """One program with every function of ``specs``, and notes on deviations from the requested precision.
+
+    ``check`` is called with what was traced before the lowering changes it.
+    """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
@@ -77,6 +82,7 @@ def lower(
 
     with quiet_conversion(), quiet("executorch.backends.apple"):
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        check(programs)
         report(len(specs), "lower to Core ML")
         with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
             edge = to_edge(programs, partitioner, constants)

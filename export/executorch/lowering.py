@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
+from ssdevice.export.executorch.followed import Programs
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
@@ -68,13 +69,16 @@ def lower(
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
+    check: Callable[[Programs], None] = lambda _: None,
 ) -> Lowered:
     """One program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
 
-    The slots of a model are state too, and ``set_adapter`` fills them.
+    The slots of a model are state too, and ``set_adapter`` fills them. ``check`` is called with what was traced before
+    the lowering changes it.
     """
     with quiet(*NOISY), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        check(programs)
         slots = [name for name, _ in slots_of(model)]
         if slots:
             programs[SET_ADAPTER] = trace_set_adapter(model)
