@@ -16,7 +16,6 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids
-from ssdevice.export.executorch.followed import FollowedResult, Programs, follow_traced
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions
@@ -24,6 +23,7 @@ from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
+from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
@@ -66,7 +66,7 @@ class CoreMLDelegateExporter(Exporter):
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         tools = {name: version(name) for name in (*TOOLS, "coremltools")}
-        return FollowedResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools, followed=followed)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""
@@ -74,5 +74,4 @@ class CoreMLDelegateExporter(Exporter):
         with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
-            followed = result.followed if isinstance(result, FollowedResult) else {}
-            return {**followed, **check(job, driver, HALF_JITTER)}
+            return {**result.followed, **check(job, driver, HALF_JITTER)}

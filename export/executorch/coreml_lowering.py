@@ -16,7 +16,6 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.followed import Programs
 from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
@@ -28,6 +27,7 @@ from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct
 from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
 from ssdevice.export.mlprogram.weights import Compressed, compress_for
+from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm

@@ -24,7 +24,6 @@ from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.executorch.followed import FollowedResult, Programs, follow_traced
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
@@ -33,6 +32,7 @@ from ssdevice.export.executorch.slots import check_apps, filled, slot_model
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
+from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
@@ -47,7 +47,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class ExecutorchResult(FollowedResult):
+class ExecutorchResult(TargetResult):
     """``reference``: the model with the program's weights, of which a merged job keeps no others."""
 
     reference: StreamModel | None = None
@@ -120,7 +120,7 @@ class ExecutorchExporter(Exporter):
         reference = model.model if plan.merged else None
         tools = {name: version(name) for name in TOOLS}
         form = CacheForm.INTERNAL, CACHE_DTYPE
-        return ExecutorchResult(tuple(files), *form, tuple(notes), tools, apps, followed, reference)
+        return ExecutorchResult(tuple(files), *form, tuple(notes), tools, apps, followed, reference=reference)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
@@ -129,10 +129,10 @@ class ExecutorchExporter(Exporter):
         """
         plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
-        made = result if isinstance(result, ExecutorchResult) else None
-        facts = dict(made.followed) if made is not None else {}
+        facts = dict(result.followed)
         if plan.merged:
-            return {**facts, **_compare(job, file, plan, made.reference if made is not None else None)}
+            known = result.reference if isinstance(result, ExecutorchResult) else None
+            return {**facts, **_compare(job, file, plan, known)}
         for app in plan.apps:
             kept = result.apps[app.name]
             adapter = folder / kept.files[0] if kept.files else None

@@ -13,12 +13,12 @@ from torch.export import ExportedProgram
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.executorch.followed import Programs
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.model.step import StreamModel

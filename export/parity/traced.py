@@ -8,7 +8,8 @@ makes of a model: norms, rotary embedding, masks, attention, the cache and the v
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,43 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES, FunctionSpec, Geometry
-from ssdevice.export.parity.products import Array, Call, Product
+from ssdevice.export.parity.follow import follow
+from ssdevice.export.parity.products import Array, Bounds, Call, Product
+from ssdevice.export.plan import ExportJob
+from ssdevice.memory import free_memory
+from ssdevice.model.step import StreamModel
 
 MODEL = "module.model."
 """What the forms of the functions put before a parameter's name."""
 STORED = re.compile(r"\.parametrizations\.(\w+)\.original\d*$")
 """Ends the name of a parameter that is computed from others."""
-linear = torch.ops.aten.linear.default
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default: 0, aten.mm.default: 0, aten.addmm.default: 1}
+"""Operators that multiply rows with a matrix -> which argument the rows are; the matrix is the next one."""
+
+
+Programs = Mapping[str, ExportedProgram]
+"""The contract's functions -> what was traced for them."""
+
+
+def follow_traced(
+    job: ExportJob,
+    model: StreamModel,
+    specs: Mapping[str, FunctionSpec],
+    programs: Programs,
+    bounds: Bounds,
+    report: Callable[[str], None],
+) -> dict[str, float]:
+    """Follow programs with the model that was traced as the reference: facts as those of ``follow``.
+
+    ``specs``: of all functions. ``report`` is called with what is going on. Raises ParityError.
+    """
+    loaded = replace(job.loaded, model=model)
+    reference = replace(job, loaded=loaded, report=lambda _, __, ___, detail: report(f"check {detail}"))
+    shown = TracedShown(programs, specs, job.plan.geometry)
+    facts = follow(reference, shown, bounds)
+    shown.close()
+    return facts
 
 
 class TracedShown:
@@ -36,9 +67,7 @@ class TracedShown:
     dtype: type[np.generic] = np.float32
     slotted = False
 
-    def __init__(
-        self, programs: Mapping[str, ExportedProgram], specs: Mapping[str, FunctionSpec], geometry: Geometry
-    ) -> None:
+    def __init__(self, programs: Programs, specs: Mapping[str, FunctionSpec], geometry: Geometry) -> None:
         self.geometry, self.specs = geometry, specs
         self.programs = {name: Recorder(programs[name]) for name in specs}
 
@@ -65,20 +94,21 @@ class TracedShown:
     def close(self) -> None:
         """See Shown."""
         self.programs.clear()
+        free_memory()
 
 
 class Recorder(fx.Interpreter):
-    """Runs a traced program and keeps the rows and the result of every linear."""
+    """Runs a traced program and keeps the rows and the result of every product with a matrix of the model."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__(program.graph_module)
         self.program = program
-        signature = program.graph_signature
-        targets = {spec.arg.name: str(spec.target) for spec in signature.input_specs if spec.target is not None}
+        names = names_of(program)
         self.linears: list[tuple[str, fx.Node, fx.Node]] = []
         for node in program.graph.nodes:
-            if node.target is linear:
-                self.linears.append((weight_name(node.args[1], targets), rows_of(node.args[0]), node))
+            at = PRODUCTS.get(node.target)
+            if at is not None and node.args[at + 1] in names:
+                self.linears.append((names[node.args[at + 1]], rows_of(node.args[at]), node))
         self.wanted = {node for _, rows, result in self.linears for node in (rows, result)}
         self.seen: dict[fx.Node, Array] = {}
 
@@ -107,7 +137,7 @@ class Recorder(fx.Interpreter):
         return out, products
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, which is kept if it is read or made by a linear."""
+        """The value of a node, which is kept if a product reads it or makes it."""
         value = super().run_node(n)
         if n in self.wanted:
             self.seen[n] = value.reshape(-1, value.shape[-1]).numpy().copy()  # some models clamp it in place
@@ -115,19 +145,21 @@ class Recorder(fx.Interpreter):
 
 
 def rows_of(node: Any) -> fx.Node:
-    """The float rows that a linear reads: those before they are quantized."""
+    """The float rows that a product reads: those before they are quantized."""
     while "quantize" in str(node.target):
         node = node.args[0]
     found: fx.Node = node
     return found
 
 
-def weight_name(node: Any, targets: Mapping[str, str]) -> str:
-    """The name in the model of the parameter from which a matrix is computed.
-
-    ``targets``: the names of the tensors behind a program's inputs.
-    """
-    while node.op == "call_function":
-        node = node.args[0]
-    name = targets.get(node.name, str(node.target))
-    return STORED.sub(r".\1", name.removeprefix(MODEL))
+def names_of(program: ExportedProgram) -> dict[fx.Node, str]:
+    """The values that are computed only from parameters and buffers -> the model's name of the first of these."""
+    targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.target}
+    names: dict[fx.Node, str] = {}
+    for node in program.graph.nodes:
+        read = node.all_input_nodes
+        if node.op == "placeholder" and node.name in targets:
+            names[node] = STORED.sub(r".\1", targets[node.name].removeprefix(MODEL))
+        elif node.op == "call_function" and read and all(one in names for one in read):
+            names[node] = names[read[0]]
+    return names

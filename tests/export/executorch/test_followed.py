@@ -21,12 +21,11 @@ from ssdevice.contract import PREFILL, CacheForm, functions
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch import lowering
 from ssdevice.export.executorch.exporter import ExecutorchExporter
-from ssdevice.export.executorch.followed import follow_traced
 from ssdevice.export.executorch.quantization import held_values, quantized
 from ssdevice.export.parity.follow import Walk
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.reference import random_prompt
-from ssdevice.export.parity.traced import Recorder, TracedShown
+from ssdevice.export.parity.traced import Recorder, TracedShown, follow_traced
 from ssdevice.export.plan import ExportJob, Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE
