@@ -59,7 +59,7 @@ class CoreAIExporter(Exporter):
                     programs[name] = trace(spec, model, one.plan)
                 own = {function: programs[name] for function, name in table[app.name].items()}
                 with parametrize.cached():  # weights are not computed in every call
-                    followed = _largest(followed, follow_traced(one, model, specs, own, FLOAT32, report))
+                    followed = _largest(followed, follow_traced(one, specs, own, FLOAT32, report))
                 for name, spec in new.items():
                     asset.add(name, spec, programs[name])
             notes += [note for note in found if note not in notes]

@@ -49,14 +49,14 @@ class CoreMLDelegateExporter(Exporter):
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
 
-        model, followed = job.loaded.model, dict[str, float]()
+        followed: dict[str, float] = {}
 
         def check_traced(programs: Programs) -> None:
             """Weights are rounded later, by the conversion, so everything is float32 here."""
             progress = partial(report, len(specs))
-            followed.update(follow_traced(job, model, specs, programs, FLOAT32, progress))
+            followed.update(follow_traced(job, specs, programs, FLOAT32, progress))
 
-        lowered, notes = lower(model, plan, specs, constants, report, check_traced)
+        lowered, notes = lower(job.loaded.model, plan, specs, constants, report, check_traced)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = (
             *notes,

@@ -104,8 +104,9 @@ class ExecutorchExporter(Exporter):
             """Apps differ only in what their slots hold, so one of them shows what is computed."""
             progress = partial(report, len(specs))
             bounds = FLOAT32 if plan.options.quant is Quant.FP32 else QUANTIZED
+            reference = replace(job, loaded=replace(job.loaded, model=model.model))
             with held_values(model.model), filled(model.model, shown):
-                followed.update(follow_traced(job, model.model, specs, programs, bounds, progress))
+                followed.update(follow_traced(reference, specs, programs, bounds, progress))
 
         lowered = lower(model.model, plan, specs, constants, report, check_traced)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)

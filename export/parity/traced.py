@@ -23,7 +23,6 @@ from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Array, Bounds, Call, Product
 from ssdevice.export.plan import ExportJob
 from ssdevice.memory import free_memory
-from ssdevice.model.step import StreamModel
 
 MODEL = "module.model."
 """What the forms of the functions put before a parameter's name."""
@@ -40,18 +39,16 @@ Programs = Mapping[str, ExportedProgram]
 
 def follow_traced(
     job: ExportJob,
-    model: StreamModel,
     specs: Mapping[str, FunctionSpec],
     programs: Programs,
     bounds: Bounds,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Follow programs with the model that was traced as the reference: facts as those of ``follow``.
+    """Follow programs with the job's model, from which they were traced, as the reference: facts as of ``follow``.
 
     ``specs``: of all functions. ``report`` is called with what is going on. Raises ParityError.
     """
-    loaded = replace(job.loaded, model=model)
-    reference = replace(job, loaded=loaded, report=lambda _, __, ___, detail: report(f"check {detail}"))
+    reference = replace(job, report=lambda _, __, ___, detail: report(f"check {detail}"))
     shown = TracedShown(programs, specs, job.plan.geometry)
     facts = follow(reference, shown, bounds)
     shown.close()

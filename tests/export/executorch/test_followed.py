@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.reference import random_prompt
 from ssdevice.export.parity.traced import Recorder, TracedShown, follow_traced
 from ssdevice.export.plan import ExportJob, Quant
+from ssdevice.model.loading import LoadedModel
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE
 from tests.export.deep import deep_model, job_of
@@ -37,6 +39,10 @@ from tests.model.tiny import MODELS
 
 LAYERS, LAYER = 24, 17
 SLOW = pytest.mark.slow
+
+
+def loaded(model: StreamModel) -> LoadedModel:
+    return cast(LoadedModel, SimpleNamespace(model=model))
 
 
 def job_for(model: StreamModel) -> ExportJob:
@@ -214,7 +220,7 @@ def follow(job: ExportJob, right: StreamModel, exported: StreamModel, quant: Qua
     made = traced(job, model, tuple(specs))
     bounds = FLOAT32 if quant is Quant.FP32 else QUANTIZED
     with held_values(reference):
-        return follow_traced(job, reference, specs, made, bounds, lambda _: None)
+        return follow_traced(replace(job, loaded=loaded(reference)), specs, made, bounds, lambda _: None)
 
 
 @SLOW
