@@ -31,8 +31,6 @@ STORED = re.compile(r"\.parametrizations\.(\w+)\.original\d*$")
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default: 0, aten.mm.default: 0, aten.addmm.default: 1}
 """Operators that multiply rows with a matrix -> which argument the rows are; the matrix is the next one."""
-
-
 Programs = Mapping[str, ExportedProgram]
 """The contract's functions -> what was traced for them."""
 
