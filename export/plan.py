@@ -283,7 +283,8 @@ class AppResult:
 class TargetResult:
     """What a target wrote. ``notes``: how it differs from the request, one sentence each, for the manifest.
 
-    ``apps``: every app by name, in a plan that is not merged.
+    ``apps``: every app by name, in a plan that is not merged. ``followed``: what the parity gate found in programs
+    before they were lowered, see ``parity.traced``.
     """
 
     files: tuple[TargetFile, ...]
@@ -292,6 +293,7 @@ class TargetResult:
     notes: tuple[str, ...] = ()
     tools: Mapping[str, str] | None = None
     apps: Mapping[str, AppResult] = field(default_factory=dict)
+    followed: Mapping[str, float] = field(default_factory=dict)
 
 
 class Exporter(ABC):

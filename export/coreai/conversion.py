@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
 
 from ssdevice.contract import PREFILL, FunctionSpec
 from ssdevice.errors import SSDeviceError, first_line
@@ -21,21 +22,25 @@ with quiet("coreai_torch"):  # it takes torch's build "2.13.0+cpu" for a version
     from coreai_torch import TorchConverter, get_decomp_table
 
 
+def trace(spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
+    """The exported program of a function of the contract, with one state tensor each for keys and values."""
+    module = function_module(spec.name, model, plan.geometry, plan.schedule)
+    form = InternalCacheForm(spec.name, module, plan.geometry, logits=True)
+    inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    with quiet("coreai_torch"), torch.no_grad():
+        program: ExportedProgram = torch.export.export(form, inputs).run_decompositions(get_decomp_table())
+    return program
+
+
 class Asset:
-    """An asset in the making; ``functions``: the names of those that it has so far."""
+    """An asset in the making."""
 
     def __init__(self) -> None:
-        self.functions: set[str] = set()
         self._converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
 
-    def add(self, name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> None:
-        """Trace a function of the contract and add it as ``name``. Raises SSDeviceError if it cannot be converted."""
-        module = function_module(spec.name, model, plan.geometry, plan.schedule)
-        form = InternalCacheForm(spec.name, module, plan.geometry, logits=True)
-        inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    def add(self, name: str, spec: FunctionSpec, program: ExportedProgram) -> None:
+        """Add what was traced for a function as ``name``. Raises SSDeviceError if it cannot be converted."""
         outputs = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
-        with quiet("coreai_torch"), torch.no_grad():
-            program = torch.export.export(form, inputs).run_decompositions(get_decomp_table())
         try:
             self._converter.add_exported_program(
                 program,
@@ -46,7 +51,6 @@ class Asset:
             )
         except (ValueError, RuntimeError) as error:
             raise SSDeviceError(f"coreai-torch cannot convert {name}: {first_line(error)}") from error
-        self.functions.add(name)
 
     def save(self, out: Path) -> None:
         """Convert the functions and write the asset, which holds equal weights once. Raises SSDeviceError."""

@@ -7,15 +7,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 from torch import nn
+from torch.export import ExportedProgram
+from torch.nn.utils import parametrize
 
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
-from ssdevice.export.coreai.conversion import Asset
+from ssdevice.export.coreai.conversion import Asset, trace
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.parity.gate import FLOAT_JITTER, check
+from ssdevice.export.parity.products import FLOAT32
+from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
@@ -40,32 +44,47 @@ class CoreAIExporter(Exporter):
         """Write the asset; see ``plan.Exporter``."""
         plan, table, asset = job.plan, function_names(job.plan), Asset()
         total = len({name for names in table.values() for name in names.values()})
-        notes = [*job.notes]
+        programs: dict[str, ExportedProgram] = {}
+        notes, followed = [*job.notes], dict[str, float]()
+
+        def report(what: str) -> None:
+            job.report("write the graphs", len(programs), total + 1, what)
+
         for app, one in jobs(job):
             specs, model = one.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE), one.loaded.model
             with stored(model, plan.options.quant) as found:
-                for function, name in table[app.name].items():
-                    if name not in asset.functions:
-                        job.report("write the graphs", len(asset.functions), total + 1, name)
-                        asset.add(name, specs[function], model, one.plan)
+                new = {name: specs[function] for function, name in table[app.name].items() if name not in programs}
+                for name, spec in new.items():
+                    report(name)
+                    programs[name] = trace(spec, model, one.plan)
+                own = {function: programs[name] for function, name in table[app.name].items()}
+                with parametrize.cached():  # weights are not computed in every call
+                    followed = _largest(followed, follow_traced(one, specs, own, FLOAT32, report))
+                for name, spec in new.items():
+                    asset.add(name, spec, programs[name])
             notes += [note for note in found if note not in notes]
-        job.report("write the graphs", total, total + 1, "convert")
+        report("convert")
         asset.save(folder / ASSET)
         notes += _notes(plan)
         apps = app_results(plan, table)
         tools = {name: version(name) for name in TOOLS}
-        return TargetResult((TargetFile(MODEL, ASSET),), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps)
+        form = CacheForm.INTERNAL, CACHE_DTYPE
+        return TargetResult((TargetFile(MODEL, ASSET),), *form, tuple(notes), tools, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
-        facts: dict[str, float] = {}
+        facts = dict(result.followed)
         table = function_names(job.plan)
         for app, one in jobs(job):
             engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
             with EngineDriver(engine) as driver, as_stored(one.loaded.model, job.plan.options.quant):
-                found = check(one, driver, FLOAT_JITTER)
-            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
+                facts = _largest(facts, check(one, driver, FLOAT_JITTER))
         return facts
+
+
+def _largest(facts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Both, with the larger value of what both have."""
+    return {**facts, **{key: max(value, facts.get(key, value)) for key, value in more.items()}}
 
 
 def _notes(plan: ExportPlan) -> list[str]:

@@ -89,7 +89,8 @@ class CoreMLExporter(Exporter):
         files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, parts.sketches)
+        form = CacheForm.INTERNAL, CACHE_DTYPE
+        return CoreMLResult(files, *form, tuple(notes), tools, apps, sketches=parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.

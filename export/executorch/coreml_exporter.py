@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
+from ssdevice.export.parity.products import FLOAT32
+from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
@@ -46,7 +49,14 @@ class CoreMLDelegateExporter(Exporter):
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
 
-        lowered, notes = lower(job.loaded.model, plan, specs, constants, report)
+        followed: dict[str, float] = {}
+
+        def check_traced(programs: Programs) -> None:
+            """Weights are rounded later, by the conversion, so everything is float32 here."""
+            progress = partial(report, len(specs))
+            followed.update(follow_traced(job, specs, programs, FLOAT32, progress))
+
+        lowered, notes = lower(job.loaded.model, plan, specs, constants, report, check_traced)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
         notes = (
             *notes,
@@ -56,7 +66,7 @@ class CoreMLDelegateExporter(Exporter):
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         tools = {name: version(name) for name in (*TOOLS, "coremltools")}
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""
@@ -64,4 +74,4 @@ class CoreMLDelegateExporter(Exporter):
         with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)
             adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
-            return check(job, driver, HALF_JITTER)
+            return {**result.followed, **check(job, driver, HALF_JITTER)}

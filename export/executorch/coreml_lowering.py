@@ -27,6 +27,7 @@ from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct
 from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
 from ssdevice.export.mlprogram.weights import Compressed, compress_for
+from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm
@@ -53,8 +54,12 @@ def lower(
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
+    check: Callable[[Programs], None] = lambda _: None,
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """One program with every function of ``specs``, and notes on deviations from the requested precision."""
+    """One program with every function of ``specs``, and notes on deviations from the requested precision.
+
+    ``check`` is called with what was traced before the lowering changes it.
+    """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
@@ -77,6 +82,7 @@ def lower(
 
     with quiet_conversion(), quiet("executorch.backends.apple"):
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        check(programs)
         report(len(specs), "lower to Core ML")
         with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
             edge = to_edge(programs, partitioner, constants)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from ssdevice.adapters.safetensors_file import write_tensors
@@ -24,10 +27,12 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, hold_values, quantized, release
-from ssdevice.export.executorch.slots import check_apps, slot_model
+from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, quantized, release
+from ssdevice.export.executorch.slots import check_apps, filled, slot_model
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.products import FLOAT32, QUANTIZED
+from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
@@ -75,6 +80,7 @@ class ExecutorchExporter(Exporter):
         stages = len(specs) + 2
         files = [TargetFile(PROGRAM, PROGRAM_FILE)]
         apps: dict[str, AppResult] = {}
+        shown: Mapping[str, NDArray[np.float32]] = {}
         source = job.loaded.model
         if not plan.merged:
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
@@ -82,6 +88,8 @@ class ExecutorchExporter(Exporter):
             apps = {app.name: _write_app(plan, slots.layout, app, weights.get(app.name), folder) for app in plan.apps}
             (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
             files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
+            if (adapter := weights.get(check_apps(plan).name)) is not None:
+                shown = fill_program(adapter, slots.layout, plan.geometry.gamma)
             source = slots.model
 
         def report(number: int, what: str) -> None:
@@ -90,10 +98,20 @@ class ExecutorchExporter(Exporter):
         model = quantized(source, plan.options.quant)
         if plan.merged:
             release(source, model.model)
-        lowered = lower(model.model, plan, specs, constants, report)
+        followed: dict[str, float] = {}
+
+        def check_traced(programs: Programs) -> None:
+            """Apps differ only in what their slots hold, so one of them shows what is computed."""
+            progress = partial(report, len(specs))
+            bounds = FLOAT32 if plan.options.quant is Quant.FP32 else QUANTIZED
+            reference = replace(job, loaded=replace(job.loaded, model=model.model))
+            with held_values(model.model), filled(model.model, shown):
+                followed.update(follow_traced(reference, specs, programs, bounds, progress))
+
+        lowered = lower(model.model, plan, specs, constants, report, check_traced)
         (folder / PROGRAM_FILE).write_bytes(lowered.data)
-        hold_values(model.model)
-        check_stored(folder / PROGRAM_FILE, model.model, plan, specs)
+        with held_values(model.model):
+            check_stored(folder / PROGRAM_FILE, model.model, plan, specs)
         notes = [
             *model.notes,
             *job.notes,
@@ -102,7 +120,8 @@ class ExecutorchExporter(Exporter):
         ]
         reference = model.model if plan.merged else None
         tools = {name: version(name) for name in TOOLS}
-        return ExecutorchResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, reference)
+        form = CacheForm.INTERNAL, CACHE_DTYPE
+        return ExecutorchResult(tuple(files), *form, tuple(notes), tools, apps, followed, reference=reference)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
@@ -111,10 +130,10 @@ class ExecutorchExporter(Exporter):
         """
         plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
+        facts = dict(result.followed)
         if plan.merged:
             known = result.reference if isinstance(result, ExecutorchResult) else None
-            return _compare(job, file, plan, known)
-        facts: dict[str, float] = {}
+            return {**facts, **_compare(job, file, plan, known)}
         for app in plan.apps:
             kept = result.apps[app.name]
             adapter = folder / kept.files[0] if kept.files else None
@@ -140,12 +159,10 @@ def _compare(
     """
     quant = whole.options.quant
     model = known if known is not None else quantized(job.loaded.model, quant).model
-    hold_values(model)
     reference = replace(job, loaded=replace(job.loaded, model=model))
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
-    with EngineDriver(engine) as driver:
-        # Delegates do not show their products, so only results are compared.
+    with held_values(model), EngineDriver(engine) as driver:
         return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
 
 

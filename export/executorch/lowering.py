@@ -18,6 +18,7 @@ from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.model.step import StreamModel
@@ -68,13 +69,16 @@ def lower(
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
     report: Callable[[int, str], None],
+    check: Callable[[Programs], None] = lambda _: None,
 ) -> Lowered:
     """One program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
 
-    The slots of a model are state too, and ``set_adapter`` fills them.
+    The slots of a model are state too, and ``set_adapter`` fills them. ``check`` is called with what was traced before
+    the lowering changes it.
     """
     with quiet(*NOISY), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+        check(programs)
         slots = [name for name, _ in slots_of(model)]
         if slots:
             programs[SET_ADAPTER] = trace_set_adapter(model)

@@ -7,6 +7,8 @@ quantized weight-only: such a graph is refused or, worse, lowers without an erro
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -74,13 +76,18 @@ def release(model: StreamModel, kept: StreamModel) -> None:
             tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
-def hold_values(model: StreamModel) -> None:
-    """Compute the values of quantized weights now, not in every call. Such a model cannot be lowered any more."""
-    for part in model.modules():
-        weight = getattr(part, "weight", None)
-        if weight is not None and hasattr(weight, "qdata"):
-            values = weight.dequantize()
-            weight.dequantize = partial(_same, values)
+@contextmanager
+def held_values(model: StreamModel) -> Iterator[None]:
+    """In this context the values of quantized weights are computed once, not in every call. It cannot be lowered."""
+    weights = [getattr(part, "weight", None) for part in model.modules()]
+    held = [weight for weight in weights if weight is not None and hasattr(weight, "qdata")]
+    for weight in held:
+        weight.dequantize = partial(_same, weight.dequantize())
+    try:
+        yield
+    finally:
+        for weight in held:
+            del weight.dequantize  # the class's method is left
 
 
 def _same(values: Tensor) -> Tensor:

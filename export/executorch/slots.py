@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
@@ -67,6 +70,19 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     streams = getattr(model, "streams", None)
     if streams is not None and "identifiers" in dict(streams.named_buffers(recurse=False)):
         yield f"{OWNER}.{IDENTIFIERS}", streams.identifiers
+
+
+@contextmanager
+def filled(model: nn.Module, tensors: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
+    """In this context the slots of a model have an app's ``tensors``, by their names; before and after it, zeros."""
+    slots = dict(slots_of(model))
+    for name, tensor in tensors.items():
+        slots[name].copy_(torch.from_numpy(tensor))
+    try:
+        yield
+    finally:
+        for slot in slots.values():
+            slot.zero_()
 
 
 def check_apps(plan: ExportPlan) -> AppPlan:

@@ -1,9 +1,9 @@
 """The weights of the products that an ExecuTorch program delegates, read from its file and compared with the model's.
 
-Delegates show no products, so the gate cannot follow them (docs/parity.md). What they multiply with can be read: every
-fully connected node of XNNPACK's graphs must have the weight of a linear that the model calls. Their order is not
-compared, since lowering moves products that do not depend on each other. Field numbers are those of ExecuTorch's
-program.fbs and XNNPACK's schema.fbs.
+Delegates show no products, so the gate follows the traced programs (docs/parity.md). What delegates multiply with can
+be read: every fully connected node of XNNPACK's graphs must have the weight of a linear that the model calls. Their
+order is not compared, since lowering moves products that do not depend on each other. Field numbers are those of
+ExecuTorch's program.fbs and XNNPACK's schema.fbs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two checks must pass (docs/parity.md):
 
 ``follow``
     Every product with the artifact's own rows, if the target can show them. Errors do not accumulate, so bounds are
-    tight.
+    tight. Targets that cannot have followed their traced programs before they lowered them (``traced``).
 ``compare``
     The artifact as it ships, through every way a step can end. A random or real model accepts few of its own drafts,
     so drafts are forced: the reference's plain continuation is put on one tree path at a time, with wrong ids

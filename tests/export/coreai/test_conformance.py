@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,13 @@ from tests.export.coreai.bundles import ABSENT, Cell, apps, base, bundle, option
 
 pytest.importorskip("coreai_torch", reason=ABSENT)
 
+import torch
+from torch.export import ExportedProgram
+
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PREFILL
 from ssdevice.errors import ParityError
+from ssdevice.export.coreai import exporter as target
 from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
 from ssdevice.export.coreai.logits import LogitsEngine
 from ssdevice.export.coreai.weights import Integers
@@ -38,6 +44,7 @@ QUICK = Cell(Quant.INT4)
 def test_speculative_output_is_plain_output(cell: Cell) -> None:
     exported = bundle(cell)
     assert exported.manifest.parity["counts"] == exported.geometry.tree.emitted
+    assert exported.manifest.parity["products"] > 100
     engine = CoreAIEngine.of(exported, None)
     driver = OracleDriver(engine)
     check(drive(driver, PROMPT, seed=1), driver, 1e-4)
@@ -48,6 +55,24 @@ def test_deviations_from_a_precision_are_noted() -> None:
     notes = " ".join(bundle(QUICK).manifest.notes)
     assert "embedding and head are int8" in notes and "down_proj has 80 inputs, not a multiple of 32" in notes
     assert "activations, products and the cache are float32" in notes
+
+
+def test_a_fault_between_products_is_refused_before_the_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = target.trace
+
+    def wrong(*given: Any) -> ExportedProgram:
+        program = trace(*given)
+        last = [node for node in program.graph.nodes if node.target is torch.ops.aten.silu.default][-1]
+        last.target = torch.ops.aten.relu.default
+        return program
+
+    monkeypatch.setattr(target, "trace", wrong)
+    exporter = CoreAIExporter()
+    job = ExportJob.of(make_plan(options(QUICK, tmp_path / "out"), exporter), lambda *_: None)
+    with pytest.raises(ParityError, match="layer 1, mlp.down_proj reads rows"):
+        exporter.export(job, tmp_path)
 
 
 def test_the_gate_refuses_an_asset_of_other_weights() -> None:

@@ -34,6 +34,7 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     bundle = programs.bundle(*combination)
     conform(open_engine(bundle, None, EngineOptions()))
     assert bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
+    assert bundle.manifest.parity["products"] > 100
 
 
 @pytest.mark.lowering

@@ -70,6 +70,7 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
     driver = OracleDriver(engine)
     facts = drive(driver, PROMPT, seed=1)
     assert made.manifest.parity["counts"] == made.geometry.tree.emitted
+    assert made.manifest.parity["products"] > 100
     # Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.
     check(facts, driver, 0.0, perturbation_tolerance=0.0)
     engine.close()
