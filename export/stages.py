@@ -79,7 +79,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         result = target.export(job, writer.folder)
         free_memory()  # the gate needs as much again
         begin("check parity")
-        parity = target.gate(job, writer.folder, result)
+        parity = {**result.followed, **target.gate(job, writer.folder, result)}
         report("export", 100, 100, "done")
         writer.add_file(TOKENIZER_FILE, tokenizer.tokenizer_json, TOKENIZER_ROLE)
         for file in result.files:

@@ -73,7 +73,7 @@ class CoreAIExporter(Exporter):
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
-        facts = dict(result.followed)
+        facts: dict[str, float] = {}
         table = function_names(job.plan)
         for app, one in jobs(job):
             engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])

@@ -130,10 +130,10 @@ class ExecutorchExporter(Exporter):
         """
         plan = job.plan
         file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
-        facts = dict(result.followed)
         if plan.merged:
             known = result.reference if isinstance(result, ExecutorchResult) else None
-            return {**facts, **_compare(job, file, plan, known)}
+            return _compare(job, file, plan, known)
+        facts: dict[str, float] = {}
         for app in plan.apps:
             kept = result.apps[app.name]
             adapter = folder / kept.files[0] if kept.files else None
