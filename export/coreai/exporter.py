@@ -17,10 +17,10 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset, trace
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.parity.gate import FLOAT_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
-from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
 ASSET = "model.aimodel"
@@ -73,13 +73,14 @@ class CoreAIExporter(Exporter):
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
-        facts: dict[str, float] = {}
         table = function_names(job.plan)
-        for app, one in jobs(job):
+
+        def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
             with EngineDriver(engine) as driver, as_stored(one.loaded.model, job.plan.options.quant):
-                facts = _largest(facts, check(one, driver, FLOAT_JITTER))
-        return facts
+                return check(one, driver, FLOAT_JITTER)
+
+        return check_each(job.plan.merged, jobs(job), check_app)
 
 
 def _largest(facts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

@@ -24,9 +24,9 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
-from ssdevice.export.parity.gate import HALF_JITTER, check
+from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
@@ -100,17 +100,19 @@ class CoreMLExporter(Exporter):
         assert isinstance(result, CoreMLResult)
         table = function_names(job.plan)
         program = Program(Package.open(folder / PACKAGE))
-        facts: dict[str, float] = {}
-        golden = []
-        for app, one in jobs(job):
+        golden: list[dict[str, Any]] = []
+
+        def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             names = table[app.name]
             sketches = result.sketches[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
             engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
             shown = CoreMLShown(program, one.plan, names)
             found = check(one, EngineDriver(engine), HALF_JITTER, shown, FLOAT16)
-            facts = {key: max(value, facts.get(key, value)) for key, value in found.items()}
-            golden += cases(one, EngineDriver(engine))
+            golden.extend(cases(one, EngineDriver(engine)))
+            return found
+
+        facts = check_each(job.plan.merged, jobs(job), check_app)
         write_golden(job.plan, golden, folder / GOLDEN)
         return facts
 

@@ -21,7 +21,6 @@ from ssdevice.adapters.weights import AdapterWeights, fill_program
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
-from ssdevice.errors import ParityError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
@@ -30,7 +29,7 @@ from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, slot_model
 from ssdevice.export.executorch.stored import check_stored
-from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
@@ -133,16 +132,13 @@ class ExecutorchExporter(Exporter):
         if plan.merged:
             known = result.reference if isinstance(result, ExecutorchResult) else None
             return _compare(job, file, plan, known)
-        facts: dict[str, float] = {}
-        for app in plan.apps:
+
+        def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
             kept = result.apps[app.name]
             adapter = folder / kept.files[0] if kept.files else None
-            try:
-                found = _compare(job.for_app(app, merge=False), file, plan, None, tuple(kept.functions), adapter)
-            except ParityError as error:
-                raise ParityError(f"app {app.name!r}: {error}") from error
-            facts |= {f"{app.name}.{name}": value for name, value in found.items()}
-        return facts
+            return _compare(alone, file, plan, None, tuple(kept.functions), adapter)
+
+        return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)
 
 
 def _compare(

@@ -17,7 +17,7 @@ from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
-from ssdevice.errors import ParityError, UnsupportedModelError
+from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
@@ -32,7 +32,7 @@ from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
-from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import (
     INT8_HEAD,
@@ -144,21 +144,18 @@ class OnnxExporter(Exporter):
             engine = OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)
             with simulated(job.loaded.model, quant, keep=False), EngineDriver(engine) as driver:
                 return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
-        facts: dict[str, float] = {}
-        for app in plan.apps:
-            alone, kept = job.for_app(app, merge=False), result.apps[app.name]
+
+        def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
+            kept = result.apps[app.name]
             files = {function: folder / path for function, path in kept.functions.items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
             engine = OnnxEngine(files, alone.plan.geometry, CACHE_DTYPE, ONE_THREAD, adapter=tensors)
             values = tensors.values if tensors is not None else {}
             shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, slotted=True)
             with simulated(alone.loaded.model, quant, slotted=True, keep=False), EngineDriver(engine) as driver:
-                try:
-                    found = check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
-                except ParityError as error:
-                    raise ParityError(f"app {app.name!r}: {error}") from error
-            facts |= {f"{app.name}.{name}": value for name, value in found.items()}
-        return facts
+                return check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
+
+        return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)
 
 
 def write_graph(

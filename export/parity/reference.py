@@ -89,7 +89,8 @@ class TorchDriver:
         self.model, self.jitter = model, jitter
         self.draw = torch.Generator().manual_seed(seed)
         size = max(g.chunk, g.tree.emitted) + g.context
-        self.cache = Cache(torch.zeros(g.layers, 2, 1, g.kv_heads, size, g.head_dim))
+        # The system gives NumPy's zeros memory when they are written; the gate writes few rows of a long context.
+        self.cache = Cache(torch.from_numpy(np.zeros((g.layers, 2, 1, g.kv_heads, size, g.head_dim), np.float32)))
         self.main: Array = np.zeros((0, g.vocab), np.float32)
         self.streams: Array = np.zeros((0, g.vocab), np.float32)
 

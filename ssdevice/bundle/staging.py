@@ -71,7 +71,7 @@ class Stage:
 
     def _replace_in_two(self) -> None:
         aside = self.out.parent / f"{_prefix(self.out)}{os.getpid()}-{secrets.token_hex(4)}{OLD}"
-        lock = _lock(self.out)  # so that no other writer takes `aside` for abandoned
+        lock = lock_path(self.out)  # so that no other writer takes `aside` for abandoned
         try:
             os.rename(self.out, aside)
             os.rename(self.path, self.out)
@@ -152,7 +152,7 @@ def _create(out: Path, folder: bool) -> tuple[Path, int]:
         else:
             path.touch(exist_ok=False)
         try:
-            lock = _lock(path)
+            lock = lock_path(path)
         except FileNotFoundError:
             continue  # another writer removed it as abandoned before it was locked
         if path.exists():
@@ -160,13 +160,21 @@ def _create(out: Path, folder: bool) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _lock(path: Path) -> int:
-    """A handle that locks a file or folder until it is closed or the process ends."""
+def lock_path(path: Path, *, wait: bool = True) -> int:
+    """A handle that locks a file or folder until it is closed or the process ends.
+
+    Raises BlockingIOError if another process holds it and ``wait`` is False. Systems without locks lock nothing.
+    """
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
     handle = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks never shows anything as abandoned
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks
+        pass
     return handle
 
 

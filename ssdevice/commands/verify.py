@@ -18,7 +18,7 @@ from ssdevice.errors import InputError, MissingExtraError, ParityError
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Comparison, Equality
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.commands.progress import Progress
+    from ssdevice.progress import Report
     from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
 
@@ -56,81 +56,150 @@ def run(args: argparse.Namespace) -> int:
     bundle = open_bundle(args)
     if args.adapter is not None and args.model is None:
         raise InputError("--adapter is for the comparison with torch: give --model too")
-    found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
-    lines = [f"integrity: {len(bundle.manifest.files)} files, sizes and hashes as in the manifest"]
-    if args.require_signature is not None:
-        lines[0] += ", signature valid"
-    faults: list[str] = []
+    checks = _Checks(args, bundle)
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
-            faults = _numbers(args, bundle, progress, found, lines)
-    found["faults"] = faults
+            checks.numbers(progress.report)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps({**checks.found, "faults": checks.faults}, ensure_ascii=False))
     else:
-        print("\n".join(lines))
-    if faults:
-        raise ParityError("; ".join(faults))
+        print("\n".join(checks.lines))
+    if checks.faults:
+        raise ParityError("; ".join(checks.faults))
     return 0
 
 
-def _numbers(
-    args: argparse.Namespace, bundle: Bundle, progress: Progress, found: dict[str, Any], lines: list[str]
-) -> list[str]:
-    from ssdevice.bench.equality import compare
-    from ssdevice.bench.quality import choose_metric
-    from ssdevice.runtime.session import Session
+class _Checks:
+    """What was checked of a bundle: ``lines`` to print, ``found`` as JSON, and ``faults`` that break the promise."""
 
-    with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
-        examples = read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
-        prompts = _prompts(args, session, examples)
-        shown = _engine_with_logits(args, bundle)
-        other = _other_bundle(args, bundle)
-        stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
-        result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, progress.report)
-        found["equality"] = _as_json(result)
-        lines += _describe(result, shown is not None)
-        metric = choose_metric(examples) if examples else None
-        if metric is not None:
-            lines.append(_quality(session, metric, result, examples, found))
-        faults = result.faults()
-        if other is not None:
-            faults += _against(args, other, shown, prompts, result, stops, progress, found, lines)
-        if args.model is not None:
-            try:
-                from ssdevice.bench.against_torch import agreement
-            except ModuleNotFoundError as error:
-                raise MissingExtraError("export", error.name or "torch") from error
-            quiet_frameworks()
-            torch_found = agreement(
-                bundle, args.app, args.model, args.adapter, prompts, result.answers, progress.report
-            )
-            found["reference"] = {
-                "tokens": torch_found.tokens,
-                "agreeing": torch_found.agreeing,
-                "largest_margin": torch_found.worst,
-            }
-            lines.append(
-                f"torch reference: {torch_found.agreeing} of {torch_found.tokens} tokens agree; "
-                f"largest margin of another choice {torch_found.worst:.3g}"
-            )
-            faults += torch_found.faults()
-            app = bundle.app(args.app)
-            # Then main rows are the base's own, and any decoder of the base must give the same answers.
-            base_decodes = app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS
-            if bundle.manifest.precision is Precision.FP32 and base_decodes:
-                from ssdevice.bench.against_generate import against_generate
+    def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
+        self.args, self.bundle = args, bundle
+        files = len(bundle.manifest.files)
+        signed = ", signature valid" if args.require_signature is not None else ""
+        self.lines = [f"integrity: {files} files, sizes and hashes as in the manifest{signed}"]
+        self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": files}
+        self.faults: list[str] = []
 
-                generated = against_generate(
-                    args.model, prompts, result.answers, stops, args.max_tokens, progress.report
-                )
-                found["generate"] = {"prompts": generated.prompts, "differing": len(generated.differing)}
-                lines.append(
-                    f"transformers generate: {generated.prompts - len(generated.differing)} of {generated.prompts} "
-                    "answers equal those of the untouched base"
-                )
-                faults += generated.faults()
-    return faults
+    def numbers(self, report: Report) -> None:
+        """Compare all decoding modes, then the plain answers with whatever else was asked for."""
+        from ssdevice.bench.equality import compare
+        from ssdevice.runtime.session import Session
+
+        args, bundle = self.args, self.bundle
+        with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
+            examples = read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
+            prompts = _prompts(args, session, examples)
+            shown = _engine_with_logits(args, bundle)
+            other = _other_bundle(args, bundle)
+            stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
+            result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, report)
+            self.found["equality"] = _as_json(result)
+            self.lines += _describe(result, shown is not None)
+            if examples:
+                self._quality(session, result, examples)
+            self.faults += result.faults()
+            if other is not None:
+                self._against(other, shown, prompts, result, stops, report)
+            if args.model is not None:
+                self._torch(prompts, result, report)
+                app = bundle.app(args.app)
+                # Then main rows are the base's own, and any decoder of the base must give the same answers.
+                if precision is Precision.FP32 and (app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS):
+                    self._generate(prompts, result, stops, report)
+
+    def _quality(self, session: Session, result: Equality, examples: Sequence[Example]) -> None:
+        """Score the plain answers, if the data has something to compare them with."""
+        from ssdevice.bench.quality import choose_metric, score
+
+        metric = choose_metric(examples)
+        if metric is None:
+            return
+        texts = []
+        for tokens in result.answers:
+            output = session.tokenizer.output()
+            emission = output.push(tokens)
+            texts.append(emission.text + ("" if emission.stopped else output.finish()))
+        try:
+            scores = score(metric, texts, examples)
+        except MissingExtraError as error:
+            self.lines.append(f"quality: not measured ({error})")
+            return
+        self.found["quality"] = {name: sum(values) / len(values) for name, values in scores.items()}
+        self.lines.append("quality: " + ", ".join(f"{k} {value:.3f}" for k, value in self.found["quality"].items()))
+
+    def _against(
+        self,
+        other: Bundle,
+        shown: Engine | None,
+        prompts: list[list[int]],
+        result: Equality,
+        stops: Sequence[int],
+        report: Report,
+    ) -> None:
+        """Compare the plain answers with another bundle's."""
+        from ssdevice.bench.against_bundle import against_bundle
+        from ssdevice.runtime.engine import open_engine
+
+        args = self.args
+        agreement = against_bundle(
+            shown,
+            open_engine(other, args.app, engine_options(args)),
+            _engine_with_logits(args, other),
+            prompts,
+            result.answers,
+            stops,
+            args.max_tokens,
+            (result.precision, other.manifest.precision),
+            report,
+        )
+        ties = sum(agreement.near_tie(d) for d in agreement.differences)
+        equal = agreement.prompts - len(agreement.differences)
+        text = f"{args.against}: {equal} of {agreement.prompts} plain answers equal"
+        self.lines.append(text + (f", {ties} of the others near-ties" if agreement.differences else ""))
+        if agreement.largest_change is not None:
+            change = f"{agreement.largest_change:.3g} between the bundles (ceiling {agreement.ceiling})"
+            self.lines.append(f"logits: change by at most {change}")
+        self.lines += _near_ties(agreement)
+        self.found["against"] = {
+            "bundle": str(args.against),
+            "prompts": agreement.prompts,
+            "largest_logit_change": agreement.largest_change,
+            "ceiling": agreement.ceiling,
+            "differences": _differences(agreement),
+        }
+        self.faults += agreement.faults()
+
+    def _torch(self, prompts: list[list[int]], result: Equality, report: Report) -> None:
+        """Compare the plain answers with the torch reference of ``--model`` and ``--adapter``."""
+        try:
+            from ssdevice.bench.against_torch import agreement
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("export", error.name or "torch") from error
+        quiet_frameworks()
+        args = self.args
+        found = agreement(self.bundle, args.app, args.model, args.adapter, prompts, result.answers, report)
+        self.found["reference"] = {
+            "tokens": found.tokens,
+            "agreeing": found.agreeing,
+            "largest_margin": found.worst,
+        }
+        self.lines.append(
+            f"torch reference: {found.agreeing} of {found.tokens} tokens agree; "
+            f"largest margin of another choice {found.worst:.3g}"
+        )
+        self.faults += found.faults()
+
+    def _generate(self, prompts: list[list[int]], result: Equality, stops: Sequence[int], report: Report) -> None:
+        """Compare the plain answers with those that transformers generates with the untouched base."""
+        from ssdevice.bench.against_generate import against_generate
+
+        found = against_generate(self.args.model, prompts, result.answers, stops, self.args.max_tokens, report)
+        equal = found.prompts - len(found.differing)
+        self.found["generate"] = {"prompts": found.prompts, "differing": len(found.differing)}
+        self.lines.append(
+            f"transformers generate: {equal} of {found.prompts} answers equal those of the untouched base"
+        )
+        self.faults += found.faults()
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
@@ -144,68 +213,6 @@ def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
     check_same(f"--against {args.against}", str(bundle.folder), ("base model", theirs, mine))
     other.app(args.app)
     return other
-
-
-def _against(
-    args: argparse.Namespace,
-    other: Bundle,
-    shown: Engine | None,
-    prompts: list[list[int]],
-    result: Equality,
-    stops: Sequence[int],
-    progress: Progress,
-    found: dict[str, Any],
-    lines: list[str],
-) -> list[str]:
-    from ssdevice.bench.against_bundle import against_bundle
-    from ssdevice.runtime.engine import open_engine
-
-    agreement = against_bundle(
-        shown,
-        open_engine(other, args.app, engine_options(args)),
-        _engine_with_logits(args, other),
-        prompts,
-        result.answers,
-        stops,
-        args.max_tokens,
-        (result.precision, other.manifest.precision),
-        progress.report,
-    )
-    ties = sum(agreement.near_tie(d) for d in agreement.differences)
-    equal = agreement.prompts - len(agreement.differences)
-    text = f"{args.against}: {equal} of {agreement.prompts} plain answers equal"
-    lines.append(text + (f", {ties} of the others near-ties" if agreement.differences else ""))
-    if agreement.largest_change is not None:
-        change = f"{agreement.largest_change:.3g} between the bundles (ceiling {agreement.ceiling})"
-        lines.append(f"logits: change by at most {change}")
-    lines += _near_ties(agreement)
-    found["against"] = {
-        "bundle": str(args.against),
-        "prompts": agreement.prompts,
-        "largest_logit_change": agreement.largest_change,
-        "ceiling": agreement.ceiling,
-        "differences": _differences(agreement),
-    }
-    return agreement.faults()
-
-
-def _quality(
-    session: Session, metric: str, result: Equality, examples: Sequence[Example], found: dict[str, Any]
-) -> str:
-    """Score the plain answers against the data: returns one line and puts the numbers into ``found``."""
-    from ssdevice.bench.quality import score
-
-    texts = []
-    for tokens in result.answers:
-        output = session.tokenizer.output()
-        emission = output.push(tokens)
-        texts.append(emission.text + ("" if emission.stopped else output.finish()))
-    try:
-        scores = score(metric, texts, examples)
-    except MissingExtraError as error:
-        return f"quality: not measured ({error})"
-    found["quality"] = {name: sum(values) / len(values) for name, values in scores.items()}
-    return "quality: " + ", ".join(f"{name} {value:.3f}" for name, value in found["quality"].items())
 
 
 def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Example]) -> list[list[int]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ssdevice.bundle.staging import lock_path
 from ssdevice.errors import InputError
 
 FOLDER = ".training"
@@ -44,8 +47,13 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def claim(folder: Path, fingerprint: str) -> None:
-    """Mark ``folder`` as this run's; raises InputError if another run was left unfinished there."""
+@contextmanager
+def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
+    """``folder`` is this run's alone while the context lasts.
+
+    If the context fails before the run wrote anything, its mark is removed, so that its command can be corrected.
+    Raises InputError if another run was left unfinished in ``folder`` or is at work there.
+    """
     file = folder / FOLDER / "run"
     if file.is_file() and file.read_text("utf-8") != fingerprint:
         raise InputError(
@@ -54,10 +62,21 @@ def claim(folder: Path, fingerprint: str) -> None:
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(fingerprint, "utf-8")
+    try:
+        lock = lock_path(file, wait=False)
+    except BlockingIOError:
+        raise InputError(f"another process is training {folder}; wait for it, or choose another --out") from None
+    try:
+        yield
+    except BaseException:
+        _release(folder)
+        raise
+    finally:
+        os.close(lock)
 
 
-def release(folder: Path) -> None:
-    """Remove the mark of a run that wrote nothing, so that its command can be corrected."""
+def _release(folder: Path) -> None:
+    """Remove the mark of a run that wrote nothing."""
     left = folder / FOLDER
     if [file.name for file in left.iterdir()] == ["run"]:
         shutil.rmtree(left)

@@ -70,10 +70,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         options.streams.check_layers(identity.layers)
     if init is not None:
         _check_init(options, init)
-    if place.main:
-        checkpoint.claim(options.out, options.fingerprint(identity.sha256, place.world, examples))
-
-    try:
+    fingerprint = options.fingerprint(identity.sha256, place.world, examples)
+    with checkpoint.claimed(options.out, fingerprint) if place.main else nullcontext():
         samples = read_samples(options, place, folder, hf, init, examples, tokenizer, report)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
@@ -81,14 +79,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
-    except BaseException:
         if place.main:
-            checkpoint.release(options.out)
-        raise
-    if place.main:
-        _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
-        for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
-            file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
+            _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
     result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
@@ -277,8 +269,15 @@ def _save(
             config.base_model_name_or_path = Path(options.model).name
         wrapped.save_pretrained(str(options.out), save_embedding_layers=False)  # "auto" asks the hub
         (options.out / "README.md").unlink(missing_ok=True)
-    if streams is None:
-        return
+    if streams is not None:
+        _save_streams(options, streams, identity, rows, history)
+    for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
+        file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
+
+
+def _save_streams(
+    options: TrainOptions, streams: Streams, identity: BaseIdentity, rows: int, history: list[list[float]]
+) -> None:
     tail = history[-50:]
     training = {
         "rows": rows,

@@ -108,6 +108,9 @@ def test_killed_run_goes_on_to_the_same_weights(
     deadline = time.monotonic() + 120
     while not (out / ".training" / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert main(command(base, data, out, *options)[3:]) == 2
+    assert "another process is training" in capsys.readouterr().err
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert (out / ".training" / "checkpoint.pt").exists() and not (out / "streams.json").exists()
