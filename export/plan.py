@@ -344,18 +344,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
 
-    if options.quant not in target.bits:
-        able = ", ".join(target.bits)
-        raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
-    if options.calibrate and options.quant not in target.calibrates:
-        able = ", ".join(sorted(target.calibrates)) or "no precision"
-        raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
     merged = len(options.adapters) <= 1 and not options.slots
-    if merged and options.adapter_precision is not Quant.FP32:
-        raise ConfigError("--adapter-precision is for separate adapters; a single one is merged, unless with --slots")
-    if not merged and not target.several_apps:
-        wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
-        raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
+    _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
     identity = BaseIdentity.of(folder, config)
@@ -392,6 +382,21 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     target.check(plan)
     return plan
+
+
+def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
+    """Raise ConfigError for what a target cannot write."""
+    if options.quant not in target.bits:
+        able = ", ".join(target.bits)
+        raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
+    if options.calibrate and options.quant not in target.calibrates:
+        able = ", ".join(sorted(target.calibrates)) or "no precision"
+        raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
+    if merged and options.adapter_precision is not Quant.FP32:
+        raise ConfigError("--adapter-precision is for separate adapters; a single one is merged, unless with --slots")
+    if not merged and not target.several_apps:
+        wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
+        raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
 
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ssdevice import targets
 from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder
@@ -19,6 +20,9 @@ from ssdevice.errors import MissingExtraError
 from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
+
+if TYPE_CHECKING:
+    from ssdevice.export.plan import ExportOptions
 
 TERMINATED = 143
 
@@ -62,12 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, then print the bundle's path, size and parity; with ``--dry-run`` print only the plan."""
-    adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
-    tree = Tree.parse(args.tree) if args.tree is not None else None
     try:
         import torch
 
-        from ssdevice.export.plan import ExportOptions, Quant, make_plan
+        from ssdevice.export.plan import make_plan
         from ssdevice.export.stages import export_plan
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", error.name or "torch") from error
@@ -76,27 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    every = [kind.parse(args) for kind in all_options()]
-    chosen = tuple(one for one in every if one != type(one)())  # without those left at their defaults
-    form = export_target(args.target).form(chosen)
-    options = ExportOptions(
-        model=args.model,
-        target=args.target,
-        quant=Quant(args.quant),
-        out=args.out
-        or Path("-".join([Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant])),
-        adapters=adapters,
-        tree=tree,
-        schedule=Schedule(args.schedule) if args.schedule else None,
-        context=args.context,
-        chunk=args.chunk,
-        target_options=chosen,
-        slots=args.slots,
-        adapter_precision=Quant(args.adapter_precision),
-        calibrate=tuple(args.calibrate),
-        overwrite=args.overwrite,
-        dry_run=args.dry_run,
-    )
+    options = _options(args)
     check_out(options.out, options.overwrite)
     quiet_frameworks()
     target = exporter(options)
@@ -121,6 +103,33 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(summary))
     return 0
+
+
+def _options(args: argparse.Namespace) -> ExportOptions:
+    from ssdevice.export.plan import ExportOptions, Quant
+
+    adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
+    every = [kind.parse(args) for kind in all_options()]
+    chosen = tuple(one for one in every if one != type(one)())  # without those left at their defaults
+    form = export_target(args.target).form(chosen)
+    names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
+    return ExportOptions(
+        model=args.model,
+        target=args.target,
+        quant=Quant(args.quant),
+        out=args.out or Path("-".join(names)),
+        adapters=adapters,
+        tree=Tree.parse(args.tree) if args.tree is not None else None,
+        schedule=Schedule(args.schedule) if args.schedule else None,
+        context=args.context,
+        chunk=args.chunk,
+        target_options=chosen,
+        slots=args.slots,
+        adapter_precision=Quant(args.adapter_precision),
+        calibrate=tuple(args.calibrate),
+        overwrite=args.overwrite,
+        dry_run=args.dry_run,
+    )
 
 
 @contextmanager

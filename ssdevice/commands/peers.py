@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ssdevice.bundle.manifest import App
     from ssdevice.data import Example
     from ssdevice.progress import Report
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 GGUF = "model.gguf"
 
@@ -63,17 +64,7 @@ def measure_peers(
     first = bundles[0]
     tokenizer = ChatTokenizer.from_bytes(first.file(TOKENIZER).read_bytes(), first.manifest.chat)
     context = min(bundle.geometry.context for bundle in bundles)
-    instruction = first.app(args.app).instruction
-    prompts = []
-    for number, example in enumerate(examples, 1):
-        ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
-        if len(ids) + options.max_tokens <= context:
-            prompts.append(ids)
-        elif not options.skip_long:
-            raise ContextOverflowError(
-                f"prompt {number} has {len(ids)} tokens; with {options.max_tokens} of an answer that exceeds the "
-                f"context of {context}; --skip-long leaves out such prompts"
-            )
+    prompts = _prompts(tokenizer, first.app(args.app).instruction, examples, options, context)
     setup = Setup(
         model=args.peers,
         gguf=args.gguf or args.peers / GGUF,
@@ -96,6 +87,23 @@ def measure_peers(
         notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
     found = compare(offered, prompts, options, show)
     return as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
+
+
+def _prompts(
+    tokenizer: ChatTokenizer, instruction: str, examples: Sequence[Example], options: BenchOptions, context: int
+) -> list[list[int]]:
+    """The token ids of every prompt whose answer fits; raises ContextOverflowError unless others are left out."""
+    prompts = []
+    for number, example in enumerate(examples, 1):
+        ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
+        if len(ids) + options.max_tokens <= context:
+            prompts.append(ids)
+        elif not options.skip_long:
+            raise ContextOverflowError(
+                f"prompt {number} has {len(ids)} tokens; with {options.max_tokens} of an answer that exceeds the "
+                f"context of {context}; --skip-long leaves out such prompts"
+            )
+    return prompts
 
 
 def _named_python(text: str) -> tuple[str, str]:

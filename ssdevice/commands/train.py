@@ -7,10 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from ssdevice.train.options import TrainOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from ssdevice.train import checkpoint
-        from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
         from ssdevice.train.trainer import train
     except ModuleNotFoundError as error:
         raise MissingExtraError("train", error.name or "torch") from error
@@ -99,20 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--threads {args.threads}: expected 1 or more, or 0 for all cores")
     if args.threads:
         torch.set_num_threads(args.threads)
-    streams = _streams(args)
-    own = SelfPrompt(args.self_prompt, args.temperature, args.top_p) if args.self_prompt else None
-    options = TrainOptions(
-        model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=streams,
-        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
-        limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
-        accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
-        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, max_length=args.max_length,
-        segment=args.segment, precision=args.precision,
-        base_precision=args.base_precision, recompute=args.gradient_checkpointing,
-        draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
-        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
-        keep_gb=args.keep_gb,
-    )  # fmt: skip
+    options = _options(args)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
     quiet_frameworks()
     try:
@@ -129,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             "app": args.app,
             "dev_prompts": result.prompts,
             "tokens_per_step": {
-                f"chain:{streams.gamma}": round(result.chain, 3),
+                f"chain:{options.streams.gamma}": round(result.chain, 3),
                 **{f"T={size}": round(beta, 3) for size, (beta, _) in result.trees.items()},
             },
             "trees": {f"T={size}": tree.to_json() for size, (_, tree) in result.trees.items()},
@@ -138,6 +128,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+def _options(args: argparse.Namespace) -> TrainOptions:
+    from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
+
+    own = SelfPrompt(args.self_prompt, args.temperature, args.top_p) if args.self_prompt else None
+    return TrainOptions(
+        model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=_streams(args),
+        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
+        limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
+        accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
+        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, max_length=args.max_length,
+        segment=args.segment, precision=args.precision,
+        base_precision=args.base_precision, recompute=args.gradient_checkpointing,
+        draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
+        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
+        keep_gb=args.keep_gb,
+    )  # fmt: skip
 
 
 def _streams(args: argparse.Namespace) -> StreamConfig:

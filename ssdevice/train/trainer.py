@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import stat
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.lora import open_lora
@@ -27,10 +24,10 @@ from ssdevice.runtime.notice import say_once
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample, collate
+from ssdevice.train.batches import BatchOrder, Sample
 from ssdevice.train.evaluation import DevResult, dev_prompts, evaluate
 from ssdevice.train.loss import LossWeights, StreamingLoss
-from ssdevice.train.main_rows import MainRows
+from ssdevice.train.optimization import optimize
 from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.place import Place
 from ssdevice.train.samples import read_samples
@@ -78,7 +75,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         _choose_vocabulary(model, init, samples, tokenizer, report)
         loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
-        history = _optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
+        history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
         if place.main:
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
@@ -161,94 +158,6 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     if init is not None and init.settings is not None and model.streams is not None:
         load_streams(init.folder, model.streams)
     return wrapped, model.train()
-
-
-def _optimize(
-    loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report
-) -> list[list[float]]:
-    """AdamW with a linear schedule from the last checkpoint to the end. Returns the history (step, main, streams..)."""
-    learned = {name: p for name, p in loss.named_parameters() if p.requires_grad}
-    if not learned:
-        raise InputError("nothing to train: the LoRA rank is 0 and there are no streams")
-    steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
-    optimizer = torch.optim.AdamW(learned.values(), lr=options.lr, weight_decay=options.weight_decay)
-    warmup = min(options.warmup, steps // 10)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup)))
-    )
-    step, history = 0, list[list[float]]()
-    found = checkpoint.load(options.out)
-    if found is not None:
-        loss.load_state_dict(found.weights, strict=False)
-        optimizer.load_state_dict(found.optimizer)
-        scheduler.load_state_dict(found.scheduler)
-        step, history = found.step, found.history
-    parallel = place.parallel(loss)
-    frozen = not options.alphas[0] and options.streams.mode is Mode.LOSSLESS
-    kept = MainRows(loss, int(options.keep_gb * 1e9)) if frozen else None
-    batches = order.from_position(step * options.accumulate)
-    saved = time.monotonic()
-    whole = step > 0  # whether what would be saved is the state after a step
-
-    def save() -> None:
-        if place.main:
-            weights = {name: p.detach().cpu() for name, p in learned.items()}
-            state = (weights, optimizer.state_dict(), scheduler.state_dict(), history)
-            checkpoint.save(options.out, checkpoint.Checkpoint(step, *state))
-
-    try:
-        while step < steps:
-            groups = [next(batches) for _ in range(options.accumulate)]
-            parts = _backward(loss, parallel, groups, place, pad, kept)
-            norm = float(nn.utils.clip_grad_norm_(learned.values(), 1.0))
-            losses = [round(x, 4) for x in place.total(parts).tolist()]
-            whole = False
-            if not all(map(math.isfinite, (norm, *losses))):
-                raise SSDeviceError(f"the loss is not finite at step {step + 1}; lower --lr")
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            step += 1
-            history.append([step, *losses])
-            whole = True
-            report("train", step, steps, " ".join(f"{x:.3f}" for x in losses))
-            if time.monotonic() - saved > options.checkpoint_seconds:
-                save()
-                saved = time.monotonic()
-    finally:
-        if whole:
-            save()
-    return history
-
-
-def _backward(
-    loss: StreamingLoss,
-    parallel: nn.Module,
-    groups: list[list[Sample]],
-    place: Place,
-    pad: int,
-    kept: MainRows | None,
-) -> Tensor:
-    """Accumulate the gradients of one step over ``groups`` of samples; returns this process's part of the losses.
-
-    Losses are means over the whole step: over all groups and all processes, each of which sees its share of a group.
-    So n processes compute the same as one with n times the batch.
-    """
-    counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
-    parts = torch.zeros_like(counts)
-    for number, group in enumerate(groups, 1):
-        share = place.share(group)
-        # A process without a sample takes part in the averaging with a sample of weight 0.
-        batch = collate(share or group[:1], pad).to(place.device)
-        weight = 1.0 if share else 0.0
-        wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(groups)
-        with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
-            with place.autocast():
-                known = kept.of(share or group[:1], batch) if kept is not None else None
-                total, losses = parallel(*batch, counts, known)
-            (total * (weight * place.world)).backward()
-        parts += losses * weight
-    return parts
 
 
 def _save(

@@ -18,7 +18,7 @@ from ssdevice.config import Mode, StreamConfig
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.train import checkpoint, trainer
+from ssdevice.train import checkpoint, optimization
 from ssdevice.train.evaluation import dev_prompts
 from ssdevice.train.options import Objective, TrainOptions
 from tests.train.test_run import base, command, data  # noqa: F401  # fixtures
@@ -111,14 +111,14 @@ def test_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     again = command(base, data, tmp_path / "x", "--steps", "4", "--checkpoint-seconds", "0")[3:]
-    backward, steps = trainer._backward, list[int]()
+    backward, steps = optimization._backward, list[int]()
 
     def third_is_nan(*arguments: Any) -> torch.Tensor:
         steps.append(1)
         return backward(*arguments) * (float("nan") if len(steps) == 3 else 1.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "_backward", third_is_nan)
+        patched.setattr(optimization, "_backward", third_is_nan)
         assert main(again) == 1
     assert "the loss is not finite at step 3; lower --lr" in capsys.readouterr().err
     left = checkpoint.load(tmp_path / "x")

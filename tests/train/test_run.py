@@ -183,7 +183,7 @@ def test_an_adapter_to_go_on_from_must_fit(
     [
         ("trainer.read_samples", KeyboardInterrupt(), 130, "ssdevice: interrupted", False),
         ("trainer._choose_vocabulary", MemoryError(), 1, "out of memory", False),
-        ("trainer._backward", KeyboardInterrupt(), 130, "ssdevice: interrupted", False),
+        ("optimization._backward", KeyboardInterrupt(), 130, "ssdevice: interrupted", False),
         ("trainer._save", KeyboardInterrupt(), 130, "the same command goes on", True),
         ("trainer.evaluate", KeyboardInterrupt(), 130, "the same command goes on", True),
         ("checkpoint.os.fsync", OSError(28, "No space left on device"), 1, "the disk is full", False),
