@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.contract import PLAIN
-from ssdevice.export.plan import AppPlan, AppResult, ExportJob, ExportPlan
+from ssdevice.export.exporter import AppResult, ExportJob
+from ssdevice.export.plan import AppPlan, ExportPlan
 
 Names = Mapping[str, str]
 """The contract's functions -> their names in a file."""

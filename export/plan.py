@@ -1,36 +1,29 @@
-"""The options and the plan of an export, and the interface of exporters."""
+"""The options and the plan of an export."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
-from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
+from ssdevice.bundle.manifest import NAME, Precision
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
-from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
-    from ssdevice.export.calibration.grid import Grid
     from ssdevice.export.cost import Prediction
-    from ssdevice.model.loading import LoadedModel
+    from ssdevice.export.exporter import Exporter
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
 """Name of the app that is the base without an adapter."""
-FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
-"""The note in a bundle whose job was ``folded``."""
 INT8_HEAD = "embedding and head are int8 per token: four bits cost most accuracy there"
 """The note in an int4 bundle of a target that stores these in int8."""
 DEFAULT_CONTEXT = 512
@@ -211,129 +204,6 @@ class ExportPlan:
             "estimated_seconds": round(prediction.seconds) if prediction else None,
             "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
         }
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
-
-    Its LoRA is merged if ``plan.merged``, otherwise it is separate from the base's linears (``model.lora``).
-    ``notes``: changes made while preparing the model for a target, for the manifest. ``calibrated``: values of the
-    base's weights that replace those of its folder in every further model of the job.
-    """
-
-    plan: ExportPlan
-    loaded: LoadedModel
-    report: Report
-    notes: tuple[str, ...] = ()
-    calibrated: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        plan: ExportPlan,
-        report: Report,
-        merge: bool | None = None,
-        calibrated: Mapping[str, Tensor] | None = None,
-    ) -> ExportJob:
-        """Load the first app of a plan; ``merge``: merge its LoRA into the weights (default: ``plan.merged``)."""
-        from ssdevice.model.loading import load
-
-        gamma = plan.geometry.gamma or None
-        merge = plan.merged if merge is None else merge
-        own = calibrated or {}
-        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own)
-        return cls(plan, loaded, report, calibrated=own)
-
-    def folded(self) -> ExportJob:
-        """The job with its model's stream adapters folded into weights of stream rows; this changes the model.
-
-        Only if streams run separately from main rows and apps are not switched: then one product replaces three.
-        """
-        streams = self.loaded.model.streams
-        if not self.plan.merged or self.plan.schedule is not Schedule.DEFERRED or streams is None:
-            return self
-        return replace(self, notes=(*self.notes, FOLDED)) if streams.fold() else self
-
-    def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
-        """The job for one app of several, with a separate model: drop it before the next."""
-        return ExportJob.of(self.plan.of(app), self.report, merge, self.calibrated)
-
-
-@dataclass(frozen=True)
-class TargetFile:
-    """A file or folder that a target wrote into the bundle: its role and its path there (POSIX, relative)."""
-
-    role: str
-    path: str
-
-
-@dataclass(frozen=True)
-class AppResult:
-    """How a target stores a separate app: the ``files`` in ``folder`` that its engine loads, and the contract's
-    functions -> the target's names for this app, if they differ."""
-
-    kind: AdapterKind
-    folder: str | None = None
-    files: tuple[str, ...] = ()
-    functions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TargetResult:
-    """What a target wrote. ``notes``: how it differs from the request, one sentence each, for the manifest.
-
-    ``apps``: every app by name, in a plan that is not merged. ``followed``: what the parity gate found in programs
-    before they were lowered, see ``parity.traced``.
-    """
-
-    files: tuple[TargetFile, ...]
-    cache: CacheForm
-    cache_dtype: str
-    notes: tuple[str, ...] = ()
-    tools: Mapping[str, str] | None = None
-    apps: Mapping[str, AppResult] = field(default_factory=dict)
-    followed: Mapping[str, float] = field(default_factory=dict)
-
-
-class Exporter(ABC):
-    """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
-
-    ``schedule``, ``chunk``: the defaults. ``calibrates``: the precisions whose weights may be rounded with rows of
-    data, see ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills
-    ``TargetResult.apps``.
-    """
-
-    bits: ClassVar[Mapping[Quant, float]]
-    schedule: ClassVar[Schedule]
-    chunk: ClassVar[int] = 64
-    several_apps: ClassVar[bool] = False
-    calibrates: ClassVar[frozenset[Quant]] = frozenset()
-
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.
-
-        ``factor``: it is one of the two of a low-rank term. Asked for the precisions in ``calibrates`` only.
-        """
-        return None
-
-    def check(self, plan: ExportPlan) -> None:  # noqa: B027  most targets take every plan
-        """Raise ConfigError for apps that cannot share a bundle of this target."""
-
-    def prepare(self, job: ExportJob) -> ExportJob:
-        """The job for both ``export`` and ``gate``, with the model in the form that the target writes."""
-        return job
-
-    @abstractmethod
-    def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the target's files below ``folder``, the unfinished bundle.
-
-        The result holds everything that the gate needs, also if the model's memory is released here.
-        """
-
-    @abstractmethod
-    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the written files with the reference. Returns the largest differences; raises ParityError."""
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:

@@ -10,16 +10,8 @@ from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows
-from ssdevice.export.plan import (
-    AppPlan,
-    AppResult,
-    Exporter,
-    ExportJob,
-    ExportOptions,
-    ExportPlan,
-    TargetResult,
-    make_plan,
-)
+from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
+from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report

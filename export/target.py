@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Precision
     from ssdevice.export.cost import Cost
-    from ssdevice.export.plan import Exporter, ExportOptions
+    from ssdevice.export.exporter import Exporter
+    from ssdevice.export.plan import ExportOptions
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
 

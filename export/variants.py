@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.contract import PLAIN, PREFILL, STEP
-from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.export.exporter import ExportJob
+from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams

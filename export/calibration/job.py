@@ -11,7 +11,8 @@ from torch import Tensor
 from ssdevice.data import Example, read_examples
 from ssdevice.export.calibration.calibrate import calibrate
 from ssdevice.export.calibration.rows import tokenized
-from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan
+from ssdevice.export.exporter import Exporter, ExportJob
+from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.step import StreamModel
 from ssdevice.text.tokenizer import ChatTokenizer
 

@@ -17,10 +17,11 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset, trace
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
-from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
 ASSET = "model.aimodel"
@@ -30,7 +31,7 @@ LARGE_CACHE = 2048
 
 
 class CoreAIExporter(Exporter):
-    """Writes one ``.aimodel``. Several apps become functions of it, over the base's weights; see ``plan.Exporter``."""
+    """Writes one ``.aimodel``. Several apps become functions of it, over the base's weights; see ``Exporter``."""
 
     bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.2}  # noqa: RUF012
     schedule = Schedule.FUSED
@@ -41,7 +42,7 @@ class CoreAIExporter(Exporter):
         return None if factor or linear.in_features % GROUP else INT4_GRID
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the asset; see ``plan.Exporter``."""
+        """Write the asset; see ``Exporter``."""
         plan, table, asset = job.plan, function_names(job.plan), Asset()
         total = len({name for names in table.values() for name in names.values()})
         programs: dict[str, ExportedProgram] = {}
@@ -72,7 +73,7 @@ class CoreAIExporter(Exporter):
         return TargetResult((TargetFile(MODEL, ASSET),), *form, tuple(notes), tools, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``plan.Exporter``."""
+        """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``Exporter``."""
         table = function_names(job.plan)
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:

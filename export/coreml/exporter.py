@@ -21,12 +21,13 @@ from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, save
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import AppPlan, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program

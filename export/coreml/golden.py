@@ -18,8 +18,9 @@ import numpy as np
 
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, force_drafts
-from ssdevice.export.plan import ExportJob, ExportPlan
+from ssdevice.export.plan import ExportPlan
 from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 SCHEMA_VERSION = 1

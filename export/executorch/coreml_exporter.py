@@ -18,20 +18,21 @@ from ssdevice.export.executorch.coreml_lowering import lower
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import Programs, follow_traced
-from ssdevice.export.plan import Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
 
 
 class CoreMLDelegateExporter(Exporter):
-    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``Exporter``."""
 
     bits = BITS
     schedule = Schedule.FUSED
@@ -41,7 +42,7 @@ class CoreMLDelegateExporter(Exporter):
         return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write ``model.pte``; see ``plan.Exporter``."""
+        """Write ``model.pte``; see ``Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan))

@@ -29,10 +29,11 @@ from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, slot_model
 from ssdevice.export.executorch.stored import check_stored
+from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Programs, follow_traced
-from ssdevice.export.plan import AppPlan, AppResult, Exporter, ExportJob, ExportPlan, Quant, TargetFile, TargetResult
+from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
@@ -53,7 +54,7 @@ class ExecutorchResult(TargetResult):
 
 
 class ExecutorchExporter(Exporter):
-    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``plan.Exporter``."""
+    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``Exporter``."""
 
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
@@ -72,7 +73,7 @@ class ExecutorchExporter(Exporter):
         return job.folded()
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write ``model.pte``, and a file for each separate app; see ``plan.Exporter``."""
+        """Write ``model.pte``, and a file for each separate app; see ``Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, stop_ids(plan))

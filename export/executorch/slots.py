@@ -23,7 +23,8 @@ from torch.export.graph_signature import OutputKind
 from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, SlotKind, StateSlot
 from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.errors import ConfigError
-from ssdevice.export.plan import AppPlan, ExportJob, ExportPlan
+from ssdevice.export.exporter import ExportJob
+from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.export.variants import template, variant_of
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.roles import low_rank_terms

@@ -20,6 +20,7 @@ from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Ten
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
@@ -34,17 +35,7 @@ from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
-from ssdevice.export.plan import (
-    INT8_HEAD,
-    AppPlan,
-    AppResult,
-    Exporter,
-    ExportJob,
-    ExportPlan,
-    Quant,
-    TargetFile,
-    TargetResult,
-)
+from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
 from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
@@ -77,7 +68,7 @@ class OnnxExporter(Exporter):
         return job.folded()
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the graphs and ``weights.bin``; see ``plan.Exporter``."""
+        """Write the graphs and ``weights.bin``; see ``Exporter``."""
         plan = job.plan
         if not plan.merged:
             return self._export_slots(job, folder)
@@ -132,7 +123,7 @@ class OnnxExporter(Exporter):
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare with the torch reference under the same quantization; see ``plan.Exporter``.
+        """Compare with the torch reference under the same quantization; see ``Exporter``.
 
         Apps that stand apart are compared one by one, each with a reference of its own. The job's model has the weights
         of the exported forms afterwards: nothing holds weights twice.

@@ -12,7 +12,8 @@ from ssdevice.export.target import AsStored, ExportTarget
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.export.plan import Exporter, ExportOptions
+    from ssdevice.export.exporter import Exporter
+    from ssdevice.export.plan import ExportOptions
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
 

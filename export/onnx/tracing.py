@@ -1,8 +1,8 @@
 """The ONNX graph of a torch module, operator by operator.
 
-The module runs once on tensors without data, and every operator it calls becomes the nodes that ``translations`` has
-for it. Operators on weights and tables only are computed right away. Weights keep their names and are not copied. One
-size may be dynamic.
+The module runs once on tensors without data, and every operator it calls becomes the nodes that ``translations`` or
+``operators`` has for it. Operators on weights and tables only are computed right away. Weights keep their names and
+are not copied. One size may be dynamic.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from ssdevice.contract import TensorSpec
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
+from ssdevice.export.onnx.operators import OPERATORS
 from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
 
+KNOWN = OPERATORS | TRANSLATIONS
+"""Operators and their translations."""
 EXAMPLE_SIZE = 7
 """Of the dynamic size while tracing; torch treats 0 and 1 as special."""
 
@@ -103,7 +106,7 @@ class _Writer:
         if not values:
             with torch.no_grad():
                 return node.target(*given[0], **given[1])  # type: ignore[operator]
-        translation = TRANSLATIONS.get(node.target)  # type: ignore[arg-type]
+        translation = KNOWN.get(node.target)  # type: ignore[arg-type]
         if translation is None:
             raise UnsupportedModelError(f"the model's layers call {node.target}, for which there is no ONNX form")
         positional, named = fx.node.map_aggregate(given, self._value)

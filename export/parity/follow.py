@@ -23,9 +23,9 @@ from ssdevice.contract import (
     VALID,
 )
 from ssdevice.errors import ParityError
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, difference
 from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, force_drafts, random_prompt
-from ssdevice.export.plan import ExportJob
 
 
 def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:

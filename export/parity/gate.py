@@ -22,6 +22,7 @@ import numpy as np
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROWS, STEP, TOKENS, Geometry
 from ssdevice.errors import ParityError
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown
 from ssdevice.export.parity.reference import (
@@ -34,7 +35,7 @@ from ssdevice.export.parity.reference import (
     run_prefill,
 )
 from ssdevice.export.parity.spread import Spread
-from ssdevice.export.plan import AppPlan, ExportJob
+from ssdevice.export.plan import AppPlan
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
-from ssdevice.export.plan import ExportJob
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule
 

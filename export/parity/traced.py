@@ -19,9 +19,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES, FunctionSpec, Geometry
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Array, Bounds, Call, Product
-from ssdevice.export.plan import ExportJob
 from ssdevice.memory import free_memory
 
 MODEL = "module.model."

@@ -32,9 +32,10 @@ from ssdevice.contract import (
     VALID,
     Geometry,
 )
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.products import Call, Product, followed
 from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver
-from ssdevice.export.plan import ExportJob, ExportPlan
+from ssdevice.export.plan import ExportPlan
 from ssdevice.model.loading import LoadedModel, build
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree

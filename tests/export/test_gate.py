@@ -10,11 +10,12 @@ import torch
 
 from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.gate import FLOAT_JITTER, HALF_JITTER, QUANTIZED_JITTER, check, compare
 from ssdevice.export.parity.products import FLOAT16, FLOAT32, QUANTIZED
-from ssdevice.export.plan import ExportJob, Quant
+from ssdevice.export.plan import Quant
 from tests.export.deep import Artifact, deep_model, job_of
 from tests.export.faults import FAULTS
 

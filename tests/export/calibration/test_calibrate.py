@@ -20,11 +20,12 @@ from ssdevice.errors import SSDeviceError  # noqa: E402
 from ssdevice.export.calibration.calibrate import calibrate  # noqa: E402
 from ssdevice.export.calibration.job import ROWS, calibrated_job, chosen_rows  # noqa: E402
 from ssdevice.export.calibration.rows import Rows, Tokens, tokenized  # noqa: E402
+from ssdevice.export.exporter import ExportJob  # noqa: E402
 from ssdevice.export.onnx.exporter import OnnxExporter  # noqa: E402
 from ssdevice.export.onnx.quantization import INT4_GRID  # noqa: E402
 from ssdevice.export.onnx.reference import simulated  # noqa: E402
 from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
-from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan  # noqa: E402
+from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
 from ssdevice.model.loading import load  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
 from ssdevice.text.tokenizer import ChatTokenizer  # noqa: E402

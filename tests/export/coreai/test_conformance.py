@@ -22,7 +22,8 @@ from ssdevice.export.coreai import exporter as target
 from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
 from ssdevice.export.coreai.logits import LogitsEngine
 from ssdevice.export.coreai.weights import Integers
-from ssdevice.export.plan import ExportJob, Quant, TargetResult, make_plan
+from ssdevice.export.exporter import ExportJob, TargetResult
+from ssdevice.export.plan import Quant, make_plan
 from ssdevice.model.loading import load
 from ssdevice.runtime.coreai.asset import PROGRAM
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, CoreAIEngine

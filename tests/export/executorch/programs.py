@@ -10,7 +10,8 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.options import ExecutorchOptions
-from ssdevice.export.plan import ExportJob, ExportOptions, Quant, make_plan
+from ssdevice.export.exporter import ExportJob
+from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
 from ssdevice.tree import Tree

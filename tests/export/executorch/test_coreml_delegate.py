@@ -18,8 +18,9 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError, ParityError
 from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
+from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
-from ssdevice.export.plan import ExportJob, ExportOptions, Quant, TargetResult, make_plan
+from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.export.target import exporter
 from ssdevice.mil.reader import Package

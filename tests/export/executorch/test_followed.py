@@ -23,11 +23,12 @@ from ssdevice.errors import ParityError
 from ssdevice.export.executorch import lowering
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.quantization import held_values, quantized
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.follow import Walk
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.reference import random_prompt
 from ssdevice.export.parity.traced import Recorder, TracedShown, follow_traced
-from ssdevice.export.plan import ExportJob, Quant
+from ssdevice.export.plan import Quant
 from ssdevice.model.loading import LoadedModel
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE

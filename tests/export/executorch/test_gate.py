@@ -16,7 +16,8 @@ from ssdevice.errors import ParityError
 from ssdevice.export.executorch import exporter as target
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, ExecutorchExporter
 from ssdevice.export.executorch.lowering import Lowered
-from ssdevice.export.plan import FOLDED, ExportJob, Quant, TargetFile, TargetResult
+from ssdevice.export.exporter import FOLDED, ExportJob, TargetFile, TargetResult
+from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM

@@ -19,11 +19,11 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
+from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.parity.products import QUANTIZED
-from ssdevice.export.plan import ExportJob, TargetResult
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import TREE_ATTENTION
 from ssdevice.runtime.session import Session

@@ -11,7 +11,8 @@ from ssdevice.bundle.manifest import Precision
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.plan import Exporter, ExportJob, ExportOptions, TargetFile, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.plan import ExportOptions
 from ssdevice.export.target import ExportTarget
 
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

@@ -1,0 +1,174 @@
+"""Rewrites of views, transposes and gathers of ONNX graphs.
+
+Each is a rule: it changes the graph at a node and says whether it did. Values stay as they are, in every bit.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of, source_of
+
+
+def views_as_reshapes(edit: Editor, node: ir.Node) -> bool:
+    """Unsqueeze, Squeeze, a gather of the only element, a transpose that moves no data: all are a Reshape."""
+    source, out = node.inputs[0], node.outputs[0]
+    shape = shape_of(out)
+    if source is None or shape is None or shape.count(None) > 1 or source.is_initializer():
+        return False
+    if node.op_type == "Transpose":
+        before = shape_of(source)
+        perm = node.attributes["perm"].as_ints()
+        if before is None or [d for d in perm if before[d] != 1] != [d for d in range(len(before)) if before[d] != 1]:
+            return False
+    elif node.op_type == "Gather":
+        before, index = shape_of(source), constant_of(node.inputs[1])
+        axis = node.attributes.get_int("axis", 0)
+        if before is None or index is None or index.ndim or before[axis] != 1:
+            return False
+    elif node.op_type not in ("Unsqueeze", "Squeeze"):
+        return False
+    edit.replace(node, edit.reshape(node, source, shape))
+    return True
+
+
+def joined_reshapes(edit: Editor, node: ir.Node) -> bool:
+    """A reshape of a reshape, and one that changes nothing."""
+    if node.op_type != "Reshape":
+        return False
+    source, shape = node.inputs[0], shape_of(node.outputs[0])
+    target = constant_of(node.inputs[1])
+    if source is None or target is None:
+        return False
+    if shape is None or None in shape:
+        shape = tuple(None if size == -1 else int(size) for size in target)
+    if 0 in target or shape.count(None) > 1:
+        return False
+    inner = producer(source, "Reshape")
+    if inner is not None:
+        edit.replace(node, edit.reshape(node, source_of(inner), shape))
+        return True
+    if shape_of(source) == shape and not (node.outputs[0].is_graph_output() and source.producer() is None):
+        edit.replace(node, source)
+        return True
+    return False
+
+
+def joined_transposes(edit: Editor, node: ir.Node) -> bool:
+    """A transpose of a transpose, also with a leading dimension of one dropped in between."""
+    if node.op_type != "Transpose":
+        return False
+    perm = list(node.attributes["perm"].as_ints())
+    source = source_of(node)
+    inner = producer(source, "Transpose")
+    if inner is not None:
+        first = inner.attributes["perm"].as_ints()
+        both = [first[d] for d in perm]
+        origin = source_of(inner)
+        if both == sorted(both):
+            edit.replace(node, origin)
+        else:
+            shape = shape_of(node.outputs[0])
+            edit.replace(node, edit.insert(node, "Transpose", [origin], shape, origin.dtype, {"perm": both}))
+        return True
+    view = producer(source, "Reshape")
+    if view is not None and producer(view.inputs[0], "Transpose") is not None:
+        whole, shape = shape_of(view.inputs[0]), shape_of(source)
+        out = shape_of(node.outputs[0])
+        if whole is not None and shape is not None and out is not None and whole == (1, *shape) and None not in out:
+            lifted = [0, *(d + 1 for d in perm)]
+            moved = edit.insert(node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted})
+            edit.replace(node, edit.reshape(node, moved, out))
+            return True
+    return False
+
+
+def gathers_first(edit: Editor, node: ir.Node) -> bool:
+    """A gather of rows after a transpose or reshape becomes one before it, where rows of all layers look alike."""
+    if node.op_type != "Gather":
+        return False
+    source, index = source_of(node), source_of(node, 1)
+    axis = node.attributes.get_int("axis", 0)
+    picked, shape = shape_of(index), shape_of(source)
+    if picked is None or len(picked) != 1 or shape is None or None in shape or picked[0] is None:
+        return False
+    content = constant_of(index)
+    if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
+        edit.replace(node, source)
+        return True
+    out = (*shape[:axis], picked[0], *shape[axis + 1 :])
+    above = producer(source, "Transpose")
+    if above is not None:
+        perm = above.attributes["perm"].as_ints()
+        inner_shape = shape_of(above.inputs[0])
+        assert inner_shape is not None
+        inner_axis = perm[axis]
+        inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
+        got = edit.insert(node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis})
+        edit.replace(node, edit.insert(node, "Transpose", [got], out, source.dtype, {"perm": list(perm)}))
+        return True
+    above = producer(source, "Reshape")
+    if above is not None and (inner_shape := shape_of(above.inputs[0])) is not None and None not in inner_shape:
+        for inner_axis, size in enumerate(inner_shape):
+            if size == shape[axis] and prod(inner_shape[:inner_axis]) == prod(shape[:axis]):  # type: ignore[arg-type]
+                inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
+                got = edit.insert(
+                    node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis}
+                )
+                edit.replace(node, edit.reshape(node, got, out))
+                return True
+    return False
+
+
+def one_gather_of_rows(edit: Editor, node: ir.Node) -> bool:
+    """The accepted path's rows of every layer, gathered one by one and joined, become one gather of the joined rows."""
+    if node.op_type != "Concat" or node.attributes.get_int("axis") != 0 or len(node.inputs) < 2:
+        return False
+    sources, index = [], None
+    for value in node.inputs:
+        view = producer(value, "Reshape")
+        gather = producer(view.inputs[0] if view is not None else value, "Gather")
+        if gather is None or shape_of(value) is None or (index is not None and gather.inputs[1] is not index):
+            return False
+        index, source = gather.inputs[1], source_of(gather)
+        shape, rows = shape_of(source), shape_of(index)
+        whole = shape_of(value)
+        axis = gather.attributes.get_int("axis", 0)
+        if shape is None or whole is None or len(whole) != 3 or rows is None or len(rows) != 1 or None in shape:
+            return False
+        if whole[0] != 1 or prod(shape[:axis]) != 1 or prod(shape[axis + 1 :]) != whole[2]:  # type: ignore[arg-type]
+            return False
+        sources.append((source, (1, shape[axis], whole[2])))
+    assert index is not None
+    flat = [edit.reshape(node, source, shape) for source, shape in sources]
+    _, rows_in, width = sources[0][1]
+    joined = edit.insert(node, "Concat", flat, (len(flat), rows_in, width), flat[0].dtype, {"axis": 0})
+    edit.replace(node, edit.insert(node, "Gather", [joined, index], None, joined.dtype, {"axis": 1}))
+    return True
+
+
+def sliced_tables(edit: Editor, node: ir.Node) -> bool:
+    """Columns cut out of a gathered row of a constant table: cut them out of the table."""
+    if node.op_type != "Slice" or len(node.inputs) != 5:
+        return False
+    gather = producer(node.inputs[0], "Gather")
+    bounds = [constant_of(value) for value in node.inputs[1:]]
+    if gather is None or any(b is None or b.size != 1 for b in bounds):
+        return False
+    table, shape = constant_of(gather.inputs[0]), shape_of(node.inputs[0])
+    start, end, axis, step = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
+    if table is None or table.ndim != 2 or shape is None or axis % len(shape) != len(shape) - 1:
+        return False
+    name = f"{gather.inputs[0].name}:{start}:{end}:{step}" if gather.inputs[0] is not None else None
+    known = edit.graph.initializers.get(name or "")
+    cut = (
+        known
+        if known is not None
+        else edit.constant(np.ascontiguousarray(table[:, start:end:step]), name, role_of(gather.inputs[0]))
+    )
+    out = shape_of(node.outputs[0])
+    edit.replace(node, edit.insert(node, "Gather", [cut, gather.inputs[1]], out, cut.dtype, {"axis": 0}))
+    return True
