@@ -8,13 +8,19 @@ from tests.export.coreai.bundles import ABSENT, base
 
 pytest.importorskip("coreai_torch", reason=ABSENT)
 
-import torch
-from torch import Tensor, nn
+from pathlib import Path
 
-from ssdevice.export.coreai.weights import GROUP, Integers, as_stored
+import torch
+from coreai.runtime import NDArray as CoreAIArray
+from coreai_torch import TorchConverter, get_decomp_table
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ssdevice.export.coreai.weights import GROUP, Halves, Integers, as_stored
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import load
 from ssdevice.model.step import StreamModel
+from ssdevice.runtime.coreai.asset import OpenAsset
 
 STEP = {Quant.FP32: 0.0, Quant.FP16: 2**-11, Quant.INT8: 0.5 / 127, Quant.INT4: 0.5 / 7}
 """The largest change of a weight, relative to the largest of its matrix."""
@@ -46,3 +52,29 @@ def test_rounding_once_more_changes_nothing(bits: int, group: int | None) -> Non
     once = form(*form.right_inverse(matrix))
     assert torch.equal(once[0], matrix[0])
     torch.testing.assert_close(form(*form.right_inverse(once)), once, rtol=1e-6, atol=0)
+
+
+def test_what_the_runtime_would_take_for_zeros_is_not_stored() -> None:
+    matrix = torch.linspace(-1e-4, 1e-4, 401).reshape(1, -1)
+    stored = Halves().right_inverse(matrix)[0].float()
+    least = torch.finfo(torch.float16).tiny
+    assert ((stored == 0) | (stored.abs() >= least)).all()
+    assert (stored - matrix).abs().max() <= least / 2 * 1.001
+
+
+def test_the_runtime_multiplies_with_the_stored_halves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(256, 64, bias=False), torch.randn(5, 256)
+    parametrize.register_parametrization(linear, "weight", Halves(), unsafe=True)
+    program = torch.export.export(linear, (x,)).run_decompositions(get_decomp_table())
+    converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
+    converter.add_exported_program(
+        program, input_names=["x"], output_names=["y"], state_names=[], entrypoint_name="product"
+    )
+    converter.to_coreai().save_asset(tmp_path / "product.aimodel")
+    asset = OpenAsset(tmp_path / "product.aimodel")
+    try:
+        found = torch.tensor(asset.call("product", {"x": CoreAIArray(x.numpy())}, {})["y"].numpy())
+    finally:
+        asset.close()
+    torch.testing.assert_close(found, x @ linear.weight.detach().T, rtol=0, atol=3e-6)
