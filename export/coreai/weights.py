@@ -44,8 +44,8 @@ class Halves(nn.Module):
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
         """``[outputs, inputs]`` in float16."""
-        least, whole = torch.finfo(torch.float16).tiny, weight.detach().half()
-        return (torch.where(whole.abs() < least, torch.round(whole.float() / least) * least, whole).half(),)
+        halves, least = weight.detach().half(), torch.finfo(torch.float16).tiny
+        return (torch.where(halves.abs() < least, torch.round(halves / least) * least, halves),)
 
     def forward(self, stored: Tensor) -> Tensor:
         """The matrix in float32."""

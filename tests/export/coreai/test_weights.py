@@ -11,8 +11,6 @@ pytest.importorskip("coreai_torch", reason=ABSENT)
 from pathlib import Path
 
 import torch
-from coreai.runtime import NDArray as CoreAIArray
-from coreai_torch import TorchConverter, get_decomp_table
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -20,7 +18,7 @@ from ssdevice.export.coreai.weights import GROUP, Halves, Integers, as_stored
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import load
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.coreai.asset import OpenAsset
+from tests.export.coreai.computed import computed
 
 STEP = {Quant.FP32: 0.0, Quant.FP16: 2**-11, Quant.INT8: 0.5 / 127, Quant.INT4: 0.5 / 7}
 """The largest change of a weight, relative to the largest of its matrix."""
@@ -66,15 +64,5 @@ def test_the_runtime_multiplies_with_the_stored_halves(tmp_path: Path) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(256, 64, bias=False), torch.randn(5, 256)
     parametrize.register_parametrization(linear, "weight", Halves(), unsafe=True)
-    program = torch.export.export(linear, (x,)).run_decompositions(get_decomp_table())
-    converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
-    converter.add_exported_program(
-        program, input_names=["x"], output_names=["y"], state_names=[], entrypoint_name="product"
-    )
-    converter.to_coreai().save_asset(tmp_path / "product.aimodel")
-    asset = OpenAsset(tmp_path / "product.aimodel")
-    try:
-        found = torch.tensor(asset.call("product", {"x": CoreAIArray(x.numpy())}, {})["y"].numpy())
-    finally:
-        asset.close()
+    found = computed(linear, x, tmp_path)
     torch.testing.assert_close(found, x @ linear.weight.detach().T, rtol=0, atol=3e-6)
