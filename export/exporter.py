@@ -54,7 +54,7 @@ class ExportJob:
         gamma = plan.geometry.gamma or None
         merge = plan.merged if merge is None else merge
         own = calibrated or {}
-        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own)
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own, plan.options.out.parent)
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
@@ -65,7 +65,12 @@ class ExportJob:
         streams = self.loaded.model.streams
         if not self.plan.merged or self.plan.schedule is not Schedule.DEFERRED or streams is None:
             return self
-        return replace(self, notes=(*self.notes, FOLDED)) if streams.fold() else self
+        from ssdevice.model.mapped import mapped
+
+        folded = streams.fold()
+        for row in folded:
+            row.weight.data = mapped(row.weight, self.plan.options.out.parent)
+        return replace(self, notes=(*self.notes, FOLDED)) if folded else self
 
     def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
         """The job for one app of several, with a separate model: drop it before the next."""

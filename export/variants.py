@@ -49,7 +49,7 @@ def variant_of(app: AppPlan) -> Variant:
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = variant_plan(job.plan, variant)
-    hf = adopt(load_hf(plan.folder), job.calibrated)
+    hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
     config = None
     if variant.mode is not None:
         config = StreamConfig(

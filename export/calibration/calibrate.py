@@ -12,6 +12,7 @@ from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.calibration.rounding import calibrated
 from ssdevice.export.calibration.rows import Rows, Tokens
+from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
@@ -42,8 +43,9 @@ def calibrate(
             together = torch.cat([part.weight for part in group])
             values = calibrated(together, moments[group[0]], grids[group[0]])
             for part, own in zip(group, torch.split(values, [part.out_features for part in group]), strict=True):
-                part.weight.data = own.clone()
+                part.weight.data.copy_(own)
         passing.run(number, advance=True)
+        release()
 
 
 @contextmanager

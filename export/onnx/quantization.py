@@ -34,6 +34,7 @@ from ssdevice.export.onnx.linears import (
 )
 from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
+from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part
 from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
 
@@ -71,7 +72,8 @@ class Int4Weight:
     def of(cls, weight: Array) -> Int4Weight:
         """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded with zeros.
 
-        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used.
+        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used. A block of zeros has
+        scale 0: kernels that subtract the zero point from the sum leave a rounding of the block's inputs otherwise.
         """
         inputs, outputs = weight.shape
         blocks = -(-inputs // BLOCK)
@@ -80,8 +82,9 @@ class Int4Weight:
         grouped = padded.reshape(outputs, blocks, BLOCK)
         at = np.abs(grouped).argmax(axis=2)[..., None]
         peak = np.take_along_axis(grouped, at, axis=2)[..., 0]
-        scale = np.where(peak != 0, peak / np.float32(-8), np.float32(1)).astype(np.float32)
-        codes = np.clip(np.rint(grouped / scale[..., None]) + 8, 0, 15).astype(np.uint8)
+        scale = peak / np.float32(-8) + np.float32(0)
+        step = np.where(scale != 0, scale, np.float32(1))
+        codes = np.clip(np.rint(grouped / step[..., None]) + 8, 0, 15).astype(np.uint8)
         return cls(codes[..., 0::2] | codes[..., 1::2] << 4, scale, inputs)
 
     def dequantized(self) -> Array:
@@ -108,12 +111,14 @@ class WeightStore:
         """The int8 form of a weight ``[K, N]``, which is asked for the first time only."""
         if name not in self.int8:
             self.int8[name] = Int8Weight.of(weight())
+            release()
         return self.int8[name]
 
     def as_int4(self, name: str, weight: Callable[[], Array]) -> Int4Weight:
         """The int4 form of a weight ``[K, N]``, which is asked for the first time only."""
         if name not in self.int4:
             self.int4[name] = Int4Weight.of(weight())
+            release()
         return self.int4[name]
 
 

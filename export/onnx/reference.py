@@ -15,8 +15,8 @@ from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
-from ssdevice.memory import trim_heaps
 from ssdevice.model.lora import LoraLinear
+from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
 
@@ -38,9 +38,10 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
     def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
         if keep:
             saved.append((weight, weight.data))
-        weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
-        if not keep:
-            trim_heaps()
+            weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
+        else:
+            weight.data.copy_(torch.from_numpy(array))
+            release()
 
     try:
         done: set[int] = set()

@@ -36,6 +36,7 @@ from ssdevice.export.parity.reference import (
 )
 from ssdevice.export.parity.spread import Spread
 from ssdevice.export.plan import AppPlan
+from ssdevice.model.mapped import released_after
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
 
@@ -118,11 +119,12 @@ def check(
     ``jitter``: relative jitter of the reference's twin, such as ``FLOAT_JITTER``. Raises ParityError, which says what
     is wrong and where.
     """
-    if shown is None or bounds is None:
-        return compare(job, artifact, jitter)
-    facts = follow(job, shown, bounds)
-    shown.close()
-    return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
+    with released_after(job.loaded.model.backbone.layers):
+        if shown is None or bounds is None:
+            return compare(job, artifact, jitter)
+        facts = follow(job, shown, bounds)
+        shown.close()
+        return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
 
 
 def check_each(

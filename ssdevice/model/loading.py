@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ssdevice.model.adapter import load_streams
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
+from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import Streams
 
@@ -89,20 +90,25 @@ def stored_parameters(folder: Path) -> dict[str, int]:
     return sizes
 
 
-def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None) -> Any:
     """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError.
 
-    The library would fill what the files lack, or have in other shapes, with random numbers: such a folder is refused.
+    ``scratch``: a folder for large weights in float32, in which they are mapped instead of held in memory. The library
+    would fill what the files lack, or have in other shapes, with random numbers: such a folder is refused.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     config = read_config(folder)
     stored_parameters(folder)
-    wanted: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    wanted: Any = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, **wanted
-        )
+        loaded: Any
+        if scratch is not None and (files := _weight_files(folder)):
+            weights = {name: mapped(values, scratch) for name, values in _tensors(files)}
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            loaded = kind.from_pretrained(None, config=config, state_dict=weights, **wanted)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **wanted)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
@@ -116,10 +122,31 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return hf.eval()
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The files from which the library would load the model; none if it would not find any."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    index, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if whole.is_file():
+        return [whole]
+    return sorted({folder / name for name in read_json(index)["weight_map"].values()}) if index.is_file() else []
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the files and its name; only one at a time is in memory."""
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            names = list(tensors.keys())
+        for name in names:
+            with safe_open(str(file), framework="pt") as tensors:  # its pages stay in memory until it is closed
+                yield name, tensors.get_tensor(name)
+
+
 def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
-    """The model with other values, by name, for some of its weights: they are shared, not copied."""
+    """The model with copies of other values, by name, for some of its weights."""
     for name, values in calibrated.items():
-        hf.get_parameter(name).data = values
+        hf.get_parameter(name).data.copy_(values)
+        release()
     return hf
 
 
@@ -145,14 +172,15 @@ def load(
     gamma: int | None = None,
     merge: bool = True,
     calibrated: Mapping[str, Tensor] | None = None,
+    scratch: Path | None = None,
 ) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
     ``merge``: merge its LoRA into the base's weights; otherwise it stays separate, as ``LoraLinear``.
-    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``.
-    Raises InputError.
+    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``;
+    ``scratch``: see ``load_hf``. Raises InputError.
     """
-    hf = adopt(load_hf(folder), calibrated or {})
+    hf = adopt(load_hf(folder, scratch=scratch), calibrated or {})
     identity = BaseIdentity.of(folder, hf.config)
     opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
     settings = opened.settings if opened is not None else None
@@ -165,4 +193,5 @@ def load(
     if model.streams is not None and adapter is not None:
         load_streams(adapter, model.streams)
         model.take_draft_rows()
+    release()
     return LoadedModel(folder, identity, model.eval(), settings)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.adapters.settings import PEFT_WEIGHTS
 from ssdevice.errors import InputError, UnsupportedModelError, first_line
+from ssdevice.model.mapped import release
 from ssdevice.model.peft_files import check_peft
 from ssdevice.model.streams import LowRank
 
@@ -38,8 +39,16 @@ class LoraLinear(nn.Module):
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter merged into its weights; raises InputError."""
     wrapped = open_lora(hf, adapter)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     try:
-        return wrapped.merge_and_unload().eval()
+        for part in wrapped.modules():
+            if isinstance(part, BaseTunerLayer):
+                part.merge()
+                release()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that these are merged already
+            return wrapped.merge_and_unload().eval()
     except REFUSALS as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})") from error
 

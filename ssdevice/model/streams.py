@@ -131,15 +131,14 @@ class Streams(nn.Module):
         batch, nodes, width = h.shape
         return (h[:, :, None] + self.identifiers[:gamma].to(h.dtype)).reshape(batch, nodes * gamma, width)
 
-    def fold(self) -> bool:
-        """Fold stream adapters into second weights of the MSA layers; returns whether there were any.
+    def fold(self) -> list[nn.Linear]:
+        """Fold stream adapters into second weights of the MSA layers, which are returned.
 
         For graphs whose streams run separately: one product instead of three, for a copy of these layers' weights.
         """
-        rows = [row for row in self._rows if not row.replace]
-        for row in rows:
+        for row in self._rows:
             row.fold()
-        return bool(rows)
+        return [row.folded for row in self._rows if row.folded is not None]
 
     def _wrap(self, layer: nn.Module, index: int) -> None:
         config = self.config

@@ -51,6 +51,17 @@ def test_columns_of_zeros_stay_zero() -> None:
     assert not Int4Weight.of(weight).dequantized().any()
 
 
+def test_a_block_of_zeros_adds_nothing_to_a_product() -> None:
+    weight = RNG.standard_normal((256, 256)).astype(np.float32)
+    weight[32:96] = 0
+    weight[:, 7] = 0
+    assert (Int4Weight.of(weight).scale[:, 1:3] == 0).all()
+    x = np.zeros((1, 8, 256), np.float32)
+    x[..., 32:96] = RNG.standard_normal((1, 8, 64)) * 1000
+    (product,) = linear_graph(8, [weight.T], Quant.INT4).run(None, {"x": x})
+    assert not product.any()
+
+
 def linear_graph(rows: int, weights: list[np.ndarray], quant: Quant) -> ort.InferenceSession:
     return ort.InferenceSession(linears_model(rows, weights, quant))
 

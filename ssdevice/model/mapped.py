@@ -1,0 +1,55 @@
+"""Weights in mapped files: memory that the system can take back at any time, because it can read them again."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LARGE = 1 << 20
+"""Bytes from which on a tensor is worth a file."""
+_files: WeakSet[mmap.mmap] = WeakSet()
+
+
+def mapped(values: Tensor, folder: Path) -> Tensor:
+    """``values`` as float32 in a file of ``folder`` without a name, which is gone with the tensor.
+
+    In memory if they are small, or if the system or the disk refuses.
+    """
+    found = values.detach().float()
+    if found.nbytes < LARGE or not hasattr(mmap.mmap, "madvise"):  # Windows
+        return found
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            whole = found.contiguous().numpy().reshape(-1).view(np.uint8).data
+            while whole:  # a single call writes 2 GB at most
+                whole = whole[file.write(whole) :]
+            memory = mmap.mmap(file.fileno(), found.nbytes)
+    except OSError:
+        return found
+    _files.add(memory)
+    return torch.frombuffer(memory, dtype=torch.float32).view(found.shape)
+
+
+def release() -> None:
+    """Take all mapped weights out of this process's memory; whoever needs one next reads it again."""
+    for memory in list(_files):
+        memory.madvise(mmap.MADV_DONTNEED)
+
+
+@contextmanager
+def released_after(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """In this context mapped weights leave memory whenever one of these modules has run."""
+    hooks = [layer.register_forward_hook(lambda *_: release()) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
