@@ -219,7 +219,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     folder = resolve_folder(options.model)
     config = read_config(folder)
     identity = BaseIdentity.of(folder, config)
-    apps = tuple(_app(name, adapter, identity, config) for name, adapter in options.adapters)
+    apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
         apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(BASE_APP, None, None, False)]))
     twice = repeated_name(app.name.lower() for app in apps)
@@ -269,8 +269,8 @@ def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
         raise ConfigError(f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app")
 
 
-def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPlan:
-    """An app whose adapter fits the base; raises InputError."""
+def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: bool) -> AppPlan:
+    """An app whose adapter fits the base and, unless it is ``merged``, beside others; raises InputError."""
     from ssdevice.adapters.settings import AdapterFolder
 
     check_rule("an app's name", name, NAME)
@@ -279,6 +279,8 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any) -> AppPl
     opened = AdapterFolder.open(adapter, identity)
     if opened.settings is not None:
         opened.settings.streams.check_layers(config.num_hidden_layers)
+    if not merged:
+        opened.check_apart()
     return AppPlan(name, adapter, opened.settings, opened.has_lora)
 
 

@@ -99,9 +99,17 @@ class AdapterFolder:
         if not has_streams and not has_lora:
             raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
         settings = read_settings(folder) if has_streams else None
-        if settings is not None:
-            if base is not None:
-                settings.base.check(base, f"adapter {folder}")
-            if settings.streams.mode is Mode.LOSSLESS and has_lora:
-                raise InputError(f"{folder}: a lossless adapter must not change main rows but has a {PEFT_CONFIG}")
+        if settings is not None and base is not None:
+            settings.base.check(base, f"adapter {folder}")
         return cls(folder, settings, has_lora)
+
+    def check_apart(self) -> None:
+        """Raise InputError for an app whose main rows have a LoRA that its streams were not trained with together.
+
+        Where apps share a base, stream rows would need the LoRA and their own adapters beside every linear.
+        """
+        if self.has_lora and self.settings is not None and self.settings.streams.mode is Mode.LOSSLESS:
+            raise InputError(
+                f"{self.folder}: lossless streams over a LoRA cannot share a bundle with other apps yet: export this "
+                "app by itself"
+            )

@@ -61,6 +61,7 @@ class AdapterWeights:
     def read(cls, folder: Path) -> AdapterWeights:
         """The weights in a folder. Raises InputError if it is not an adapter or does not fit into slots."""
         opened = AdapterFolder.open(folder)
+        opened.check_apart()
         settings, has_lora = opened.settings, opened.has_lora
         Variant.of(settings.streams if settings is not None else None, has_lora)  # raises if slots cannot hold it
         factors = _read_lora(folder) if has_lora else {}

@@ -159,6 +159,11 @@ class App(Ruled):
             if name not in FUNCTIONS:
                 raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(FUNCTIONS)})")
 
+    @property
+    def answers_as_base(self) -> bool:
+        """Whether its main rows are the base's own, so that any decoder of the base must give the same answers."""
+        return self.kind is AdapterKind.BASE or (self.mode is Mode.LOSSLESS and not self.rank)
+
 
 @dataclass(frozen=True)
 class FileEntry(Ruled):

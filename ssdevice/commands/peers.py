@@ -125,9 +125,6 @@ def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
 
 
 def _note(app: App) -> str:
-    from ssdevice.bundle.manifest import AdapterKind
-    from ssdevice.config import Mode
-
-    if app.mode is not Mode.LOSSLESS and app.kind is not AdapterKind.BASE:
-        return f"app {app.name!r} has an adapter that changes the answers, so its tokens are not those of the peers"
-    return f"app {app.name!r} gives the answers of the base model"
+    if app.answers_as_base:
+        return f"app {app.name!r} gives the answers of the base model"
+    return f"app {app.name!r} has an adapter that changes the answers, so its tokens are not those of the peers"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.bundle.manifest import Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive, prompts_of
 from ssdevice.commands.quiet import quiet_frameworks
-from ssdevice.config import Mode
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, MissingExtraError, ParityError
 
@@ -102,9 +101,7 @@ class _Checks:
                 self._against(other, shown, prompts, result, stops, report)
             if args.model is not None:
                 self._torch(prompts, result, report)
-                app = bundle.app(args.app)
-                # Then main rows are the base's own, and any decoder of the base must give the same answers.
-                if precision is Precision.FP32 and (app.kind is AdapterKind.BASE or app.mode is Mode.LOSSLESS):
+                if precision is Precision.FP32 and bundle.app(args.app).answers_as_base:
                     self._generate(prompts, result, stops, report)
 
     def _quality(self, session: Session, result: Equality, examples: Sequence[Example]) -> None:

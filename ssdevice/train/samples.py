@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.adapters.settings import AdapterFolder
+from ssdevice.config import Mode
 from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
@@ -32,13 +33,14 @@ def read_samples(
 ) -> list[Sample]:
     """The samples: completions of the data or the model's own ones, to prompts of the data or the model's own ones.
 
-    The model that answers is ``hf``, or the base in ``folder`` with the LoRA of ``init`` if it has one.
+    The model that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one.
     """
     work = options.out / checkpoint.FOLDER
     own = options.self_prompt
     teacher = None
     if options.self_distill or own is not None:
-        answering = merge_lora(loading.load_hf(folder), init.folder) if init is not None and init.has_lora else hf
+        lora = init.folder if init is not None and init.has_lora and options.streams.mode is Mode.SHARED else None
+        answering = merge_lora(loading.load_hf(folder), lora) if lora is not None else hf
         teacher = loading.build(answering, None, options.max_length).backbone.to(place.device)
     if own is not None:
         assert teacher is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.adapter import load_streams, write_streams
-from ssdevice.model.lora import open_lora
+from ssdevice.model.lora import merge_lora, open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import Streams
 from ssdevice.progress import Report
@@ -67,6 +68,9 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         options.streams.check_layers(identity.layers)
     if init is not None:
         _check_init(options, init)
+    tuned = init.folder if init is not None and init.has_lora and options.streams.mode is Mode.LOSSLESS else None
+    if tuned is not None:
+        hf = merge_lora(hf, tuned)  # main rows stay as this LoRA has made them
     fingerprint = options.fingerprint(identity.sha256, place.world, examples)
     with checkpoint.claimed(options.out, fingerprint) if place.main else nullcontext():
         samples = read_samples(options, place, folder, hf, init, examples, tokenizer, report)
@@ -78,6 +82,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
         if place.main:
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
+            if tuned is not None:
+                _keep_lora(tuned, options.out)
     del hf, wrapped, model, loss
     place.wait()
     result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
@@ -105,8 +111,8 @@ def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: Adapte
 
 def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
     """Raise InputError, before answers are generated, for an adapter that does not have the requested streams."""
-    if init.has_lora and not options.streams.lora_rank:
-        raise InputError(f"--init {init.folder} has a LoRA, which changes main rows; lossless mode forbids that")
+    if init.has_lora and options.streams.mode is Mode.SHARED and not options.streams.lora_rank:
+        raise InputError(f"--init {init.folder} has a LoRA to go on with: omit --lora-rank 0, or use --mode lossless")
     if init.settings is None or options.objective is Objective.NEXT_TOKEN:
         return
     wanted = vars(options.streams)
@@ -182,6 +188,13 @@ def _save(
         _save_streams(options, streams, identity, rows, history)
     for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
         file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
+
+
+def _keep_lora(tuned: Path, out: Path) -> None:
+    """Copy the LoRA over which lossless streams were trained, so that the adapter is whole."""
+    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+        if not (out / name).exists() or not (out / name).samefile(tuned / name):
+            shutil.copyfile(tuned / name, out / name)
 
 
 def _save_streams(

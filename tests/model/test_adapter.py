@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssdevice.adapters.settings import PEFT_CONFIG, SETTINGS, WEIGHTS, AdapterSettings, BaseIdentity, read_settings
+from ssdevice.adapters.settings import (
+    PEFT_CONFIG,
+    SETTINGS,
+    WEIGHTS,
+    AdapterFolder,
+    AdapterSettings,
+    BaseIdentity,
+    read_settings,
+)
+from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.config import Mode, Schedule, StreamConfig, StreamMLP
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 from ssdevice.model.adapter import load_streams, write_streams
@@ -191,11 +200,12 @@ def test_fewer_streams_than_trained_may_be_kept_but_not_more(base: Path, tmp_pat
         load(base, tmp_path, CONTEXT, gamma=4)
 
 
-def test_lossless_and_a_lora_exclude_each_other(base: Path, tmp_path: Path) -> None:
+def test_lossless_streams_over_a_lora_cannot_share_a_base_with_other_apps(base: Path, tmp_path: Path) -> None:
     write(base, tmp_path, CONFIGS["lossless"])
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
-    with pytest.raises(InputError, match="lossless adapter must not change main rows but has a adapter_config.json"):
-        load(base, tmp_path, CONTEXT)
+    for refused in (lambda: AdapterWeights.read(tmp_path), lambda: AdapterFolder.open(tmp_path).check_apart()):
+        with pytest.raises(InputError, match="lossless streams over a LoRA cannot share a bundle .* by itself"):
+            refused()
 
 
 def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssdevice.adapters.settings import PEFT_WEIGHTS
+from ssdevice.bench.against_torch import main_logits
 from ssdevice.cli import main
 from ssdevice.data import Example
+from ssdevice.model.loading import load
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 
@@ -165,9 +168,25 @@ def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, dat
     assert distilled["self_distill"] and distilled["final_loss"][0] < 0.2, "its own words are no news to it"
 
 
+def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, tmp_path: Path) -> None:
+    """The adapter holds the LoRA as it was; main rows compute the tuned model, with the streams or without."""
+    tuned, both = tmp_path / "lora", tmp_path / "both"
+    assert main(command(base, data, tuned, "--steps", "40", "--objective", "next-token")[3:]) == 0
+    more = ("--init", str(tuned), "--mode", "lossless", "--self-distill", "--steps", "300")
+    assert main(command(base, data, both, *more)[3:]) == 0
+    assert (both / PEFT_WEIGHTS).read_bytes() == (tuned / PEFT_WEIGHTS).read_bytes()
+    losses = json.loads((both / "streams.json").read_text())["training"]["final_loss"]
+    assert losses[0] == 0 and losses[1] < 1, "only streams were trained, on what the tuned model says"
+    alone, lossless = (load(base, folder, 32).model for folder in (tuned, both))
+    assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
-    [(["--msa-layers", "1"], "with --msa-layers 2, not 1"), (["--mode", "lossless"], "lossless mode forbids")],
+    [
+        (["--msa-layers", "1"], "with --msa-layers 2, not 1"),
+        (["--mode", "lossless"], "with --mode shared, not lossless"),
+    ],
 )
 def test_an_adapter_to_go_on_from_must_fit(
     base: Path, data: Path, tmp_path: Path, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
