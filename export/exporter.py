@@ -117,7 +117,8 @@ class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
     ``schedule``, ``chunk``: the defaults. ``calibrates``: the precisions whose weights may be rounded with rows of
-    data, see ``grid``. ``several_apps``: whether it also takes plans that are not merged, and then fills
+    data, see ``grid``. ``smooths``: those with one scale for a whole row of a linear's inputs, which outliers decide,
+    see ``calibration.smoothing``. ``several_apps``: whether it also takes plans that are not merged, and then fills
     ``TargetResult.apps``.
     """
 
@@ -126,6 +127,7 @@ class Exporter(ABC):
     chunk: ClassVar[int] = 64
     several_apps: ClassVar[bool] = False
     calibrates: ClassVar[frozenset[Quant]] = frozenset()
+    smooths: ClassVar[frozenset[Quant]] = frozenset()
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.

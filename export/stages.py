@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
-from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
@@ -65,6 +65,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         begin("load the model")
         job = target.prepare(ExportJob.of(plan, whole))
         begin("calibrate")
+        job = smoothed_job(job, target)
         if examples:
             job = calibrated_job(job, target, examples, tokenizer)
         begin("write the graphs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ssdevice.data import Example, read_examples
 from ssdevice.export.calibration.calibrate import calibrate
 from ssdevice.export.calibration.rows import tokenized
+from ssdevice.export.calibration.smoothing import NOTE, smooth
 from ssdevice.export.exporter import Exporter, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.step import StreamModel
@@ -41,6 +43,20 @@ def calibrated_job(
     base = ExportJob.of(plan.of(AppPlan("", None, None, False)), job.report, merge=False)
     _calibrate(base, target, examples, tokenizer, "")
     return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
+
+
+def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
+    """The job with a smoothed model, if the target rounds the inputs of linears row by row.
+
+    Apps that stand apart share a base that stays as it is: their adapters were trained beside it.
+    """
+    plan = job.plan
+    if not plan.merged or plan.options.quant not in target.smooths:
+        return job
+    model = job.loaded.model
+    total = model.backbone.num_layers
+    norms = smooth(model, lambda layer: job.report("smooth", layer, total, f"smooth layer {layer + 1}"))
+    return replace(job, notes=(*job.notes, NOTE)) if norms else job
 
 
 def _calibrate(

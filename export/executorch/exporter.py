@@ -60,6 +60,7 @@ class ExecutorchExporter(Exporter):
     schedule = Schedule.DEFERRED
     several_apps = True
     calibrates = frozenset({Quant.INT4})
+    smooths = frozenset({Quant.INT8})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return None if factor or linear.in_features % GROUP else INT4_GRID

@@ -60,6 +60,7 @@ class OnnxExporter(Exporter):
     chunk = 32  # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms, with 64 77, 170 and 457
     several_apps = True
     calibrates = frozenset({Quant.INT4})
+    smooths = frozenset({Quant.INT8})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return INT4_GRID if linear.weight.numel() >= SMALL else None

@@ -46,8 +46,11 @@ class OnnxTarget(ExportTarget):
         precision = bundle.manifest.precision
         if precision not in (Precision.INT8, Precision.INT4) or bundle.manifest.calibrated_rows:
             return super().as_stored(bundle, app, model)
+        from ssdevice.export.calibration.smoothing import NOTE, smooth
         from ssdevice.export.onnx.reference import simulated
 
+        if NOTE in bundle.manifest.notes:
+            smooth(model)
         return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:

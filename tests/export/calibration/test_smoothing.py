@@ -1,0 +1,102 @@
+"""Smoothing changes no result, makes rows of outliers more even, and leaves alone what it cannot change."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the export extra")
+from torch import Tensor, nn  # noqa: E402
+
+from ssdevice.bench.against_torch import main_logits  # noqa: E402
+from ssdevice.config import Mode, StreamConfig  # noqa: E402
+from ssdevice.export.calibration.smoothing import smooth  # noqa: E402
+from ssdevice.export.onnx.reference import simulated  # noqa: E402
+from ssdevice.export.plan import Quant  # noqa: E402
+from ssdevice.model.loading import build  # noqa: E402
+from ssdevice.model.step import StreamModel  # noqa: E402
+from tests.export.deep import OUTLIERS, VOCAB, deep_model  # noqa: E402
+from tests.model.tiny import MODELS, tiny_model  # noqa: E402
+
+IDS = [7, 3, 90, 41, 5, 66, 12, 33, 8, 11, 54, 2]
+WITHOUT = {"olmo", "olmo2", "olmo3", "exaone4", "opt-after"}
+"""Models whose linears read the hidden state itself, or a norm without weights: there is nothing to divide."""
+
+
+@torch.no_grad()
+def results(model: StreamModel) -> tuple[Tensor, Tensor]:
+    """Logits of main rows, and final states of the streams of the last one."""
+    from ssdevice.train.loss import LossWeights, StreamingLoss
+
+    loss = StreamingLoss(model, LossWeights(main=1.0, stream=1.0))
+    middle, _, rows = loss.run_main(torch.tensor([IDS]))
+    return main_logits(model, IDS), loss.run_streams(middle, torch.tensor([[len(IDS) - 1]]), len(IDS), rows)
+
+
+@pytest.mark.parametrize("mode", [Mode.SHARED, Mode.LOSSLESS])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_no_result_changes(name: str, mode: Mode) -> None:
+    """In any family, for main rows and streams."""
+    torch.manual_seed(0)
+    model = build(tiny_model(name), StreamConfig(mode=mode, gamma=3, msa_layers=2, adapter_rank=4), 64).eval()
+    for adapter in model.streams.adapters.values():
+        nn.init.normal_(adapter.up.weight, std=0.1)
+    before = results(model)
+    norms = smooth(model)
+    assert (norms == 0) == (name in WITHOUT), norms
+    for was, now in zip(before, results(model), strict=True):
+        assert (was - now).abs().max() <= 1e-4 * was.abs().max()
+
+
+def test_rows_with_outliers_lose_less() -> None:
+    """Three channels of every norm are made 30 times as large and their columns as small: smoothing takes that back."""
+    texts = torch.randint(VOCAB, (8, 24), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(model: StreamModel) -> Tensor:
+        return torch.stack([main_logits(model, text) for text in texts])
+
+    @torch.no_grad()
+    def error(model: StreamModel) -> float:
+        exact = logits(model)
+        with simulated(model, Quant.INT8):
+            return float((logits(model) - exact).pow(2).mean().sqrt() / exact.std())
+
+    model = deep_model("llama", 6, Mode.SHARED)
+    even = error(model)
+    for layer in model.backbone.layers:
+        norm, linears = layer.input_layernorm, [getattr(layer.self_attn, f"{part}_proj") for part in "qkv"]
+        for weight, factor in ((norm.weight, 30.0), *((linear.weight, 1 / 30) for linear in linears)):
+            weight.data[..., OUTLIERS] *= factor
+    planted = error(model)
+    assert planted > 1.5 * even
+    assert smooth(model) == 12
+    assert error(model) < 1.1 * even
+
+
+def test_factors_are_those_of_main_rows() -> None:
+    """A model gets the same weights with folded stream adapters, with others, and without streams."""
+    first, second = deep_model("llama", 4, Mode.LOSSLESS), deep_model("llama", 4, Mode.LOSSLESS)
+    assert second.streams is not None
+    second.streams.fold()
+    for model in (first, second):
+        smooth(model)
+    for one, other in zip(first.backbone.layers, second.backbone.layers, strict=True):
+        assert torch.equal(one.input_layernorm.weight, other.input_layernorm.weight)
+
+
+def test_a_norm_that_something_else_reads_stays() -> None:
+    class Adds(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, h: Tensor, **others: object) -> Tensor:
+            out = self.layer(h, **others)
+            return (out[0] if isinstance(out, tuple) else out) + self.layer.get_submodule("input_layernorm")(h)
+
+    model = deep_model("llama", 4, Mode.SHARED)
+    model.backbone.layers[1] = Adds(model.backbone.layers[1])
+    before = model.backbone.layers[1].layer.input_layernorm.weight.clone()
+    whole = results(model)
+    assert smooth(model) == 6, "two norms of each of the other layers"
+    assert torch.equal(model.backbone.layers[1].layer.input_layernorm.weight, before)
+    assert (whole[0] - results(model)[0]).abs().max() <= 1e-4 * whole[0].abs().max()
