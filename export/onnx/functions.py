@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ssdevice.adapters.weights import LEVELS
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, SKIP_NORM
+from ssdevice.model.attention import MASKED
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
     DOMAIN,
@@ -25,6 +26,8 @@ BLOCK = 32
 """Inputs that share a scale."""
 ZERO_POINT = 128
 """Of rows in uint8."""
+TAIL = 3
+"""Numbers that do not fill a vector of four, at most."""
 
 
 class _Body:
@@ -159,7 +162,13 @@ def tree_attention() -> ir.Function:
     )
     by_head: dict[str, Any] = {"transBatchA": 1, "transBatchB": 1, "transB": 1, "alpha": ref("scale")}
     scores = body.add("FusedMatMul", body.view(q, "heads"), every_key, domain=CONTRIB, **by_head)
-    weights = body.add("Softmax", body.add("Add", scores, mask), axis=-1)
+    # WebAssembly's Softmax adds four numbers at a time and the last one to three after them. Three masked columns at
+    # the end keep those that count out of there, so a sum does not depend on how many rows a call has.
+    masked = body.add("Constant", value_float=MASKED)
+    sizes = body.add("Constant", value_ints=[0, TAIL])
+    wide = body.add("Pad", body.add("Add", scores, mask), sizes, masked, body.add("Constant", value_ints=[-1]))
+    weights = body.add("Softmax", wide, axis=-1)
+    weights = body.add("Slice", weights, *(body.add("Constant", value_ints=[at]) for at in (0, -TAIL, -1)))
     out = body.view(body.add("FusedMatMul", weights, every_value, domain=CONTRIB, transBatchB=1), "groups")
     return body.function(body.view(body.add("Transpose", out, perm=[1, 0, 2, 3]), "whole"))
 

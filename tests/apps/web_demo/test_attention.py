@@ -1,0 +1,47 @@
+"""Attention in WebAssembly: a drafted row has the bits that it has in plain decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssdevice.contract import Geometry
+from ssdevice.runtime.onnx.cache import RowCache
+from ssdevice.tree import Tree
+from tests.apps.web_demo import host
+from tests.export.onnx.test_kernels import GROUPS, KV_HEADS, attention_model
+
+DIM, ROWS, CONTEXT = 64, 5, 96
+WIDTH = KV_HEADS * DIM
+
+
+@pytest.mark.parametrize("length", [29, 30, 31, 32])
+def test_a_drafted_row_has_the_bits_of_plain_decoding(length: int, tmp_path: Path) -> None:
+    """onnxruntime-web adds the last numbers of a row apart, so how many rows a call has could decide a bit."""
+    draw = np.random.default_rng(length)
+    keys, values = draw.standard_normal((2, CONTEXT, WIDTH)).astype(np.float32)
+    queries = draw.standard_normal((CONTEXT, GROUPS * WIDTH)).astype(np.float32)
+
+    cache = RowCache(Geometry(1, KV_HEADS, DIM, 1, 0, 1, Tree.root_only(), CONTEXT, 1), np.float32)
+
+    def call(first: int, rows: int) -> str:
+        """A chain of ``rows`` from position ``first`` on."""
+        shown = cache.visible(first)
+        seen = np.concatenate([np.tile(np.arange(shown) < first, (rows, 1)), np.tri(rows, dtype=bool)], axis=1)
+        new = slice(first, first + rows)
+        feeds = {
+            "q": queries[None, new], "past_keys": keys[:shown], "keys": keys[new], "past_values": values[:shown],
+            "values": values[new], "mask": np.where(seen, 0.0, -1e9).repeat(GROUPS, axis=0)[None],
+        }  # fmt: skip
+        file = tmp_path / f"{rows}-{shown}.onnx"
+        file.write_bytes(attention_model(rows, shown, DIM))
+        tensors = {name: {"dims": value.shape, "data": value.ravel().tolist()} for name, value in feeds.items()}
+        return json.dumps({"model": str(file), "feeds": tensors}) + "\n"
+
+    calls = [call(length, ROWS), *(call(length + i, 1) for i in range(ROWS))]
+    done = host.script("run.mjs", given="".join(calls))
+    step, *plain = (np.array(json.loads(line), np.float32) for line in done.stdout.splitlines())
+    np.testing.assert_array_equal(step.reshape(ROWS, -1), np.stack(plain))
