@@ -65,7 +65,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         begin("load the model")
         job = target.prepare(ExportJob.of(plan, whole))
         begin("calibrate")
-        job = smoothed_job(job, target)
+        job = smoothed_job(job, target, tokenizer)
         if examples:
             job = calibrated_job(job, target, examples, tokenizer)
         begin("write the graphs")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssdevice.data import Example, read_examples
 from ssdevice.export.calibration.calibrate import calibrate
 from ssdevice.export.calibration.rows import tokenized
-from ssdevice.export.calibration.smoothing import NOTE, smooth
+from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
 from ssdevice.export.exporter import Exporter, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.step import StreamModel
@@ -45,7 +45,7 @@ def calibrated_job(
     return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
 
 
-def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
+def smoothed_job(job: ExportJob, target: Exporter, tokenizer: ChatTokenizer) -> ExportJob:
     """The job with a smoothed model, if the target rounds the inputs of linears row by row.
 
     Apps that stand apart share a base that stays as it is: their adapters were trained beside it.
@@ -55,8 +55,8 @@ def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
         return job
     model = job.loaded.model
     total = model.backbone.num_layers
-    norms = smooth(model, lambda layer: job.report("smooth", layer, total, f"smooth layer {layer + 1}"))
-    return replace(job, notes=(*job.notes, NOTE)) if norms else job
+    moved = smooth(model, texts(tokenizer), lambda layer: job.report("smooth", layer, total, f"layer {layer + 1}"))
+    return replace(job, notes=(*job.notes, NOTE)) if moved else job
 
 
 def _calibrate(

@@ -1,15 +1,16 @@
-"""Moves outliers of normalized hidden states into the weights that read them (SmoothQuant, arXiv 2211.10438, eq. 4).
+"""Moves outliers of what linears read into their weights (SmoothQuant, arXiv 2211.10438, eq. 4).
 
 A few channels of a real model are many times as large as the others, and eight bits of a row must reach to its largest
-value. If a norm's weight is divided by a factor for each channel, and the columns of the linears that read the norm are
-multiplied by it, products stay the same but what is rounded is more even.
+value. If whatever writes the channels, a norm or another linear, is divided by a factor for each of them, and the
+columns of the linears that read them are multiplied by it, products stay the same but rows are more even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,57 +18,66 @@ from torch import Tensor, nn
 from ssdevice.export.calibration.rows import Rows, Tokens
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import StreamRowAdapter
+from ssdevice.text.tokenizer import ChatTokenizer
 
-NOTE = "factors of channels are moved from norms into the linears that read them, so that rounded rows are more even"
+NOTE = "outliers of channels are moved into the weights of the linears that read them, so that rounded rows are even"
 """The note in a bundle whose model was smoothed."""
 STRENGTH = 0.5
 """How much of the range goes from inputs to weights: both are rounded to eight bits."""
-ROWS, LENGTH = 4, 64
-"""Rows of random tokens on which channels are measured: which of them are large hardly depends on the text."""
 SAME = 1e-4
 """Largest change of a layer's result, as a part of its largest value, that counts as float rounding."""
+TEXTS = (
+    "How do I keep bread fresh? Wrap it in a cloth, keep it in a dry place, and do not put it into the fridge.",
+    "def mean(values):\n    return sum(values) / len(values)\n\nprint(mean([3, 5, 10]))  # 6.0",
+    "The train leaves at 17:45 and takes 2 hours and 20 minutes, so it arrives at 20:05. A ticket costs $48.90.",
+    "name: Ann, age: 31, city: Zürich; name: Tomás, age: 27, city: Lima. Wie viele Personen sind älter als 30?",
+)
+"""Which channels are large hardly depends on the text; which neurons of an MLP are does."""
 
 
 @dataclass
 class _Read:
-    """What reads a norm: ``linears``, the weights' and the rows' largest values by channel, and an input to try."""
+    """What some linears read in common: its largest values by channel, and those of their weights."""
 
     linears: dict[nn.Linear, None] = field(default_factory=dict)
-    weights: Tensor | None = None
     rows: Tensor | None = None
-    probe: Tensor | None = None
+    weights: Tensor | None = None
+
+    def factors(self) -> Tensor | None:
+        """What to divide the channels by; None if no main row was seen."""
+        if self.rows is None or self.weights is None:
+            return None
+        used = (self.rows > 0) & (self.weights > 0)
+        return torch.where(used, self.rows**STRENGTH / self.weights ** (1 - STRENGTH), 1.0).nan_to_num(1.0, 1.0)
+
+
+def texts(tokenizer: ChatTokenizer) -> list[Tokens]:
+    """The rows on which channels are measured."""
+    return [Tokens(tuple(ids), len(ids) // 2) for ids in map(tokenizer.encode, TEXTS)]
 
 
 @torch.no_grad()
-def smooth(model: StreamModel, report: Callable[[int], None] = lambda _: None) -> int:
-    """Smooth every norm of the layers whose output only linears read; returns how many there are.
+def smooth(model: StreamModel, rows: Sequence[Tokens], report: Callable[[int], None] = lambda _: None) -> int:
+    """Smooth whatever linears of the layers read, where that leaves each layer's results as they were.
 
-    Main rows decide the factors, so a model gets the same ones with streams and without. ``report`` hears which layer
-    begins. A layer in which something else reads the norm stays as it was.
+    Returns how often that was possible. Main rows decide the factors, so a model gets the same ones with streams and
+    without. ``report`` hears which layer begins.
     """
-    ids = torch.randint(0, int(model.backbone.config.vocab_size), (ROWS, LENGTH), generator=_seeded()).tolist()
-    passing = Rows(model, [Tokens(tuple(row), LENGTH // 2) for row in ids])
+    passing = Rows(model, rows)
     smoothed = 0
     for number, layer in enumerate(model.backbone.layers):
         report(number)
-        with _results(layer) as before, _readers(model, layer) as found:
+        with _results(layer) as before, _reads(model, layer) as found:
             passing.run(number, advance=False)
-        kept = [(weight, weight.detach().clone()) for weight in _weights(found)]
-        folded = sum(_fold(norm, read) for norm, read in found.items())
-        with _results(layer) as after:
-            passing.run(number, advance=False)
-        if all(bool((a - b).abs().max() <= SAME * b.abs().max()) for a, b in zip(after, before, strict=True)):
-            smoothed += folded
-        else:
-            for weight, values in kept:
-                weight.data.copy_(values)
+        for read, writers in _pairs(layer, found):
+            factors = read.factors()
+            same = partial(_same, passing, number, layer, before)
+            if factors is not None and any(_moved(one, read, factors, same) for one in writers):
+                smoothed += 1
         passing.run(number, advance=True)
         release()
     return smoothed
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 @contextmanager
@@ -81,29 +91,37 @@ def _results(layer: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
+def _same(passing: Rows, number: int, layer: nn.Module, before: list[Tensor]) -> bool:
+    """Whether the layer still gives what it gave."""
+    with _results(layer) as after:
+        passing.run(number, advance=False)
+    return all(bool((a - b).abs().max() <= SAME * b.abs().max()) for a, b in zip(after, before, strict=True))
+
+
 @contextmanager
-def _readers(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module, _Read]]:
-    """Within this context: the norms of the layer and the linears that read them."""
+def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | None, list[_Read]]]:
+    """Within this context: what the layer's linears read, by the norm that wrote it, None for anything else."""
     norms = [part for part in layer.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 1]
-    found: dict[nn.Module, _Read] = {}
+    found: dict[nn.Module | None, list[_Read]] = {None: []}
     last: dict[nn.Module, Tensor] = {}
 
-    def normalized(norm: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+    def wrote(norm: nn.Module, _: object, out: Tensor) -> None:
         last[norm] = out
-        found.setdefault(norm, _Read()).probe = inputs[0]
 
-    def read(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def reads(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(linear, nn.Linear)
-        for norm, out in last.items():
-            if out is inputs[0]:
-                own = found[norm]
-                own.linears[linear] = None
-                if model.streams is None or model.streams.split.main is None:
-                    own.rows = _larger(own.rows, out.flatten(0, -2))
-                    own.weights = _larger(own.weights, linear.weight)
+        writer = next((norm for norm, out in last.items() if out is inputs[0]), None)
+        known = found.setdefault(writer, [])
+        own = next((read for read in known if writer is not None or linear in read.linears), None)
+        if own is None:
+            known.append(own := _Read())
+        own.linears[linear] = None
+        if model.streams is None or model.streams.split.main is None:
+            own.rows = _largest(own.rows, inputs[0].flatten(0, -2))
+            own.weights = _largest(own.weights, linear.weight)
 
-    hooks = [norm.register_forward_hook(normalized) for norm in norms]
-    hooks += [part.register_forward_pre_hook(read) for part in layer.modules() if isinstance(part, nn.Linear)]
+    hooks = [norm.register_forward_hook(wrote) for norm in norms]
+    hooks += [part.register_forward_pre_hook(reads) for part in layer.modules() if isinstance(part, nn.Linear)]
     try:
         yield found
     finally:
@@ -111,43 +129,58 @@ def _readers(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module, _
             hook.remove()
 
 
-def _larger(known: Tensor | None, values: Tensor) -> Tensor:
+def _largest(known: Tensor | None, values: Tensor) -> Tensor:
     """The largest magnitude of each column ``[n, D] -> [D]``, or the known one."""
     own = values.abs().amax(dim=0)
     return own if known is None else torch.maximum(known, own)
 
 
-def _weights(found: dict[nn.Module, _Read]) -> Iterator[Tensor]:
-    """All that smoothing may change."""
-    for norm, read in found.items():
-        yield from norm.parameters(recurse=False)
-        yield from (linear.weight for linear in read.linears)
+Written = list[tuple[Tensor, float]]
+"""Parameters whose leading dimension is the channels, and what is added to each before it is used."""
 
 
-def _fold(norm: nn.Module, read: _Read) -> bool:
-    """Divide a norm by its factors and multiply its readers by them; False if it cannot be divided that way."""
-    if read.rows is None or read.weights is None or read.probe is None:
-        return False
-    tiny = torch.finfo(torch.float32).tiny
-    factors = read.rows.clamp(min=tiny) ** STRENGTH / read.weights.clamp(min=tiny) ** (1 - STRENGTH)
-    factors = torch.where((read.rows > 0) & (read.weights > 0), factors, torch.ones_like(factors))
-    if not _divide(norm, factors, read.probe):
-        return False
+def _pairs(layer: nn.Module, found: dict[nn.Module | None, list[_Read]]) -> Iterator[tuple[_Read, list[Written]]]:
+    """What linears read, and the parameters that may have written it, to be tried one after the other."""
+    for norm, reads in found.items():
+        if norm is not None:
+            values = list(norm.parameters(recurse=False))
+            # Some families store a norm's weight less one.
+            yield reads[0], [[(p, offset if p is norm.weight else 0.0) for p in values] for offset in (0.0, 1.0)]
+    for owner in layer.modules():
+        parts = [linears for part in owner.children() if (linears := _linears(part))]
+        for own in parts if not isinstance(owner, StreamRowAdapter) else ():
+            read = next((read for read in found[None] if read.rows is not None and own[0] in read.linears), None)
+            if read is not None:
+                columns = {linear: None for linear in own if linear.in_features == own[0].in_features}
+                others = [_writing(part, own[0].in_features) for part in reversed(parts) if part is not own]
+                yield _Read(columns, read.rows, read.weights), [one for one in others if one]
+
+
+def _linears(part: nn.Module) -> list[nn.Linear]:
+    """A linear, and what stream rows have beside it or instead of it."""
+    if isinstance(part, nn.Linear):
+        return [part]
+    if isinstance(part, StreamRowAdapter) and isinstance(part.base, nn.Linear):
+        return [inner for inner in part.modules() if isinstance(inner, nn.Linear)]
+    return []
+
+
+def _writing(linears: list[nn.Linear], width: int) -> Written:
+    """The parameters of those linears that write ``width`` channels."""
+    return [(p, 0.0) for linear in linears if linear.out_features == width for p in linear.parameters(recurse=False)]
+
+
+def _moved(written: Written, read: _Read, factors: Tensor, same: Callable[[], bool]) -> bool:
+    """Divide what was written and multiply those that read it; taken back unless results are the ``same``."""
+    changed = [parameter for parameter, _ in written] + [linear.weight for linear in read.linears]
+    kept = [parameter.detach().clone() for parameter in changed]
+    for parameter, offset in written:
+        by = factors.reshape(-1, *[1] * (parameter.ndim - 1))
+        parameter.data.copy_((parameter + offset) / by - offset)
     for linear in read.linears:
         linear.weight.data.mul_(factors)
-    return True
-
-
-def _divide(norm: nn.Module, factors: Tensor, probe: Tensor) -> bool:
-    """Make a norm give its output divided by ``factors``: families store its weight as it is, or less one."""
-    wanted = norm(probe) / factors
-    own = [(parameter, parameter.detach().clone()) for parameter in norm.parameters(recurse=False)]
-    for offset in (0.0, 1.0):
-        for parameter, values in own:
-            shift = offset if parameter is norm.weight else 0.0
-            parameter.data.copy_((values + shift) / factors - shift)
-        if torch.allclose(norm(probe), wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max())):
-            return True
-    for parameter, values in own:
+    if same():
+        return True
+    for parameter, values in zip(changed, kept, strict=True):
         parameter.data.copy_(values)
     return False

@@ -46,11 +46,13 @@ class OnnxTarget(ExportTarget):
         precision = bundle.manifest.precision
         if precision not in (Precision.INT8, Precision.INT4) or bundle.manifest.calibrated_rows:
             return super().as_stored(bundle, app, model)
-        from ssdevice.export.calibration.smoothing import NOTE, smooth
+        from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
         from ssdevice.export.onnx.reference import simulated
+        from ssdevice.runtime.session import TOKENIZER
+        from ssdevice.text.tokenizer import ChatTokenizer
 
         if NOTE in bundle.manifest.notes:
-            smooth(model)
+            smooth(model, texts(ChatTokenizer.from_bytes(bundle.file(TOKENIZER).read_bytes(), bundle.manifest.chat)))
         return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:
