@@ -16,12 +16,12 @@ from ssdevice.model.streams import Streams, check_draft_ids
 
 
 def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> None:
-    """Write ``streams.safetensors`` (float32; ids of the draft vocabulary int32) and ``streams.json``."""
+    """Write ``streams.json`` and ``streams.safetensors``: factors in float16, as a LoRA's are, others in float32."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: (value.detach().float() if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in streams.state_dict().items()
-    }
+    weights = {}
+    for name, value in streams.state_dict().items():
+        kind = torch.float16 if name.startswith("adapters.") else torch.float32
+        weights[name] = (value.detach().to(kind) if value.is_floating_point() else value).cpu().contiguous()
     save_file(weights, str(folder / WEIGHTS))
     text = json.dumps(to_json(settings), indent=2, ensure_ascii=False)
     (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")

@@ -174,7 +174,7 @@ def _save(
     rows: int,
     history: list[list[float]],
 ) -> None:
-    """Write PEFT's files (LoRA in float16) and the streams (float32)."""
+    """Write PEFT's files (LoRA in float16) and the streams."""
     options.out.mkdir(parents=True, exist_ok=True)
     if wrapped is not None:
         for name, p in wrapped.named_parameters():

@@ -81,7 +81,8 @@ def test_what_was_written_is_loaded(base: Path, tmp_path: Path, name: str) -> No
     state = loaded.model.streams.state_dict()
     assert state.keys() == written.state_dict().keys()
     for key, value in written.state_dict().items():
-        assert torch.equal(state[key], value), key
+        stored = value.half().float() if key.startswith("adapters.") else value
+        assert torch.equal(state[key], stored), key
     # What was loaded is what decodes.
     reference = Reference(loaded.model, Tree.chain(3), 1, Schedule.DEFERRED, CONTEXT)
     assert reference.speculative([1, 2, 3], 20).tokens == reference.plain([1, 2, 3], 20).tokens

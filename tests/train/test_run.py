@@ -122,7 +122,8 @@ def test_killed_run_goes_on_to_the_same_weights(
     assert main(command(base, data, out, *options)[3:]) == 0
     expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "killed"))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        rounding = 2.0**-10 if value.dtype == torch.float16 else 1e-5  # a last bit may fall on the other side
+        torch.testing.assert_close(found[name], value, rtol=rounding, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(
