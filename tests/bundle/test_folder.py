@@ -14,6 +14,8 @@ import pytest
 
 from ssdevice import contract
 from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import AdapterKind, App
+from ssdevice.config import Mode
 from ssdevice.contract import CacheForm
 from ssdevice.errors import BundleError, InputError
 from tests.bundle.samples import BASE, CONTENT, TREE, edit_manifest, sample_manifest, write_sample
@@ -54,6 +56,21 @@ def test_an_opened_bundle_gives_what_was_written(written: Path) -> None:
         bundle.app("chat")
     with pytest.raises(BundleError, match="no file 'weights'; its roles are adapter:sql, model, package, tokenizer"):
         bundle.file("weights")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "rank", "as_base"),
+    [
+        (AdapterKind.BASE, None, 0, True),
+        (AdapterKind.MERGED, Mode.LOSSLESS, 0, True),
+        (AdapterKind.MERGED, Mode.LOSSLESS, 8, False),
+        (AdapterKind.MERGED, Mode.SHARED, 0, False),
+        (AdapterKind.SLOT, None, 8, False),
+    ],
+)
+def test_which_apps_answer_as_the_base(kind: AdapterKind, mode: Mode | None, rank: int, as_base: bool) -> None:
+    """Lossless streams over a LoRA change no answer of the tuned model, but the LoRA does."""
+    assert App("app", kind, BASE, mode=mode, rank=rank, files=("adapters/app/a",)).answers_as_base is as_base
 
 
 def test_permissions_do_not_depend_on_the_writer(written: Path, tmp_path: Path) -> None:
