@@ -55,6 +55,7 @@ struct Benchmark {
         guard Device.now.isFit else {
             throw BundleError.request("the device is warm or saves power: its times do not count")
         }
+        try await generator.reset()  // nothing of the prompt is in the cache
         var found = MeasuredAnswer(promptTokens: prompt.count)
         for try await run in try await generator.answer(prompt, mode: mode, maxTokens: maxTokens) { found.add(run) }
         try Task.checkCancellation()

@@ -30,8 +30,8 @@ struct Adaptive: Sendable {
     /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
     /// `budget`.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
-    /// Steps before the first plain calls, which tell what plain decoding costs.
-    static let calibrated = 4
+    /// Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again.
+    static let (calibrated, stale) = (4, 64)
 
     private var plain = Times()
     private var step = Times()
@@ -46,7 +46,7 @@ struct Adaptive: Sendable {
     private var paused = 0
 
     /// Whether the next call is a step.
-    var speculates: Bool { paused == 0 && (plain.isKnown || steps < Self.calibrated) }
+    var speculates: Bool { paused == 0 && steps < (plain.isKnown ? Self.stale : Self.calibrated) }
 
     mutating func addPlain(seconds: Double) {
         plain.add(seconds)
@@ -73,7 +73,7 @@ struct Adaptive: Sendable {
     }
 }
 
-/// The last 16 times of a call, in seconds, without the very first, which opens a graph.
+/// The last eight times of a call, in seconds, without the very first, which opens a graph.
 private struct Times: Sendable {
     private var values: [Double] = []
     private var opened = false
@@ -82,7 +82,7 @@ private struct Times: Sendable {
     var median: Double { SpeculativeDecoding.median(values) }
 
     mutating func add(_ seconds: Double) {
-        if values.count == 16 { values.removeFirst() }
+        if values.count == 8 { values.removeFirst() }
         if opened { values.append(seconds) }
         opened = true
     }

@@ -73,7 +73,7 @@ public actor Conversation {
         (tokens, messages) = ([], [])
     }
 
-    /// Gives the cache to a new answer. `turn`: nil starts over, else what the cache has of the prompt is kept.
+    /// Gives the cache to a new answer; what it has of the prompt is kept. `turn`: nil starts over.
     ///
     /// Returns what the answer must show with every call, and how many tokens of the prompt are committed. Throws
     /// `BundleError.request` if the conversation has gone on since the turn.
@@ -83,8 +83,12 @@ public actor Conversation {
         }
         // At least the last token must be computed, to predict the next.
         let most = max(0, min(tokens.count, prompt.count) - 1)
-        let shared = turn == nil ? 0 : (0..<most).first { tokens[$0] != prompt[$0] } ?? most
-        if turn == nil { reset() } else { owner += 1 }
+        let shared = (0..<most).first { tokens[$0] != prompt[$0] } ?? most
+        owner += 1
+        if turn == nil {
+            place += 1
+            messages = []
+        }
         length = shared
         tokens = Array(prompt.prefix(shared))
         (self.prompt, self.turn, said) = (prompt, turn, "")

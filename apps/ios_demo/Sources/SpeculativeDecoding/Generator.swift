@@ -45,7 +45,8 @@ public actor Generator {
     }
 
     /// The answer to a single prompt, with which the conversation starts over. It is the same with and without
-    /// `speculate`.
+    /// `speculate`. What the prompt begins with and the cache holds, such as the app's instruction, is not computed
+    /// again.
     ///
     /// `stop`: strings that end the answer and are not part of it. It begins when its first run is asked for, and ends
     /// the app's answer before it. Throws `BundleError.request` for what cannot be answered.

@@ -67,7 +67,11 @@ final class ConversationTests: XCTestCase {
         let (all, tokenizer) = try recorded()
         var points = 0
         for recorded in all {
-            let whole = recorded.answers.first { $0.prompt != nil && $0.mode != "adaptive" && 6...99 ~= $0.calls.count }
+            // Its prompt begins like none before, so a new conversation makes the same calls.
+            let whole = recorded.answers.first {
+                $0.prompt != nil && $0.mode != "adaptive" && 6...99 ~= $0.calls.count
+                    && $0.calls[0].inputs["length"] == [0]
+            }
             guard let request = whole else { continue }
             let prefills = request.calls.count { $0.function == "prefill" }
             for point in 0..<request.calls.count {
