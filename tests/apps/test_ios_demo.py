@@ -1,14 +1,18 @@
-"""The Xcode project of the iOS demo names what is there; nothing else here reads it."""
+"""The Xcode project of the iOS demo names what is there, and the picture of its screens shows what the views say."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
+
+from tests.swift import screens
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,38 @@ def test_the_project_builds_for_what_the_package_builds_for(project: Mapping[str
 def test_what_the_app_makes_is_ignored_by_git(demo: Path, project: Mapping[str, Any]) -> None:
     ignored = (demo / ".gitignore").read_text("utf-8").splitlines()
     assert {target["info"]["path"] for target in project["targets"].values()} <= set(ignored)
+
+
+def test_the_picture_is_drawn_from_the_states_beside_it(demo: Path) -> None:
+    states = json.loads((demo / "screens.json").read_text("utf-8"))
+    assert screens.draw(states) == (demo / "screens.svg").read_text("utf-8"), "the README says how to draw it again"
+
+
+def test_the_picture_has_the_texts_of_the_views(demo: Path) -> None:
+    """All but what they show only while something runs, to screen readers, on a Mac or as a symbol."""
+    shown = ("ContentView", "BenchmarkView", "DemoApp")
+    views = "".join((demo / "Sources" / "Demo" / f"{name}.swift").read_text("utf-8") for name in shown)
+    unseen = {"Bundle", "App", "Stop", "text.bubble", "stopwatch"}
+    assert literals(views) == set(screens.Label) | unseen
+
+
+def literals(swift: str) -> set[str]:
+    """The strings of Swift code, with Python's fields for what they insert."""
+    joined = re.sub(r"\\\n\s*", "", swift)
+    fields = re.sub(r'\\\(([\w.]+)(?:, specifier: "%([^"]+)")?\)', lambda m: f"{{:{m[2]}}}" if m[2] else "{}", joined)
+    return {a or b for a, b in re.findall(r'"""\n\s*(.*?)\n\s*"""|"([^"\n]+)"', fields)}
+
+
+def test_text_in_the_picture_is_escaped_and_broken_into_lines(demo: Path) -> None:
+    states = json.loads((demo / "screens.json").read_text("utf-8"))
+    piece, long = {"text": 'a < b & "c"  d\n\n', "accepted": True}, {"text": "x" * 100, "accepted": False}
+    states["chat"]["exchanges"] = [{"prompt": "</text>", "pieces": [piece, long]}]
+    states["chat"] |= {"plain": None, "status": "gone"}
+    drawn = [(text.text or "") + "".join(span.text or "" for span in text) for text in texts(screens.draw(states))]
+    assert {"</text>", 'a < b & "c"  d', screens.Label.NOT_RUN, "gone"} <= set(drawn)
+    broken = [line for line in drawn if set(line) == {"x"}]
+    assert len(broken) > 1 and sum(map(len, broken)) == 100
+
+
+def texts(svg: str) -> list[ElementTree.Element]:
+    return ElementTree.fromstring(svg).findall(".//{http://www.w3.org/2000/svg}text")
