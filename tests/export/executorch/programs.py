@@ -8,12 +8,14 @@ from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
+from ssdevice.export.calibration.job import smoothed_job
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 from tests.export.models import write_adapter, write_base, write_lora
 from tests.once import made_once
@@ -69,9 +71,8 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
     """The same as an ExportJob, for calling the exporter without the stages."""
     target = ExecutorchExporter()
     plan = make_plan(options(quant, mode, schedule, out), target)
-    return target.prepare(
-        ExportJob(plan, load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma), lambda *_: None)
-    )
+    loaded = load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma)
+    return smoothed_job(target.prepare(ExportJob(plan, loaded, lambda *_: None)), target, ChatTokenizer.open(base()))
 
 
 @cache
