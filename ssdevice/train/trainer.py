@@ -81,9 +81,9 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
         if place.main:
-            _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
             if tuned is not None:
                 _keep_lora(tuned, options.out)
+            _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
     result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
@@ -191,7 +191,8 @@ def _save(
 
 
 def _keep_lora(tuned: Path, out: Path) -> None:
-    """Copy the LoRA over which lossless streams were trained, so that the adapter is whole."""
+    """Copy the LoRA that lossless streams were trained over, before they are written: alone they fit another model."""
+    out.mkdir(parents=True, exist_ok=True)
     for name in (PEFT_CONFIG, PEFT_WEIGHTS):
         if not (out / name).exists() or not (out / name).samefile(tuned / name):
             shutil.copyfile(tuned / name, out / name)
