@@ -98,7 +98,7 @@ class Session:
         if threads is not None:
             options = replace(options, threads=threads)
         found = opened.app(app)
-        tokenizer = ChatTokenizer.from_bytes(opened.file(TOKENIZER).read_bytes(), opened.manifest.chat)
+        tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
         session.bundle, session._options = opened, options
@@ -273,6 +273,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
+    """The tokenizer of a bundle, with its chat format."""
+    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER).read_bytes(), bundle.manifest.chat)
 
 
 @contextmanager

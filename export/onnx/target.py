@@ -48,11 +48,10 @@ class OnnxTarget(ExportTarget):
             return super().as_stored(bundle, app, model)
         from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
         from ssdevice.export.onnx.reference import simulated
-        from ssdevice.runtime.session import TOKENIZER
-        from ssdevice.text.tokenizer import ChatTokenizer
+        from ssdevice.runtime.session import tokenizer_of
 
         if NOTE in bundle.manifest.notes:
-            smooth(model, texts(ChatTokenizer.from_bytes(bundle.file(TOKENIZER).read_bytes(), bundle.manifest.chat)))
+            smooth(model, texts(tokenizer_of(bundle)))
         return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:

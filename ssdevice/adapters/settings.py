@@ -104,7 +104,7 @@ class AdapterFolder:
         return cls(folder, settings, has_lora)
 
     def check_apart(self) -> None:
-        """Raise InputError for an app whose main rows have a LoRA that its streams were not trained with together.
+        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their own.
 
         Where apps share a base, stream rows would need the LoRA and their own adapters beside every linear.
         """

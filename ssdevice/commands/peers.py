@@ -52,8 +52,7 @@ def measure_peers(
     from ssdevice.bench.peers.arm import PEERS, Setup
     from ssdevice.bench.peers.compare import compare, offers
     from ssdevice.bench.peers.table import as_json
-    from ssdevice.runtime.session import TOKENIZER
-    from ssdevice.text.tokenizer import ChatTokenizer
+    from ssdevice.runtime.session import tokenizer_of
 
     pythons = dict(_named_python(text) for text in args.python)
     for name in (*args.without, *pythons):
@@ -62,7 +61,7 @@ def measure_peers(
     bundles = [open_bundle(args, folder) for folder in folders]
     _check_weights(bundles, args.peers)
     first = bundles[0]
-    tokenizer = ChatTokenizer.from_bytes(first.file(TOKENIZER).read_bytes(), first.manifest.chat)
+    tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
     prompts = _prompts(tokenizer, first.app(args.app).instruction, examples, options, context)
     setup = Setup(

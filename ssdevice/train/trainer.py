@@ -193,8 +193,8 @@ def _save(
 def _keep_lora(tuned: Path, out: Path) -> None:
     """Copy the LoRA that lossless streams were trained over, before they are written: alone they fit another model."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
-        if not (out / name).exists() or not (out / name).samefile(tuned / name):
+    if not out.samefile(tuned):
+        for name in (PEFT_CONFIG, PEFT_WEIGHTS):
             shutil.copyfile(tuned / name, out / name)
 
 
