@@ -245,7 +245,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         context=options.context,
         chunk=chunk,
     )
-    schedule = options.schedule or target.schedule
+    schedule = _schedule(options, target, apps)
     parameters, bits = stored_parameters(folder), target.bits[options.quant]
     plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
     if options.schedule is not None and plan.settings is None:
@@ -282,6 +282,17 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: 
     if not merged:
         opened.check_apart()
     return AppPlan(name, adapter, opened.settings, opened.has_lora)
+
+
+def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...]) -> Schedule:
+    """The requested schedule or the target's; streams that see the chosen token wait for it."""
+    waiting = [app.name for app in apps if app.settings is not None and app.settings.streams.token_rank]
+    if waiting and options.schedule is Schedule.FUSED:
+        raise ConfigError(
+            f"--schedule fused: the streams of {waiting[0]!r} see the token that verification chooses (token_rank), so "
+            "they run after it: omit --schedule"
+        )
+    return Schedule.DEFERRED if waiting else options.schedule or target.schedule
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:

@@ -57,6 +57,7 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
             gamma=plan.geometry.gamma,
             msa_layers=variant.msa_layers,
             init_rank=EXAMPLE_RANK if variant.transform else 0,
+            token_rank=EXAMPLE_RANK if variant.token else 0,
             adapter_rank=EXAMPLE_RANK,
             stream_mlp=variant.stream_mlp or StreamMLP.BASE_ADAPTER,
             lora_rank=0,

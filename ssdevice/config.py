@@ -48,7 +48,10 @@ class Schedule(StrEnum):
 class StreamConfig:
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity).
+    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, as in Medusa (2401.10774),
+    each of rank ``adapter_rank``. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity). ``token_rank``: rank of
+    g, by which streams also see the token that the main stream has just chosen (0: they do not, as in the paper); they
+    cannot run before it is chosen, so their schedule is ``deferred``.
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
     Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
@@ -59,6 +62,7 @@ class StreamConfig:
     gamma: int = 4
     msa_layers: int = 4
     init_rank: int = 0
+    token_rank: int = 0
     adapter_rank: int = 8
     stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
     lora_rank: int = 32
@@ -67,9 +71,9 @@ class StreamConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.gamma <= 32:
             raise ConfigError(f"gamma is {self.gamma}, expected 1 to 32")
-        if self.msa_layers < 1:
-            raise ConfigError(f"msa_layers is {self.msa_layers}, expected 1 or more")
-        for name in ("init_rank", "lora_rank", "adapter_rank"):
+        if self.msa_layers < 0:
+            raise ConfigError(f"msa_layers is {self.msa_layers}, expected 0 or more")
+        for name in ("init_rank", "token_rank", "lora_rank", "adapter_rank"):
             # Bounded, because memory is allocated by it before any weights are read.
             if not 0 <= getattr(self, name) <= MAX_RANK:
                 raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")
@@ -80,9 +84,11 @@ class StreamConfig:
             )
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
+        if not self.msa_layers and self.adapter_rank < 1:
+            raise ConfigError("without MSA layers adapter_rank is the rank of the heads: it must be 1 or more")
 
     def check_layers(self, layers: int) -> None:
-        """Raise ConfigError unless 1 ≤ N_s < N: streams start from the hidden state of a lower layer."""
+        """Raise ConfigError unless N_s < N: streams start from the hidden state of a lower layer."""
         if self.msa_layers >= layers:
             raise ConfigError(f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has {layers}")
 

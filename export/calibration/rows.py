@@ -54,8 +54,9 @@ class Rows:
         for i, row in enumerate(self.rows):
             if model.streams is not None and layer == model.first_msa:
                 nodes = _nodes(row)
-                with model.streams.rows_after(0):
-                    self.streams[i] = model.streams.start(self.main[i][:, nodes], model.gamma)
+                after = (nodes + 1).clamp(max=len(row.ids) - 1)  # a row without a completion ends at its prompt
+                chosen = model.chosen(torch.tensor([row.ids])[:, after], after[None])
+                self.streams[i] = model.streams.start(self.main[i][:, nodes], model.gamma, chosen)
             h, new = self._main(layer, row, self.main[i])
             s = self.streams[i]
             if s is not None:

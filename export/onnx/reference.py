@@ -18,7 +18,7 @@ from ssdevice.export.plan import Quant
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import StreamRowAdapter
+from ssdevice.model.streams import LowRank, StreamRowAdapter
 
 
 @contextmanager
@@ -80,9 +80,9 @@ def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
             quantized = isinstance(base, nn.Linear) and base.weight.numel() >= SMALL
             (downs if quantized else floats).add(id(part.adapter.down))
             floats.add(id(part.adapter.up))
-    transform = model.streams.transform if model.streams is not None else None
-    if transform is not None:
-        floats |= {id(transform.down), id(transform.up)}
+    if model.streams is not None:
+        terms = [model.streams.transform, model.streams.token, *model.streams.heads]
+        floats |= {id(part) for term in terms if isinstance(term, LowRank) for part in (term.down, term.up)}
     return downs, floats
 
 

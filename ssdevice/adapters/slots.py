@@ -115,6 +115,7 @@ class Variant:
     msa_layers: int = 0
     stream_mlp: StreamMLP | None = None
     transform: bool = False
+    token: bool = False
     functions: dict[str, str] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
 
@@ -135,6 +136,7 @@ class Variant:
             msa_layers=streams.msa_layers,
             stream_mlp=streams.stream_mlp if lossless else None,
             transform=streams.init_rank > 0,
+            token=streams.token_rank > 0,
         )
 
     @property
@@ -143,7 +145,7 @@ class Variant:
         if self.mode is None:
             return "lora" if self.lora else "base"
         mlp = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode}{self.msa_layers}{mlp}{'-f' if self.transform else ''}"
+        return f"{self.mode}{self.msa_layers}{mlp}{'-f' if self.transform else ''}{'-g' if self.token else ''}"
 
     @property
     def described(self) -> str:
@@ -151,7 +153,8 @@ class Variant:
         if self.mode is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
         mlp = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode} streams with N_s = {self.msa_layers}{mlp}{', f of eq. 3' if self.transform else ''}"
+        terms = f"{', f of eq. 3' if self.transform else ''}{', that see the chosen token' if self.token else ''}"
+        return f"{self.mode} streams with N_s = {self.msa_layers}{mlp}{terms}"
 
 
 @dataclass(frozen=True)

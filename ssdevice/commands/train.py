@@ -42,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
     add = stream.add_argument
     add("--gamma", type=int, help="γ, number of streams (default 4)")
-    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4)")
+    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: Medusa's heads instead")
     add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
+    add("--token-rank", type=int, metavar="RANK",
+        help="streams also see the token just chosen, through factors of this rank (default 0: no)")  # fmt: skip
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP],

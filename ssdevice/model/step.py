@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Schedule
+from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.streams import Streams
@@ -79,25 +80,42 @@ class StreamModel(nn.Module):
         runs = [[kv] for kv in past]
         return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
 
+    def chosen(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """What streams see of the tokens chosen for ``positions``, both ``[B, n]``; None: nothing."""
+        if self.streams is None or self.streams.token is None:
+            return None
+        return self.backbone.embed(tokens, positions)
+
     def stream_pass(
-        self, h: Tensor, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
+        self,
+        h: Tensor,
+        chosen: Tensor | None,
+        positions: Tensor,
+        visible: Masks,
+        context: Sequence[Sequence[KeyValue]],
     ) -> Tensor:
         """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3).
 
-        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``context``: per layer the runs of rows
-        that streams may see, masked by ``visible [B or 1, 1, n * γ, rows]``. Returns ``[B, n * γ, D]``.
+        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``chosen``: of the tokens after them.
+        ``context``: per layer the runs of rows that streams may see, masked by ``visible [B or 1, 1, n * γ, rows]``.
+        Returns ``[B, n * γ, D]``.
         """
         backbone, streams = self.backbone, self.streams
         assert streams is not None
         own = additive(own_streams(h.shape[1], self.gamma, h.device), backbone.mask_value)
         masks = {w: torch.cat([m, own.expand(m.shape[0], 1, -1, -1)], dim=3) for w, m in visible.items()}
         rope = backbone.rope(stream_positions(positions, self.gamma))
+        start = streams.start(h, self.gamma, chosen)
         with streams.rows_after(0):
-            s, _ = backbone.run(self.first_msa, backbone.num_layers, streams.start(h, self.gamma), rope, masks, context)
+            s, _ = backbone.run(self.first_msa, backbone.num_layers, start, rope, masks, context)
         return s
 
-    def draft_after(self, h: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int) -> Tensor:
+    def draft_after(
+        self, h: Tensor, token: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int
+    ) -> Tensor:
         """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose state at layer N - N_s is ``h [1, 1, D]``.
+
+        ``token [1]``: the main stream's choice after this node.
 
         ``rows``: the new rows from position ``length`` on, of which ``0..last`` are the node's path and itself.
         """
@@ -111,7 +129,8 @@ class StreamModel(nn.Module):
             seen = torch.cat([committed(at, length, past[0][0].shape[2], window), path], dim=1)
             visible[window] = additive(seen[None, None], self.backbone.mask_value)
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
-        return self.best(self.stream_pass(h, node_at[None], visible, runs), k)
+        chosen = self.chosen(token[None], node_at[None] + 1)
+        return self.best(self.stream_pass(h, chosen, node_at[None], visible, runs), k)
 
     def best(self, s: Tensor, k: int) -> Tensor:
         """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head."""
@@ -136,6 +155,8 @@ class StepModule(nn.Module):
 
     def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
         super().__init__()
+        if model.streams is not None and model.streams.token is not None and schedule is Schedule.FUSED:
+            raise ConfigError("streams that see the chosen token cannot run beside the rows that choose it")
         self.model, self.tree, self.k, self.schedule = model, tree, k, schedule
         for name, table, kind in (
             ("slots", tree.draft_indices(k), torch.int32),
@@ -180,7 +201,8 @@ class StepModule(nn.Module):
             by_node = streams.reshape(tree.size, model.gamma, -1)
             drafts = model.best(by_node.index_select(0, end), self.k)
         elif model.streams is not None:
-            drafts = model.draft_after(middle.index_select(1, end), length, depth, past, rows, self.k)
+            token = predicted.index_select(0, depth)
+            drafts = model.draft_after(middle.index_select(1, end), token, length, depth, past, rows, self.k)
         return Step(predicted, depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
@@ -256,7 +278,8 @@ class PrefillModule(nn.Module):
         token = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:
             return Prefill(token, torch.zeros(0, self.k, dtype=torch.int32), rows)
-        return Prefill(token, model.draft_after(middle.index_select(1, last), length, last, past, rows, self.k), rows)
+        drafts = model.draft_after(middle.index_select(1, last), token, length, last, past, rows, self.k)
+        return Prefill(token, drafts, rows)
 
 
 def argmax(scores: Tensor) -> Tensor:

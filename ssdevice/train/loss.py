@@ -141,7 +141,7 @@ class StreamingLoss(nn.Module):
     ) -> Tensor:
         """Summed loss ``[γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1 for none)."""
         gamma = self.model.gamma
-        s = self.run_streams(middle, nodes, tokens.shape[1], rows)
+        s = self.run_streams(middle, nodes, tokens, rows)
         ahead = self.ahead(tokens, nodes, lengths)
         keep = ahead.flatten(1) != IGNORE
         logits = self.model.draft_logits(s[keep]).float()
@@ -149,12 +149,14 @@ class StreamingLoss(nn.Module):
         stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
         return each.new_zeros(gamma).index_add(0, stream, each)
 
-    def run_streams(self, middle: Tensor, nodes: Tensor, width: int, rows: Sequence[KeyValue]) -> Tensor:
-        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences of ``width`` tokens."""
+    def run_streams(self, middle: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
+        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""
         at = nodes.clamp(min=0)
         h = middle.gather(1, at[..., None].expand(-1, -1, middle.shape[-1]))
         context: list[list[KeyValue]] = [[] for _ in range(self.model.first_msa)]
-        return self.model.stream_pass(h, at.to(torch.int32), self._visible(at, width), context + [[kv] for kv in rows])
+        context += [[kv] for kv in rows]
+        chosen = self.model.chosen(tokens.gather(1, at + 1), at + 1)
+        return self.model.stream_pass(h, chosen, at.to(torch.int32), self._visible(at, tokens.shape[1]), context)
 
     def _visible(self, at: Tensor, width: int) -> Masks:
         """Masks by window: streams of the node in row i see the rows 0..i that are in the window of their position."""

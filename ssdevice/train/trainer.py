@@ -119,7 +119,7 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
     differing = [
         f"--{name.replace('_', '-')} {value}, not {wanted[name]}"
         for name, value in vars(init.settings.streams).items()
-        if value != wanted[name]
+        if value != wanted[name] and (value or name != "token_rank")  # a term that begins as zero can be added
     ]
     if differing:
         raise InputError(f"--init {init.folder} was trained with {'; '.join(differing)}")
@@ -162,7 +162,8 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
     if init is not None and init.settings is not None and model.streams is not None:
-        load_streams(init.folder, model.streams)
+        added = options.streams.token_rank > init.settings.streams.token_rank
+        load_streams(init.folder, model.streams, without_token=added)
     return wrapped, model.train()
 
 

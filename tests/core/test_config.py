@@ -147,8 +147,9 @@ def test_an_integer_is_a_number() -> None:
         StreamConfig,
         mode=st.sampled_from(Mode),
         gamma=st.integers(1, 32),
-        msa_layers=st.integers(1, 99),
+        msa_layers=st.integers(0, 99),
         init_rank=st.integers(0, 64),
+        token_rank=st.integers(0, 64),
         adapter_rank=st.integers(1, 64),
         stream_mlp=st.sampled_from(StreamMLP),
         lora_rank=st.integers(0, 64),
@@ -163,10 +164,11 @@ def test_stream_config_round_trip(config: StreamConfig) -> None:
     [
         ({"gamma": 0}, "gamma is 0"),
         ({"gamma": 33}, "gamma is 33"),
-        ({"msa_layers": 0}, "msa_layers is 0"),
+        ({"msa_layers": -1}, "msa_layers is -1"),
         ({"init_rank": -1}, "init_rank"),
         ({"lora_rank": -1}, "lora_rank"),
         ({"mode": "lossless", "adapter_rank": 0}, "adapter_rank"),
+        ({"msa_layers": 0, "adapter_rank": 0}, "adapter_rank"),
         ({"stream_mlp": "base"}, "not one of adapter, base\\+adapter"),
     ],
 )

@@ -42,3 +42,9 @@ def plain_lora(base: Path) -> Path:
         "alpha_pattern": {"down_proj": 5},
     }
     return made_once("export/plain-lora", lambda out: write_lora(out, base, seed=5, **options))
+
+
+@pytest.fixture(scope="session")
+def waiting(base: Path) -> Path:
+    """Streams that see the token just chosen."""
+    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=5))

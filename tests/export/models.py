@@ -47,12 +47,12 @@ def write_base(folder: Path, **values: object) -> Path:
 
 
 def write_adapter(
-    folder: Path, base: Path, mode: Mode = Mode.SHARED, gamma: int = 3, msa_layers: int = 2, draft_vocabulary: int = 0
+    folder: Path, base: Path, mode: Mode = Mode.SHARED, gamma: int = 3, msa_layers: int = 2, **options: int
 ) -> Path:
-    """Streams with random identifiers and, in lossless mode, adapters that do something."""
+    """Streams with random identifiers and terms that do something; ``options``: of StreamConfig."""
     torch.manual_seed(1)
     hf = load_hf(base)
-    config = StreamConfig(mode=mode, gamma=gamma, msa_layers=msa_layers, lora_rank=0, draft_vocabulary=draft_vocabulary)
+    config = StreamConfig(mode=mode, gamma=gamma, msa_layers=msa_layers, lora_rank=0, **options)
     model = build(hf, config, 128)
     assert model.streams is not None
     for name, value in model.streams.named_parameters():

@@ -34,7 +34,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
         tokenizer.encode("ab" * 10_000, 96)
 
 
-@pytest.mark.parametrize("name", ["init_rank", "adapter_rank", "lora_rank"])
+@pytest.mark.parametrize("name", ["init_rank", "token_rank", "adapter_rank", "lora_rank"])
 def test_a_rank_that_fills_memory_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {MAX_RANK + 1}"):
         StreamConfig(**{name: MAX_RANK + 1})

@@ -34,6 +34,10 @@ CONFIGS = {
     "lossless, for the MLP": StreamConfig(
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, stream_mlp=StreamMLP.ADAPTER
     ),
+    "lossless, seeing the chosen token": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, token_rank=2
+    ),
+    "Medusa's heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
 }
 
 
@@ -114,20 +118,31 @@ class Literal:
         sees = [set(range(i + 1)) for i in range(t + 1)]
         for layer in range(first):
             h = self.layer(layer, h, positions, sees, t + 1)
-        # S_tj at layer N - N_s = f(M_t) + P_j, at position t + j (eq. 3 and 4).
+        # S_tj at layer N - N_s = f(M_t) + P_j (+ g of the chosen token), at position t + j (eq. 3 and 4).
+        final = h
+        for layer in range(first, LAYERS):
+            final = self.layer(layer, final, positions, sees, t + 1)
+        embedding = self.weights["model.embed_tokens.weight"][int(self.head(final[t]).argmax())]
         for j in range(1, GAMMA + 1):
             start = h[t]
             if self.config.init_rank:
                 start = start + self.streams["transform.up.weight"] @ (self.streams["transform.down.weight"] @ h[t])
+            if self.config.token_rank:
+                start = start + self.streams["token.up.weight"] @ (self.streams["token.down.weight"] @ embedding)
+            if not self.config.msa_layers:
+                inner = torch.nn.functional.silu(self.streams[f"heads.{j - 1}.down.weight"] @ h[t])
+                start = start + self.streams[f"heads.{j - 1}.up.weight"] @ inner
             h = [*h, start + self.streams["identifiers"][j - 1]]
             positions.append(t + j)
             # Stream j sees M_1 .. M_t and S_t1 .. S_tj; no main row sees a stream (eq. 1 and 2).
             sees.append(set(range(t + 1)) | {t + i for i in range(1, j + 1)})
         for layer in range(first, LAYERS):
             h = self.layer(layer, h, positions, sees, t + 1)
-        head = self.weights["lm_head.weight"]
-        logits = torch.stack([head @ self.norm("norm", row) for row in h[t:]])
+        logits = torch.stack([self.head(row) for row in h[t:]])
         return logits[0], logits[1:]
+
+    def head(self, row: Tensor) -> Tensor:
+        return self.weights["lm_head.weight"] @ self.norm("norm", row)
 
 
 def make(config: StreamConfig) -> StreamModel:
@@ -169,7 +184,7 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
     given[0][1], given[1][1] = first, second
     after, expected_next = literal.stream_logits([*PROMPT, root, first, second])
 
-    for schedule in Schedule:
+    for schedule in [Schedule.DEFERRED] if CONFIGS[name].token_rank else Schedule:
         driver = TorchDriver(model, TREE, K, schedule, CONTEXT, chunk=4)
         for at in range(0, len(PROMPT), 4):
             prefilled = driver.prefill(PROMPT[at : at + 4], at)

@@ -79,7 +79,8 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
             final, kv = backbone.run(model.first_msa, 3, middle, rope, {None: causal}, nothing)
             losses[0].append(cross_entropy(backbone.head(final[:, -1]), tokens[row, t + 1][None]))
             everything = {None: torch.zeros(1, 1, GAMMA, t + 1)}
-            s = model.stream_pass(middle[:, -1:], at[:, -1:], everything, [[], *([pair] for pair in kv)])
+            chosen = model.chosen(tokens[row : row + 1, t + 1 : t + 2], at[:, -1:] + 1)
+            s = model.stream_pass(middle[:, -1:], chosen, at[:, -1:], everything, [[], *([pair] for pair in kv)])
             for j in range(GAMMA):
                 if t + 2 + j < int(lengths[row]):
                     losses[j + 1].append(cross_entropy(backbone.head(s[:, j]), tokens[row, t + 2 + j][None]))

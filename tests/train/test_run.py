@@ -182,6 +182,19 @@ def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, t
     assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
 
 
+def test_trained_streams_can_learn_to_see_the_chosen_token(base: Path, data: Path, tmp_path: Path) -> None:
+    """The term begins as zero, so they draft as before until it is trained; then it helps."""
+    common = ("--mode", "lossless", "--adapter-rank", "2")
+    assert main(command(base, data, tmp_path / "one", "--steps", "40", *common)[3:]) == 0
+    losses = []
+    for name, extra in (("without", ()), ("with", ("--token-rank", "4"))):
+        more = ("--init", str(tmp_path / "one"), "--mode", "lossless", "--steps", "60", *extra)
+        assert main(command(base, data, tmp_path / name, *more)[3:]) == 0
+        losses.append(json.loads((tmp_path / name / "streams.json").read_text())["training"]["final_loss"][1])
+    assert "token.up.weight" in load_file(tmp_path / "with" / "streams.safetensors")
+    assert losses[1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

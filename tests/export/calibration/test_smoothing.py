@@ -29,7 +29,7 @@ def results(model: StreamModel) -> tuple[Tensor, Tensor]:
 
     loss = StreamingLoss(model, LossWeights(main=1.0, stream=1.0))
     middle, _, rows = loss.run_main(torch.tensor([IDS]))
-    return main_logits(model, IDS), loss.run_streams(middle, torch.tensor([[len(IDS) - 1]]), len(IDS), rows)
+    return main_logits(model, IDS), loss.run_streams(middle, torch.tensor([[len(IDS) - 2]]), torch.tensor([IDS]), rows)
 
 
 @pytest.mark.parametrize("mode", [Mode.SHARED, Mode.LOSSLESS])

@@ -200,7 +200,7 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
     base = programs.base()
-    lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1)
+    lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1, token_rank=3)
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
     apps = (*programs.two_apps(Mode.SHARED), ("quiet", lossless))
     with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):

@@ -15,7 +15,7 @@ from ssdevice.adapters.settings import read_settings
 from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
-from ssdevice.config import Schedule
+from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
@@ -42,20 +42,24 @@ def export(base: Path, out: Path, *flags: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def bundles(base: Path, adapter: Path, lossless: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    """Three exports that between them have every quantization, mode and schedule."""
+def bundles(
+    base: Path, adapter: Path, lossless: Path, waiting: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Bundle]:
+    """Four exports that between them have every quantization, mode and schedule, and other kinds of streams."""
     folder = tmp_path_factory.mktemp("bundles")
+    medusa = write_adapter(folder / "medusa", base, Mode.LOSSLESS, msa_layers=0)
     cases = {
         "fp32": (*("--adapter", f"app={adapter}"), "--quant", "fp32", "--tree", TREE),
         "int8": (*("--adapter", f"app={lossless}"), "--quant", "int8", "--tree", TREE, "--schedule", "fused"),
-        "int4": (*("--adapter", f"app={lossless}"), "--quant", "int4"),
+        "int4": (*("--adapter", f"app={waiting}"), "--quant", "int4"),
+        "heads": (*("--adapter", f"app={medusa}"), "--quant", "int8"),
     }
     for name, flags in cases.items():
         assert main(export(base, folder / name, *flags)) == 0
     return {name: Bundle.open(folder / name) for name in cases}
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
 def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], name: str) -> None:
     manifest = bundles[name].manifest
     assert manifest.parity["counts"] == bundles[name].geometry.tree.emitted
@@ -67,7 +71,7 @@ def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], 
     assert manifest.apps[0].instruction == "Do it."
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
 def test_weights_are_stored_once_and_graphs_name_no_path(
     bundles: dict[str, Bundle], base: Path, repository: Path, name: str
 ) -> None:
@@ -85,7 +89,7 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
     assert bool(bundle.manifest.notes) == (name != "fp32")
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
 def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
     bundle = bundles[name]
     g = bundle.geometry
@@ -174,12 +178,19 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--quant", "fp16"], "has no fp16 form"),
         (["--schedule", "fused"], "--schedule needs an adapter with streams"),
         (["--adapter", "a={adapter}", "--adapter-precision", "fp16"], "merged, unless with --slots"),
+        (["--adapter", "a={waiting}", "--schedule", "fused"], "run after it: omit --schedule"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(
-    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    base: Path,
+    adapter: Path,
+    waiting: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
 ) -> None:
-    flags = [flag.format(adapter=adapter) for flag in flags]
+    flags = [flag.format(adapter=adapter, waiting=waiting) for flag in flags]
     assert main(export(base, tmp_path / "b", *flags)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -100,8 +100,8 @@ public struct Manifest: Decodable, Sendable {
         guard model.layers == geometry.layers, model.vocab == geometry.vocab else {
             throw BundleError.damaged("model and geometry have other layers or vocabularies")
         }
-        let streams = [geometry.gamma > 0, msaLayers > 0, mode != nil]
-        guard Set(streams).count == 1, msaLayers < geometry.layers else {
+        let streams = mode != nil
+        guard streams == (geometry.gamma > 0), streams || msaLayers == 0, msaLayers < geometry.layers else {
             throw BundleError.damaged("geometry.gamma, msa_layers and mode contradict each other or the layers")
         }
         try geometry.check()
