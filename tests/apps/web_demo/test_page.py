@@ -35,13 +35,18 @@ def serving(server: ThreadingHTTPServer) -> Iterator[str]:
             thread.join()
 
 
+def chromium() -> str:
+    """The browser; without one the test is skipped."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("needs Chromium")
+    return found
+
+
 def visited(address: str, *requests: Mapping[str, Any], screenshot: Path | None = None) -> dict[str, Any]:
     """What a visitor of the page sees, see ``browser.mjs``."""
     host.needs_packages("playwright-core")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("needs Chromium")
-    arguments = [chromium, address, *([screenshot] if screenshot else [])]
+    arguments = [chromium(), address, *([screenshot] if screenshot else [])]
     done = host.script("browser.mjs", *arguments, given=host.lines(requests))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
