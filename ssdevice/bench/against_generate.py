@@ -38,9 +38,13 @@ def against_generate(
     answers: Sequence[Sequence[int]],
     stops: Sequence[int],
     max_tokens: int,
+    context: int,
     report: Report,
 ) -> Generated:
-    """Compare answers with greedy ``generate`` of the model in ``model``, prompt by prompt."""
+    """Compare answers with greedy ``generate`` of the model in ``model``, prompt by prompt.
+
+    ``context``: of the bundle, at which an answer ends whether or not the model has finished.
+    """
     hf = load_hf(resolve_folder(model))
     found = Generated(len(prompts))
     pairs = list(zip(prompts, answers, strict=True))
@@ -49,7 +53,7 @@ def against_generate(
         out = hf.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
+            max_new_tokens=min(max_tokens, context + 1 - len(prompt)),  # the last token has no row
             do_sample=False,
             eos_token_id=list(stops),
             pad_token_id=stops[0],

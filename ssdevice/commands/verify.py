@@ -190,7 +190,8 @@ class _Checks:
         """Compare the plain answers with those that transformers generates with the untouched base."""
         from ssdevice.bench.against_generate import against_generate
 
-        found = against_generate(self.args.model, prompts, result.answers, stops, self.args.max_tokens, report)
+        limits = self.args.max_tokens, self.bundle.geometry.context
+        found = against_generate(self.args.model, prompts, result.answers, stops, *limits, report)
         equal = found.prompts - len(found.differing)
         self.found["generate"] = {"prompts": found.prompts, "differing": len(found.differing)}
         self.lines.append(

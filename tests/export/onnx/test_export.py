@@ -277,6 +277,14 @@ def test_an_interrupted_export_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, waiting: Path, tmp_path: Path) -> None:
+    rows, bundle = tmp_path / "rows.jsonl", tmp_path / "bundle"
+    rows.write_text('{"prompt": "a b c d"}\n')
+    assert main(export(base, bundle, "--adapter", f"app={waiting}", "--quant", "fp32")) == 0
+    compared = ["--model", str(base), "--adapter", str(waiting), "--max-tokens", "1000"]
+    assert main(["verify", str(bundle), "--data", str(rows), *compared, "--quiet"]) == 0
+
+
 def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str) -> Equality:
     """All modes of an export with a chain of three drafts, on random prompts."""
     flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
