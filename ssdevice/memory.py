@@ -5,11 +5,28 @@ from __future__ import annotations
 import ctypes
 import gc
 
+LARGE = 1 << 20
+"""Bytes from which on a block is worth pages of its own."""
+MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of glibc's malloc.h."""
+
 
 def free_memory() -> None:
     """Give back what nothing uses: garbage, and what the C library keeps for later (glibc only)."""
     gc.collect()
     trim_heaps()
+
+
+def keep_no_large_blocks() -> None:
+    """From now on, give back every large block as soon as it is freed; glibc only.
+
+    Otherwise the C library keeps those of up to 32 MB, and blocks in use between them hold them in memory.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    set_option(MMAP_THRESHOLD, LARGE)
 
 
 def trim_heaps() -> None:

@@ -57,13 +57,13 @@ class CoreMLDelegateExporter(Exporter):
             progress = partial(report, len(specs))
             followed.update(follow_traced(job, specs, programs, FLOAT32, progress))
 
-        lowered, notes = lower(job.loaded.model, plan, specs, constants, report, check_traced)
-        (folder / PROGRAM_FILE).write_bytes(lowered.data)
+        file = folder / PROGRAM_FILE
+        delegations, notes = lower(job.loaded.model, plan, specs, constants, file, report, check_traced)
         notes = (
             *notes,
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
-            *(describe(name, found) for name, found in lowered.delegations.items()),
+            *(describe(name, found) for name, found in delegations.items()),
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         tools = {name: version(name) for name in (*TOOLS, "coremltools")}

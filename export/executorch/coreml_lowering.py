@@ -8,6 +8,7 @@ method. The conversion is that of the ``coreml`` target: its rewrites, its fixed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.lowering import Lowered, finished, to_edge, traced
+from ssdevice.export.executorch.lowering import Delegations, finish, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
@@ -53,10 +54,11 @@ def lower(
     plan: ExportPlan,
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
+    file: Path,
     report: Callable[[int, str], None],
     check: Callable[[Programs], None] = lambda _: None,
-) -> tuple[Lowered, tuple[str, ...]]:
-    """One program with every function of ``specs``, and notes on deviations from the requested precision.
+) -> tuple[Delegations, tuple[str, ...]]:
+    """Write a program with every function of ``specs``. Also returns deviations from the requested precision.
 
     ``check`` is called with what was traced before the lowering changes it.
     """
@@ -86,7 +88,7 @@ def lower(
         report(len(specs), "lower to Core ML")
         with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
             edge = to_edge(programs, partitioner, constants)
-        return finished(edge, list(specs), report), tuple(notes)
+        return finish(edge, list(specs), file, report), tuple(notes)
 
 
 def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) -> tuple[Any, tuple[str, ...]]:

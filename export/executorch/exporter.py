@@ -34,6 +34,7 @@ from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, c
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
+from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
@@ -106,18 +107,19 @@ class ExecutorchExporter(Exporter):
             progress = partial(report, len(specs))
             bounds = FLOAT32 if plan.options.quant is Quant.FP32 else QUANTIZED
             reference = replace(job, loaded=replace(job.loaded, model=model.model))
-            with held_values(model.model), filled(model.model, shown):
+            with held_values(model.model, folder), filled(model.model, shown):
                 followed.update(follow_traced(reference, specs, programs, bounds, progress))
 
-        lowered = lower(model.model, plan, specs, constants, report, check_traced)
-        (folder / PROGRAM_FILE).write_bytes(lowered.data)
-        with held_values(model.model):
-            check_stored(folder / PROGRAM_FILE, model.model, plan, specs)
+        file = folder / PROGRAM_FILE
+        delegations = lower(model.model, plan, specs, constants, file, report, check_traced)
+        free_memory()  # of the graphs
+        with held_values(model.model, folder):
+            check_stored(file, model.model, plan, specs)
         notes = [
             *model.notes,
             *job.notes,
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
-            *(describe(name, found) for name, found in lowered.delegations.items()),
+            *(describe(name, found) for name, found in delegations.items()),
         ]
         reference = model.model if plan.merged else None
         tools = {name: version(name) for name in TOOLS}
@@ -160,7 +162,7 @@ def _compare(
     reference = replace(job, loaded=replace(job.loaded, model=model))
     slots = AdapterSlots(adapter) if adapter is not None else None
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
-    with held_values(model), EngineDriver(engine) as driver:
+    with held_values(model, file.parent), EngineDriver(engine) as driver:
         return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
 
 

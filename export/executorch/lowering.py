@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
+from ssdevice.export.executorch.caches import emptied_caches
 from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
@@ -27,12 +28,8 @@ from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
 NOISY = ("executorch", "torch.export", "torchao", "root")
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """A program's bytes, and what each of its functions delegates."""
-
-    data: bytes
-    delegations: Mapping[str, Delegation]
+Delegations = Mapping[str, Delegation]
+"""What each function of a program delegates."""
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
@@ -68,15 +65,16 @@ def lower(
     plan: ExportPlan,
     specs: Mapping[str, FunctionSpec],
     constants: Mapping[str, Any],
+    file: Path,
     report: Callable[[int, str], None],
     check: Callable[[Programs], None] = lambda _: None,
-) -> Lowered:
-    """One program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
+) -> Delegations:
+    """Write a program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
 
     The slots of a model are state too, and ``set_adapter`` fills them. ``check`` is called with what was traced before
     the lowering changes it.
     """
-    with quiet(*NOISY), faster():
+    with quiet(*NOISY), emptied_caches(), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         check(programs)
         slots = [name for name, _ in slots_of(model)]
@@ -84,7 +82,7 @@ def lower(
             programs[SET_ADAPTER] = trace_set_adapter(model)
         report(len(specs), "lower to XNNPACK")
         edge = to_edge(programs, partitioner(), constants)
-        return finished(edge, list(specs), report, slots)
+        return finish(edge, list(specs), file, report, slots)
 
 
 def traced(
@@ -113,8 +111,10 @@ def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants
     )
 
 
-def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None], slots: Sequence[str] = ()) -> Lowered:
-    """The program. The functions ``names`` share the cache by name, and write it in place at their end."""
+def finish(
+    edge: Any, names: Sequence[str], file: Path, report: Callable[[int, str], None], slots: Sequence[str] = ()
+) -> Delegations:
+    """Write the program. The functions ``names`` share the cache by name, and write it in place at their end."""
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
@@ -131,7 +131,9 @@ def finished(edge: Any, names: Sequence[str], report: Callable[[int, str], None]
             memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True),
         )
     )
-    return Lowered(bytes(program.buffer), delegations)
+    with file.open("wb") as out:
+        program.write_to_file(out)  # from where its parts are, without a copy of the whole
+    return delegations
 
 
 def partitioner() -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from ssdevice.export.calibration.grid import Grid, unclipped
 from ssdevice.export.plan import INT8_HEAD, Quant
+from ssdevice.memory import free_memory
+from ssdevice.model.mapped import mapped, released_after
+from ssdevice.model.mapped import release as release_mapped
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
@@ -63,6 +67,7 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
                 quantize_(part, eight)
             else:
                 four_bits(part)
+            release_mapped()
     if isinstance(backbone.embed_tokens, nn.Embedding):
         quantize_(backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding))
     return Quantized(model, _notes(quant, uneven))
@@ -77,17 +82,23 @@ def release(model: StreamModel, kept: StreamModel) -> None:
 
 
 @contextmanager
-def held_values(model: StreamModel) -> Iterator[None]:
-    """In this context the values of quantized weights are computed once, not in every call. It cannot be lowered."""
+def held_values(model: StreamModel, folder: Path) -> Iterator[None]:
+    """In this context the values of quantized weights are computed once, not in every call. It cannot be lowered.
+
+    They are mapped from files in ``folder``, and leave memory whenever a layer or the head has run.
+    """
     weights = [getattr(part, "weight", None) for part in model.modules()]
     held = [weight for weight in weights if weight is not None and hasattr(weight, "qdata")]
     for weight in held:
-        weight.dequantize = partial(_same, weight.dequantize())
+        weight.dequantize = partial(_same, mapped(weight.dequantize(), folder))
+        release_mapped()
     try:
-        yield
+        with released_after((*model.backbone.layers, model.backbone.lm_head)):
+            yield
     finally:
         for weight in held:
             del weight.dequantize  # the class's method is left
+        free_memory()
 
 
 def _same(values: Tensor) -> Tensor:

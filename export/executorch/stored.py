@@ -21,6 +21,7 @@ from ssdevice.contract import FunctionSpec
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch.lowering import form_of
 from ssdevice.export.plan import ExportPlan
+from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.file import XNNPACK, payload_of
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
@@ -79,6 +80,7 @@ def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[
                 f"weight than {alike} and those after it: ExecuTorch stored something else than it was given"
             )
         del left[at]
+        release()
 
 
 def _same(stored: Array, linear: nn.Linear) -> bool:

@@ -119,7 +119,8 @@ def check(
     ``jitter``: relative jitter of the reference's twin, such as ``FLOAT_JITTER``. Raises ParityError, which says what
     is wrong and where.
     """
-    with released_after(job.loaded.model.backbone.layers):
+    backbone = job.loaded.model.backbone
+    with released_after((*backbone.layers, backbone.lm_head)):
         if shown is None or bounds is None:
             return compare(job, artifact, jitter)
         facts = follow(job, shown, bounds)

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError("export", error.name or "torch") from error
     from ssdevice.bundle.folder import check_out
     from ssdevice.commands.progress import Progress
+    from ssdevice.memory import keep_no_large_blocks
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if prediction is not None and not args.ignore_memory:
         prediction.check_memory(available_memory())
+    keep_no_large_blocks()
     with terminable(), Progress(args.quiet, prediction.seconds if prediction else None) as progress:
         bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest

@@ -61,9 +61,8 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     options = SimpleNamespace(chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    lowered = lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, ()), lambda *_: None)
     file = tmp_path / "model.pte"
-    file.write_bytes(lowered.data)
+    lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, ()), file, lambda *_: None)
     windows = windows_of(model)
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
         oracle = OracleDriver(engine, windows)
@@ -82,10 +81,9 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     options = SimpleNamespace(quant=Quant.FP16, chosen=lambda kind: kind())
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    lowered, _ = executorch_coreml.lower(model, plan, specs, constants_of(geometry, ()), lambda *_: None)
     file = tmp_path / "model.pte"
-    file.write_bytes(lowered.data)
-    assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.delegations.values())
+    lowered, _ = executorch_coreml.lower(model, plan, specs, constants_of(geometry, ()), file, lambda *_: None)
+    assert all(found.delegates == 1 and set(found.outside) == {"index_put"} for found in lowered.values())
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
         oracle = OracleDriver(engine, windows_of(model))
         facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)

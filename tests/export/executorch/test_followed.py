@@ -90,7 +90,7 @@ class Deep:
         """Follow a prompt of one and a half chunks."""
         g = self.job.plan.geometry
         spec = functions(g, CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
-        with held_values(self.job.loaded.model):
+        with held_values(self.job.loaded.model, Path()):
             walk = Walk(self.job, TracedShown({PREFILL: self.program}, {PREFILL: spec}, g), QUANTIZED)
             prompt = random_prompt(g, g.chunk + g.chunk // 2)
             walk.prefill(prompt[: g.chunk], 0)
@@ -220,7 +220,7 @@ def follow(job: ExportJob, right: StreamModel, exported: StreamModel, quant: Qua
     reference, model = quantized(right, quant).model, quantized(exported, quant).model
     made = traced(job, model, tuple(specs))
     bounds = FLOAT32 if quant is Quant.FP32 else QUANTIZED
-    with held_values(reference):
+    with held_values(reference, Path()):
         return follow_traced(replace(job, loaded=loaded(reference)), specs, made, bounds, lambda _: None)
 
 
