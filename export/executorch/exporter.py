@@ -26,7 +26,7 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, quantized, release
+from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, slot_model
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
@@ -100,6 +100,7 @@ class ExecutorchExporter(Exporter):
         model = quantized(source, plan.options.quant)
         if plan.merged:
             release(source, model.model)
+            map_codes(model.model, folder)
         followed: dict[str, float] = {}
 
         def check_traced(programs: Programs) -> None:

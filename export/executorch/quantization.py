@@ -81,6 +81,15 @@ def release(model: StreamModel, kept: StreamModel) -> None:
             tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
+def map_codes(model: StreamModel, folder: Path) -> None:
+    """Move the codes of quantized weights to files in ``folder``, from which they are mapped."""
+    for part in model.modules():
+        codes = getattr(getattr(part, "weight", None), "qdata", None)
+        if codes is not None:
+            codes.data = mapped(codes, folder, codes.dtype)
+            release_mapped()
+
+
 @contextmanager
 def held_values(model: StreamModel, folder: Path) -> Iterator[None]:
     """In this context the values of quantized weights are computed once, not in every call. It cannot be lowered.

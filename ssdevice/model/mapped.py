@@ -18,12 +18,12 @@ LARGE = 1 << 20
 _files: WeakSet[mmap.mmap] = WeakSet()
 
 
-def mapped(values: Tensor, folder: Path) -> Tensor:
-    """``values`` as float32 in a file of ``folder`` without a name, which is gone with the tensor.
+def mapped(values: Tensor, folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``values`` in a file of ``folder`` without a name, which is gone with the tensor.
 
     In memory if they are small, or if the system or the disk refuses.
     """
-    found = values.detach().float()
+    found = values.detach().to(dtype)
     if found.nbytes < LARGE or not hasattr(mmap.mmap, "madvise"):  # Windows
         return found
     try:
@@ -35,7 +35,7 @@ def mapped(values: Tensor, folder: Path) -> Tensor:
     except OSError:
         return found
     _files.add(memory)
-    return torch.frombuffer(memory, dtype=torch.float32).view(found.shape)
+    return torch.frombuffer(memory, dtype=dtype).view(found.shape)
 
 
 def release() -> None:
