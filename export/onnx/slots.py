@@ -220,7 +220,9 @@ def lower_alone(edit: Editor, book: SlotBook) -> None:
         x = node.inputs[0]
         assert x is not None
         made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
+        shape = made.shape
         edit.replace(node, made)
+        made.shape = shape  # the rank is the app's, not the one that was traced
 
 
 def _placeholder(value: ir.Value | None) -> ir.Node | None:

@@ -47,13 +47,13 @@ def bundle(
     request: pytest.FixtureRequest,
     base: Path,
     with_lora: Path,
-    lossless: Path,
+    waiting: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Bundle:
     out = tmp_path_factory.mktemp("slots") / request.param
     flags = ["--adapter", f"sql={with_lora}", "--quant", request.param]
     # In eight bits it is the LoRA that is delicate; the lossless graphs would double the time.
-    flags += ["--adapter", f"exact={lossless}"] if request.param == "fp32" else ["--slots"]
+    flags += ["--adapter", f"exact={waiting}"] if request.param == "fp32" else ["--slots"]
     assert main(export(base, out, *flags)) == 0
     return Bundle.open(out)
 
