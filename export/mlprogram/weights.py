@@ -29,7 +29,7 @@ BLOCK = 32
 """Inputs that share a scale in int4 per block."""
 PALETTE_GROUPS = (16, 8, 4, 2, 1)
 """Numbers of output channels that may share a palette: the first that divides all channels is used."""
-APP_PARTS = ("_adapter_", "streams_adapters_", "streams_transform_", "streams_identifiers")
+APP_PARTS = ("_adapter_", "model_streams_")
 """Parts of the names of an app's own weights, which are small and stay float16."""
 SMALLEST = 512
 """Least number of elements for which compression saves more than its scales cost."""

@@ -161,7 +161,7 @@ def test_lora_is_not_quantized(bundle: Bundle, package: Package):
         for operation in step.operations
         if operation.kind == "linear" and RANK in kinds[str(operation.inputs["weight"][0])].outputs[0][1].shape
     ]
-    assert len(narrow) == 2 * 7 * 2  # layers x linears x (down, up)
+    assert len(narrow) == (2 + 1) * 7 * 2 + 2  # layers of main rows and of streams x linears x (down, up); g
     assert {weight.kind for weight in narrow} == {"const"}
 
 
