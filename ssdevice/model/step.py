@@ -115,9 +115,8 @@ class StreamModel(nn.Module):
     ) -> Tensor:
         """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose state at layer N - N_s is ``h [1, 1, D]``.
 
-        ``token [1]``: the main stream's choice after this node.
-
-        ``rows``: the new rows from position ``length`` on, of which ``0..last`` are the node's path and itself.
+        ``token [1]``: the main stream's choice after this node. ``rows``: the new rows from position ``length`` on, of
+        which ``0..last`` are the node's path and itself.
         """
         new = rows[0][0].shape[2]
         offsets = torch.arange(new, dtype=torch.int32, device=h.device)

@@ -102,8 +102,10 @@ class Streams(nn.Module):
     """Stream identifier embeddings P, the transformations f and g, and the stream adapters.
 
     In lossless mode the constructor wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
-    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. ``draft_ids [n] int32``: the tokens that streams choose
-    among, ascending; only with ``config.draft_vocabulary``.
+    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, is not in
+    the paper (``StreamConfig.token_rank``). Without MSA layers there are Medusa's ``heads`` (2401.10774) instead, which
+    share the LM head. ``draft_ids [n] int32``: the tokens that streams choose among, ascending; only with
+    ``config.draft_vocabulary``.
     """
 
     draft_ids: Tensor
