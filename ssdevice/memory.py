@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from typing import Any
 
 LARGE = 1 << 20
 """Bytes from which on a block is worth pages of its own."""
@@ -22,17 +23,19 @@ def keep_no_large_blocks() -> None:
 
     Otherwise the C library keeps those of up to 32 MB, and blocks in use between them hold them in memory.
     """
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
-    set_option(MMAP_THRESHOLD, LARGE)
+    if (set_option := _of_glibc("mallopt")) is not None:
+        set_option(MMAP_THRESHOLD, LARGE)
 
 
 def trim_heaps() -> None:
     """Give back what was freed in the heaps of the C library, which every thread has one of; glibc only."""
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of the C library; None where it is another one."""
     try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
-    trim(ctypes.c_size_t(0))
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None

@@ -72,17 +72,19 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
 
 def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
     """Factors that a slot holds in eight bits and those it holds in float32, by id."""
+    quantized = {
+        id(part.adapter)
+        for part in model.modules()
+        if isinstance(part, (LoraLinear, StreamRowAdapter))
+        and isinstance(part.base, nn.Linear)
+        and part.base.weight.numel() >= SMALL
+    }
     downs: set[int] = set()
     floats: set[int] = set()
-    for part in model.modules():
-        if isinstance(part, (LoraLinear, StreamRowAdapter)):
-            base = part.base
-            quantized = isinstance(base, nn.Linear) and base.weight.numel() >= SMALL
-            (downs if quantized else floats).add(id(part.adapter.down))
-            floats.add(id(part.adapter.up))
-    if model.streams is not None:
-        terms = [model.streams.transform, model.streams.token, *model.streams.heads]
-        floats |= {id(part) for term in terms if isinstance(term, LowRank) for part in (term.down, term.up)}
+    for term in model.modules():
+        if isinstance(term, LowRank):
+            (downs if id(term) in quantized else floats).add(id(term.down))
+            floats.add(id(term.up))
     return downs, floats
 
 
