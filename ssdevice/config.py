@@ -50,8 +50,8 @@ class StreamConfig:
 
     ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, as in Medusa (2401.10774),
     each of rank ``adapter_rank``. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity). ``token_rank``: rank of
-    g, by which streams also see the token that the main stream has just chosen (0: they do not, as in the paper); they
-    cannot run before it is chosen, so their schedule is ``deferred``.
+    g, by which each stream also sees the token that the main stream has just chosen (0: they do not, as in the paper);
+    they cannot run before it is chosen, so their schedule is ``deferred``.
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
     Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).

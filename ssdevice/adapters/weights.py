@@ -27,6 +27,8 @@ PAIR_LEVELS = 127.5
 COLUMNS = 4096
 """How many columns are quantized at a time."""
 PEFT_PREFIX = "base_model.model."
+TOKEN = SlotKind.STREAM, "token"
+"""The factors of g (``StreamConfig.token_rank``), which has outputs for every stream."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
 
     ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
     """
-    waiting = dict(weights.factors)
+    waiting = _factors(weights, gamma, hidden)
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
         tensors |= _slot_tensors(weights.folder, slot, waiting)
@@ -93,6 +95,15 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
     if variant.mode is not None:
         tensors[IDENTIFIERS] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     return tensors
+
+
+def _factors(weights: AdapterWeights, gamma: int, hidden: int) -> dict[tuple[SlotKind, str], Factors]:
+    """The adapter's factors; g's only for the first γ streams."""
+    found = dict(weights.factors)
+    g = found.get(TOKEN)
+    if g is not None:
+        found[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
+    return found
 
 
 def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np.float32]:
@@ -109,7 +120,7 @@ def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> 
 
     ``gamma``: number of streams in the program. Raises InputError for factors with a wrong shape or without a slot.
     """
-    waiting = dict(weights.factors)
+    waiting = _factors(weights, gamma, layout.hidden)
     tensors: dict[str, NDArray[np.float32]] = {}
     for slot in layout.slots:
         down = np.zeros((1, slot.inputs, slot.rank), np.float32)

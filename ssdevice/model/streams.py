@@ -81,17 +81,6 @@ class StreamRowAdapter(nn.Module):
         return torch.cat([y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2)
 
 
-def _token_term(backbone: Backbone, width: int, rank: int) -> LowRank:
-    """g, whose first factor makes up for the size of embeddings, which are much smaller than hidden states."""
-    term = LowRank(width, width, rank)
-    some = torch.arange(min(1024, backbone.config.vocab_size), device=backbone.embed_tokens.weight.device)[None]
-    with torch.no_grad():
-        size = backbone.embed(some, torch.zeros_like(some)).float().square().mean().sqrt()
-        if not size.is_meta:
-            term.down.weight /= size.clamp(min=1e-6)
-    return term
-
-
 def check_draft_ids(ids: Tensor, vocab: int) -> None:
     """Raise InputError unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
@@ -122,7 +111,7 @@ class Streams(nn.Module):
             check_draft_ids(torch.arange(config.draft_vocabulary), self.vocab)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
-        self.token = _token_term(backbone, width, config.token_rank) if config.token_rank else None
+        self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None
         heads = 0 if config.msa_layers else config.gamma
         self.heads = nn.ModuleList(LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads))
         self.adapters = nn.ModuleDict()
@@ -143,16 +132,17 @@ class Streams(nn.Module):
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:
         """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node.
 
-        ``chosen [B, n, D]``: with ``token_rank``, embeddings E of the tokens that follow the nodes; g(E) is added.
+        ``chosen [B, n, D]``: with ``token_rank``, embeddings E of the tokens that follow the nodes; stream j adds its
+        part of g(M_t, E), ``[.., 2 D] -> [.., γ D]``.
         """
-        if self.transform is not None:
-            h = h + self.transform(h)
-        if self.token is not None:
-            h = h + self.token(chosen)
         batch, nodes, width = h.shape
-        starts = h[:, :, None] + self.identifiers[:gamma].to(h.dtype)
+        shared = h if self.transform is None else h + self.transform(h)
+        starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)
+        if self.token is not None:
+            assert chosen is not None
+            starts = starts + self.token(torch.cat([h, chosen], dim=-1)).reshape(batch, nodes, -1, width)[:, :, :gamma]
         if self.heads:
-            starts = starts + torch.stack([head(h) for head in self.heads[:gamma]], dim=2)
+            starts = starts + torch.stack([head(shared) for head in self.heads[:gamma]], dim=2)
         return starts.reshape(batch, nodes * gamma, width)
 
     def fold(self) -> list[nn.Linear]:

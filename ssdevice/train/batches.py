@@ -91,6 +91,18 @@ class BatchOrder:
         return batches
 
 
+def pieces(samples: Sequence[Sample], nodes: int) -> list[list[Sample]]:
+    """The samples in groups of at most ``nodes`` completion tokens, padding included; a longer sample is alone."""
+    groups: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda s: len(s.ids) - s.prompt):
+        longest = len(sample.ids) - sample.prompt
+        if groups and longest * (len(groups[-1]) + 1) <= nodes:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
 def collate(samples: Sequence[Sample], pad: int) -> Batch:
     """One right-padded batch; its width is a multiple of WIDTH_MULTIPLE."""
     width = -(-max(len(s.ids) for s in samples) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

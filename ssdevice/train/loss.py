@@ -9,7 +9,7 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Rope
 from ssdevice.model.step import Masks, StreamModel
 from ssdevice.model.visibility import additive, causal, stream_positions
+from ssdevice.train.node_attention import attend_by_node
 
 IGNORE = -100
 
@@ -36,16 +37,17 @@ class StreamingLoss(nn.Module):
     """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each stream ``[1 + γ]``.
 
     Losses are means over the predicted tokens of their stream, in nats. Streams do not predict tokens outside the draft
-    vocabulary. Main rows run without gradients if nothing in them is trained (α0 = 0). ``segment``: completion tokens
-    whose streams run in one pass. ``recompute``: keep one hidden state per layer for the backward pass and recompute
-    the rest.
+    vocabulary. Main rows run without gradients if nothing in them is trained (α0 = 0). ``nodes``: how many of them, of
+    all rows of a batch together, run their streams in one pass; a batch of more than that is recomputed segment by
+    segment in the backward pass. ``recompute``: keep one hidden state per layer for it and recompute the rest.
     """
 
     place: Tensor
 
-    def __init__(self, model: StreamModel, weights: LossWeights, segment: int = 64, recompute: bool = False) -> None:
+    def __init__(self, model: StreamModel, weights: LossWeights, nodes: int = 2048, recompute: bool = False) -> None:
         super().__init__()
-        self.model, self.weights, self.segment, self.recompute = model, weights, segment, recompute
+        self.model, self.weights, self.nodes, self.recompute = model, weights, nodes, recompute
+        model.backbone.operators = replace(model.backbone.operators, attention=attend_by_node(model.gamma))
         place = torch.arange(int(model.backbone.config.vocab_size))
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
@@ -78,7 +80,7 @@ class StreamingLoss(nn.Module):
                 main = self._main_loss(final, tokens, nodes, lengths)
         sums = main.new_zeros(self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
-            segments = torch.split(nodes, self.segment, dim=1)
+            segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
                 arguments = (middle, part, tokens, lengths, rows)
                 if (len(segments) > 1 or self.recompute) and torch.is_grad_enabled():

@@ -14,23 +14,29 @@ from ssdevice.config import Mode
 from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.progress import Report
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample, collate
+from ssdevice.train.batches import BatchOrder, Sample, collate, pieces
 from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.main_rows import MainRows
 from ssdevice.train.options import TrainOptions
 from ssdevice.train.place import Place
+from ssdevice.train.start import Moments
 
 
 def optimize(
-    loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report
+    loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report, fresh: bool
 ) -> list[list[float]]:
-    """Train from the last checkpoint to the end. Returns the history: step, loss of main rows, loss of every stream."""
+    """Train from the last checkpoint to the end. Returns the history: step, loss of main rows, loss of every stream.
+
+    ``fresh``: the streams have not been trained before, so where they start is fitted first.
+    """
     steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
     run = _Run(loss, options, steps)
     run.resume(options.out)
-    parallel = place.parallel(loss)
     frozen = not options.alphas[0] and options.streams.mode is Mode.LOSSLESS
     kept = MainRows(loss, int(options.keep_gb * 1e9)) if frozen else None
+    if fresh and not run.step:
+        _fit_start(loss, options, place, order, pad, kept, report)
+    parallel = place.parallel(loss)
     batches = order.from_position(run.step * options.accumulate)
     saved = time.monotonic()
     try:
@@ -99,6 +105,35 @@ class _Run:
             self._whole = False
 
 
+def _fit_start(
+    loss: StreamingLoss,
+    options: TrainOptions,
+    place: Place,
+    order: BatchOrder,
+    pad: int,
+    kept: MainRows | None,
+    report: Report,
+) -> None:
+    """Fit where streams start to the first batches of the run. All processes compute the same."""
+    streams = loss.model.streams
+    if streams is None or streams.token is None:
+        return
+    moments = Moments(loss.model)
+    epoch = order.from_position(0)
+    for _ in range(order.per_epoch):
+        for samples in pieces(next(epoch), loss.nodes):
+            batch = collate(samples, pad).to(place.device)
+            with place.autocast(), torch.no_grad():
+                middle = kept.of(samples, batch)[0] if kept is not None else loss.run_main(batch.tokens)[0]
+            moments.add(batch, middle)
+        report("start", min(moments.nodes, moments.wanted), moments.wanted, "")
+        if moments.nodes >= moments.wanted:
+            break
+    if moments.nodes:
+        explained = moments.fit()
+        report("start", 1, 1, f"a linear guess explains {explained:.0%} of the rows that streams stand for")
+
+
 def _backward(
     loss: StreamingLoss,
     parallel: nn.Module,
@@ -114,15 +149,15 @@ def _backward(
     """
     counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
     parts = torch.zeros_like(counts)
-    for number, group in enumerate(groups, 1):
-        share = place.share(group)
-        # A process without a sample takes part in the averaging with a sample of weight 0.
-        batch = collate(share or group[:1], pad).to(place.device)
-        weight = 1.0 if share else 0.0
-        wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(groups)
+    # A process without a sample takes part in the averaging with a sample of weight 0.
+    shares = [(place.share(group) or group[:1], 1.0 if place.share(group) else 0.0) for group in groups]
+    passes = [(samples, weight) for share, weight in shares for samples in pieces(share, loss.nodes)]
+    for number, (samples, weight) in enumerate(passes, 1):
+        batch = collate(samples, pad).to(place.device)
+        wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(passes)
         with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
             with place.autocast():
-                known = kept.of(share or group[:1], batch) if kept is not None else None
+                known = kept.of(samples, batch) if kept is not None else None
                 total, losses = parallel(*batch, counts, known)
             (total * (weight * place.world)).backward()
         parts += losses * weight

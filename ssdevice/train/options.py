@@ -120,6 +120,11 @@ class TrainOptions:
             raise ConfigError("nothing is learned: raise --alpha-stream (or, in shared mode, --alpha-main) above 0")
 
     @property
+    def nodes(self) -> int:
+        """How many nodes' streams run in one pass: what ``segment`` tokens of every row of a batch are."""
+        return self.segment * self.batch_size
+
+    @property
     def alphas(self) -> tuple[float, float]:
         """(α0, αj)."""
         if self.objective is Objective.NEXT_TOKEN:

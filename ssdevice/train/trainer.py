@@ -77,9 +77,9 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(model, init, samples, tokenizer, report)
-        loss = StreamingLoss(model, LossWeights(*options.alphas), options.segment, options.recompute).to(place.device)
+        loss = StreamingLoss(model, LossWeights(*options.alphas), options.nodes, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
-        history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report)
+        history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report, fresh=not _trained(init))
         if place.main:
             if tuned is not None:
                 _keep_lora(tuned, options.out)
@@ -95,6 +95,11 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
 
 def _silent(stage: str, done: int, total: int, detail: str) -> None:
     """The report of all processes but the first."""
+
+
+def _trained(init: AdapterFolder | None) -> bool:
+    """Whether streams were trained before, which this run goes on with."""
+    return init is not None and init.settings is not None
 
 
 def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: AdapterFolder | None) -> TrainOptions:
@@ -132,7 +137,7 @@ def _choose_vocabulary(
     streams = model.streams
     if streams is None or not streams.config.draft_vocabulary:
         return
-    if init is None or init.settings is None:
+    if not _trained(init):
         ids = draft_ids(samples, tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()

@@ -128,7 +128,9 @@ class Literal:
             if self.config.init_rank:
                 start = start + self.streams["transform.up.weight"] @ (self.streams["transform.down.weight"] @ h[t])
             if self.config.token_rank:
-                start = start + self.streams["token.up.weight"] @ (self.streams["token.down.weight"] @ embedding)
+                both = torch.cat([h[t], embedding])
+                ahead = self.streams["token.up.weight"] @ (self.streams["token.down.weight"] @ both)
+                start = start + ahead.view(GAMMA, -1)[j - 1]
             if not self.config.msa_layers:
                 inner = torch.nn.functional.silu(self.streams[f"heads.{j - 1}.down.weight"] @ h[t])
                 start = start + self.streams[f"heads.{j - 1}.up.weight"] @ inner

@@ -17,7 +17,7 @@ from ssdevice.train.main_rows import MainRows
 GAMMA = 3
 
 
-def tiny_model(mode: Mode = Mode.SHARED) -> StreamModel:
+def tiny_model(mode: Mode = Mode.SHARED, token_rank: int = 0) -> StreamModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -32,7 +32,7 @@ def tiny_model(mode: Mode = Mode.SHARED) -> StreamModel:
         max_position_embeddings=256,
     )
     hf = LlamaForCausalLM(config).eval()
-    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4), 128)
+    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4, token_rank=token_rank), 128)
     assert model.streams is not None
     for adapter in model.streams.adapters.values():
         torch.nn.init.normal_(adapter.up.weight, std=0.3)
@@ -64,7 +64,7 @@ def test_targets_beyond_the_sequence_are_ignored() -> None:
 def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
     model = tiny_model(mode)
     tokens, prompts, lengths = batch()
-    _, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1), segment=4)(tokens, prompts, lengths)
+    _, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1), nodes=8)(tokens, prompts, lengths)
 
     losses: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
     backbone = model.backbone
@@ -92,9 +92,9 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
 def test_segments_change_neither_loss_nor_gradients(mode: Mode) -> None:
     weights = LossWeights(0.0 if mode is Mode.LOSSLESS else 1.0, 0.5)
     grads = []
-    for segment in (2, 64):
+    for nodes in (4, 128):
         model = tiny_model(mode)
-        total, _ = StreamingLoss(model, weights, segment)(*batch())
+        total, _ = StreamingLoss(model, weights, nodes)(*batch())
         total.backward()
         assert model.streams is not None
         grads.append({n: p.grad for n, p in model.streams.named_parameters()} | {"loss": total.detach()})
@@ -136,7 +136,7 @@ def test_kept_main_rows_give_the_same_loss_and_gradients() -> None:
 
 
 def test_peak_memory_of_streams_is_that_of_one_segment() -> None:
-    def saved_bytes(segment: int) -> int:
+    def saved_bytes(nodes: int) -> int:
         model = tiny_model()
         model.backbone.requires_grad_(False)
         tokens = torch.randint(0, 61, (1, 100), generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_peak_memory_of_streams_is_that_of_one_segment() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            StreamingLoss(model, LossWeights(0.0, 1.0), segment)(tokens, torch.tensor([4]), torch.tensor([100]))
+            StreamingLoss(model, LossWeights(0.0, 1.0), nodes)(tokens, torch.tensor([4]), torch.tensor([100]))
         return total
 
     assert saved_bytes(8) < saved_bytes(128) / 8

@@ -1,0 +1,52 @@
+"""Attention for training: streams see main rows and, of all other streams, only those of their own node.
+
+The default computes every stream's scores against every stream of the batch and masks all but γ of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssdevice.model.attention import Attending, Attention, attend
+
+
+def attend_by_node(gamma: int) -> Attention:
+    """An Attention that equals ``attend`` for main rows (one run) and for streams (main rows, then γ rows per node)."""
+
+    def attention(asked: Attending) -> Tensor:
+        return _streams(asked, gamma) if len(asked.keys) == 2 else attend(asked)
+
+    return attention
+
+
+def _streams(asked: Attending, gamma: int) -> Tensor:
+    (past_keys, own_keys), (past_values, own_values) = asked.keys, asked.values
+    batch, heads, rows, dim = asked.query.shape
+    kv_heads, past = past_keys.shape[1], past_keys.shape[2]
+    groups, nodes = heads // kv_heads, rows // gamma
+
+    def by_node(x: Tensor) -> Tensor:
+        """``[B, h * kv_heads, n * γ, e] -> [B, kv_heads, n, h * γ, e]``."""
+        x = x.reshape(batch, kv_heads, -1, nodes, gamma, x.shape[-1]).transpose(2, 3)
+        return x.reshape(batch, kv_heads, nodes, -1, x.shape[-1])
+
+    def by_row(x: Tensor) -> Tensor:
+        """``[B, kv_heads, n, groups * γ, e] -> [B, kv_heads, groups * n * γ, e]``."""
+        x = x.reshape(batch, kv_heads, nodes, groups, gamma, x.shape[-1]).transpose(2, 3)
+        return x.reshape(batch, kv_heads, groups * rows, x.shape[-1])
+
+    q = asked.query * asked.scale
+    seen = torch.matmul(q.reshape(batch, kv_heads, groups * rows, dim), past_keys.transpose(2, 3))
+    own = by_row(torch.matmul(by_node(q), by_node(own_keys).transpose(3, 4)))
+    scores = torch.cat([seen, own], dim=-1).reshape(batch, kv_heads, groups, rows, past + gamma)
+    if asked.softcap is not None:
+        scores = torch.tanh(scores / asked.softcap) * asked.softcap
+    block = asked.mask[:, :, :gamma, past : past + gamma].repeat(1, 1, nodes, 1)  # the same for every node
+    mask = torch.cat([asked.mask[..., :past], block], dim=-1)
+    weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(q.dtype)
+    weights = weights.reshape(batch, kv_heads, groups * rows, past + gamma)
+    out = torch.matmul(weights[..., :past], past_values)
+    mine = weights[..., past:].reshape(batch, kv_heads * groups, rows, gamma)
+    out = out + by_row(torch.matmul(by_node(mine), by_node(own_values)))
+    return out.reshape(asked.query.shape).transpose(1, 2)
