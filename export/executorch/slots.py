@@ -1,8 +1,8 @@
 """LoRA slots of a program: the factors of apps as state that a host fills, instead of weights.
 
-All apps of a bundle share one program, so they share its shape: mode, N_s, the start of streams, and one rank, the
-largest of all; smaller ranks are padded with zeros, which change nothing. A slot's factors are the right operands of
-products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, named after their states.
+All apps of a bundle share one program, so they share its shape: mode, N_s, the start of streams, and the rank of every
+slot, the largest of all; smaller ranks are padded with zeros, which change nothing. A slot's factors are the right
+operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, named after their states.
 """
 
 from __future__ import annotations
@@ -109,16 +109,15 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
     plan = job.plan
     variant = variant_of(check_apps(plan))
     model = template(job, variant).loaded.model
-    ranks = {kind: 0 for kind in SlotKind}
+    ranks: dict[tuple[SlotKind, str], int] = {}
     for weights in read:
-        for (kind, _), pair in weights.factors.items():
-            ranks[kind] = max(ranks[kind], len(pair.down))
-    wanted = {key for weights in read for key in weights.factors}
+        for key, pair in weights.factors.items():
+            ranks[key] = max(ranks.get(key, 0), len(pair.down))
     terms = low_rank_terms(model)
     made: dict[nn.Module, SlotFactors] = {}
     for term, (kind, source) in terms.items():
-        if kind is SlotKind.STREAM or (kind, source) in wanted:
-            made[term] = _slot(cast(LowRank, term), ranks[kind])
+        if kind is SlotKind.STREAM or (kind, source) in ranks:
+            made[term] = _slot(cast(LowRank, term), ranks.get((kind, source), 0))
     _install(model, made)
     if model.streams is not None:
         model.streams.adapters.clear()  # a second path to slots that layers hold, which a trace takes for more state

@@ -140,7 +140,8 @@ class Streams(nn.Module):
         starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)
         if self.token is not None:
             assert chosen is not None
-            starts = starts + self.token(torch.cat([h, chosen], dim=-1)).reshape(batch, nodes, -1, width)[:, :, :gamma]
+            own = self.token(torch.cat([h, chosen], dim=-1)).reshape(batch, nodes, -1, width)
+            starts = starts + (own[:, :, :gamma] if gamma < self.config.gamma else own)
         if self.heads:
             starts = starts + torch.stack([head(shared) for head in self.heads[:gamma]], dim=2)
         return starts.reshape(batch, nodes * gamma, width)

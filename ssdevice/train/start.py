@@ -7,8 +7,6 @@ reduced-rank least squares (Izenman, 1975) of M_{t+j} - M_t over the training ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 

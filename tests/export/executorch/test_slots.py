@@ -16,6 +16,7 @@ pytest.importorskip("executorch")
 
 from safetensors.numpy import load_file, save_file
 
+from ssdevice.adapters.slots import LAYOUT_FILE, read_program_layout
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
@@ -24,6 +25,7 @@ from ssdevice.errors import BundleError, ConfigError
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.slots import SlotFactors
 from ssdevice.export.plan import Quant, make_plan
+from ssdevice.export.stages import export_bundle
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.executorch.adapters import ADAPTER_FILE
@@ -278,6 +280,31 @@ def test_lossless_apps_share_a_program(schedule: Schedule) -> None:
     found = []
     with Session.open(opened, app="one") as session:
         ids = session.prompt_ids(PROMPT)  # with its instruction, which the base has not
+        for app in ("one", "two", "base"):
+            session.use(app)
+            list(session.runs(ids, max_tokens=12, mode="plain" if app == "base" else "speculative"))
+            found.append(session.last.tokens)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_apps_that_see_the_chosen_token_share_a_program_with_a_rank_for_every_slot(tmp_path: Path) -> None:
+    base = programs.base()
+    narrow = {"gamma": 2, "token_rank": 5, "adapter_rank": 3}
+    wide = {"gamma": 3, "token_rank": 9, "adapter_rank": 2}  # more streams than the program runs
+    apps = tuple(
+        (name, write_adapter(tmp_path / name, base, Mode.LOSSLESS, msa_layers=1, **ranks))
+        for name, ranks in (("one", narrow), ("two", wide))
+    )
+    options = programs.options(Quant.FP32, Mode.LOSSLESS, Schedule.DEFERRED, tmp_path / "out")
+    export_bundle(replace(options, adapters=apps), lambda *_: None)
+    opened = Bundle.open(tmp_path / "out")
+    layout = read_program_layout(opened.folder / LAYOUT_FILE)
+    found_ranks = {slot.source: slot.rank for slot in layout.slots}
+    assert found_ranks.pop("token") == 9 and set(found_ranks.values()) == {3}
+    found = []
+    with Session.open(opened, app="one") as session:
+        ids = session.prompt_ids(PROMPT)
         for app in ("one", "two", "base"):
             session.use(app)
             list(session.runs(ids, max_tokens=12, mode="plain" if app == "base" else "speculative"))
