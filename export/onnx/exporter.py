@@ -214,7 +214,7 @@ def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
     if store.kept:
         total = sum(store.kept.values())
         names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")
-        notes.append(f"{len(store.kept)} small weights ({total} elements) stay float32: {names}")
+        notes.append(f"{len(store.kept)} weights ({total} elements) stay float32: {names}")
     return tuple(notes)
 
 

@@ -82,14 +82,18 @@ class Linear:
         return self.parts[0].role
 
     @property
-    def small(self) -> bool:
+    def stays_float(self) -> bool:
         """Whether it stays float32 in every quantization; parts of both kinds are never merged."""
-        return int(self.parts[0].weight.size) < SMALL
+        return _stays_float(self.parts[0].weight, self.role)
 
     def weight(self) -> Array:
         """``[K, N]`` float32."""
         parts = [part.weight for part in self.parts]
         return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T)
+
+
+def _stays_float(weight: Array, role: Role | None) -> bool:
+    return weight.size < SMALL or (role is not None and role.own)
 
 
 def linears(edit: Editor) -> list[Linear]:
@@ -103,7 +107,7 @@ def linears(edit: Editor) -> list[Linear]:
         if weight is None or content is None:
             raise ValueError(f"linear {node.name} has no constant weight")
         role = role_of(weight)
-        key = (id(source), role is not None and role.part is ModelPart.FACTOR, content.size < SMALL)
+        key = (id(source), role is not None and role.part is ModelPart.FACTOR, _stays_float(content, role))
         groups.setdefault(key, []).append(Part(node, weight.name or "", content, role))
     return [Linear(tuple(parts)) for parts in groups.values()]
 

@@ -136,9 +136,9 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     for linear in linears(edit):
         if book is not None and linear.factor:
             continue
-        quantized = quant is not Quant.FP32 and not linear.small
+        quantized = quant is not Quant.FP32 and not linear.stays_float
         slot = book.slot(linear, pairs, quantized) if book is not None else None
-        if quant is not Quant.FP32 and linear.small:
+        if quant is not Quant.FP32 and linear.stays_float:
             store.kept[linear.name] = linear.inputs * linear.outputs
         if not quantized:
             product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)

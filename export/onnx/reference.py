@@ -49,6 +49,8 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
         floats: set[int] = set()
         if slotted:
             downs, floats = _slots(model)
+        elif model.streams is not None:
+            floats = {id(factor) for term in model.streams.own_terms() for factor in term.children()}
         for part in model.modules():
             if not isinstance(part, (nn.Linear, nn.Embedding)) or id(part) in floats:
                 continue

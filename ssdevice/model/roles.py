@@ -29,13 +29,15 @@ class Role:
     """The role of a weight.
 
     For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), and whether it is
-    the second factor (``up``). ``permuted``: the graph orders its outputs' heads differently from the model.
+    the second factor (``up``), and whether it belongs to no linear but the streams themselves (``own``, see
+    ``Streams.own_terms``). ``permuted``: the graph orders its outputs' heads differently from the model.
     """
 
     part: Part
     kind: SlotKind = SlotKind.LORA
     source: str = ""
     up: bool = False
+    own: bool = False
     permuted: bool = False
 
 
@@ -64,9 +66,11 @@ def roles_of(form: nn.Module) -> dict[str, Role]:
     if model.draft_head is not None:
         known |= {id(weight): Role(Part.HEAD) for weight in model.draft_head.parameters()}
     known |= {id(weight): Role(Part.EMBEDDING) for weight in backbone.embed_tokens.parameters()}
+    alone = model.streams.own_terms() if model.streams is not None else []
     for term, (kind, source) in low_rank_terms(model).items():
         assert isinstance(term, LowRank)
-        known[id(term.down.weight)] = Role(Part.FACTOR, kind, source)
-        known[id(term.up.weight)] = Role(Part.FACTOR, kind, source, up=True)
+        own = term in alone
+        known[id(term.down.weight)] = Role(Part.FACTOR, kind, source, own=own)
+        known[id(term.up.weight)] = Role(Part.FACTOR, kind, source, up=True, own=own)
     names = chain(form.named_parameters(remove_duplicate=False), form.named_buffers(remove_duplicate=False))
     return {name: known[id(tensor)] for name, tensor in names if id(tensor) in known}

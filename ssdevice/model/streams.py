@@ -146,6 +146,13 @@ class Streams(nn.Module):
             starts = starts + torch.stack([head(shared) for head in self.heads[:gamma]], dim=2)
         return starts.reshape(batch, nodes * gamma, width)
 
+    def own_terms(self) -> list[LowRank]:
+        """f, g and heads, which read hidden states that no norm has evened.
+
+        They stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E.
+        """
+        return [term for term in (self.transform, self.token, *self.heads) if isinstance(term, LowRank)]
+
     def fold(self) -> list[nn.Linear]:
         """Fold stream adapters into second weights of the MSA layers, which are returned.
 

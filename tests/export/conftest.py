@@ -46,5 +46,5 @@ def plain_lora(base: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def waiting(base: Path) -> Path:
-    """Streams that see the token just chosen, with f; their ranks are not those with which slots are traced."""
-    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=5, init_rank=4))
+    """Streams that see the token just chosen, with f; g has enough weights to be quantized, if it could be."""
+    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=300, init_rank=4))

@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ssdevice.config import StreamConfig
 from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight
+from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.plan import Quant
+from ssdevice.model.loading import build
+from ssdevice.model.roles import roles_of
 from tests.export.onnx.forms import linears_model
 
 RNG = np.random.default_rng(0)
@@ -92,3 +98,24 @@ def test_products_are_near_those_of_float(quant: Quant, error: float) -> None:
     for weight, out in zip(weights, linear_graph(5, weights, quant).run(None, {"x": x}), strict=True):
         exact = x @ weight.T
         assert np.square(out - exact).mean() ** 0.5 <= error * np.square(exact).mean() ** 0.5
+
+
+@pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])
+def test_terms_of_the_streams_themselves_stay_floats(quant: Quant) -> None:
+    """Hidden states are far larger than embeddings: rounded together, nothing would be left of the token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = build(LlamaForCausalLM(config).eval(), StreamConfig(msa_layers=1, token_rank=300, init_rank=300), 32)
+    streams = model.streams
+    assert streams is not None and len(streams.own_terms()) == 2
+    for term in streams.own_terms():
+        torch.nn.init.normal_(term.up.weight)
+    h, chosen = 1e3 * torch.randn(1, 1, 64), torch.randn(1, 1, 64)
+    expected = streams.start(h, 4, chosen)
+    with simulated(model, quant):
+        assert torch.equal(streams.start(h, 4, chosen), expected)
+    roles = roles_of(model)
+    stay = {name for name, role in roles.items() if role.own}
+    assert stay == {f"streams.{term}.{side}.weight" for term in ("token", "transform") for side in ("down", "up")}
