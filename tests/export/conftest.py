@@ -47,4 +47,4 @@ def plain_lora(base: Path) -> Path:
 @pytest.fixture(scope="session")
 def waiting(base: Path) -> Path:
     """Streams that see the token just chosen, with f; g has enough weights to be quantized, if it could be."""
-    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=300, init_rank=4))
+    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=65, init_rank=4))
