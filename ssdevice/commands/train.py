@@ -16,6 +16,9 @@ from ssdevice.errors import InputError, MissingExtraError
 if TYPE_CHECKING:
     from ssdevice.train.options import TrainOptions
 
+TOKEN_RANK = 256
+"""Default of ``--token-rank`` in lossless mode, where such streams were measured (docs/training.md)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command. Their defaults are the recipe of the papers."""
@@ -45,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: Medusa's heads instead")
     add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
     add("--token-rank", type=int, metavar="RANK",
-        help="streams also see the token just chosen, through factors of this rank (default 0: no)")  # fmt: skip
+        help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK} in lossless "
+             "mode; 0, the paper's: no)")  # fmt: skip
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP],
@@ -159,4 +163,6 @@ def _streams(args: argparse.Namespace) -> StreamConfig:
     given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}
     if given.get("mode", start.mode) == Mode.LOSSLESS:
         given["lora_rank"] = 0
+        if settings is None and given.get("msa_layers", start.msa_layers):
+            given.setdefault("token_rank", TOKEN_RANK)
     return load_strict(StreamConfig, {**to_json(start), **given}, "stream options")

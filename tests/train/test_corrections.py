@@ -129,7 +129,7 @@ def test_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
 def test_an_interrupt_within_a_step_does_not_count_it_twice(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    options = ("--steps", "4", "--mode", "lossless", "--checkpoint-seconds", "0")
+    options = ("--steps", "4", "--mode", "lossless", "--checkpoint-seconds", "0", "--precision", "fp32")
     assert main(command(base, data, tmp_path / "whole", *options)[3:]) == 0
     step, steps = torch.optim.AdamW.step, list[int]()
 
@@ -145,8 +145,8 @@ def test_an_interrupt_within_a_step_does_not_count_it_twice(
         assert main(again) == 130
     assert main(again) == 0
     expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "stopped"))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for name, value in expected.items():  # stored in float16, where a difference of 1e-8 may be a unit
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=name)
 
 
 def test_quiet_training_says_only_what_it_wrote(base: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -184,7 +184,7 @@ def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, t
 
 def test_trained_streams_can_learn_to_see_the_chosen_token(base: Path, data: Path, tmp_path: Path) -> None:
     """The term begins as zero, so they draft as before until it is trained; then it helps."""
-    common = ("--mode", "lossless", "--adapter-rank", "2")
+    common = ("--mode", "lossless", "--adapter-rank", "2", "--token-rank", "0")
     assert main(command(base, data, tmp_path / "one", "--steps", "40", *common)[3:]) == 0
     losses = []
     for name, extra in (("without", ()), ("with", ("--token-rank", "4"))):
