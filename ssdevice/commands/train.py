@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS",
-        help="completion tokens whose streams run in one pass (default 64)")  # fmt: skip
+        help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
         help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
