@@ -9,7 +9,7 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Rope
 from ssdevice.model.step import Masks, StreamModel
 from ssdevice.model.visibility import additive, causal, stream_positions
-from ssdevice.train.node_attention import attend_by_node
+from ssdevice.train.node_attention import attending_by_node
 
 IGNORE = -100
 
@@ -47,7 +47,6 @@ class StreamingLoss(nn.Module):
     def __init__(self, model: StreamModel, weights: LossWeights, nodes: int = 2048, recompute: bool = False) -> None:
         super().__init__()
         self.model, self.weights, self.nodes, self.recompute = model, weights, nodes, recompute
-        model.backbone.operators = replace(model.backbone.operators, attention=attend_by_node(model.gamma))
         place = torch.arange(int(model.backbone.config.vocab_size))
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
@@ -158,7 +157,8 @@ class StreamingLoss(nn.Module):
         context: list[list[KeyValue]] = [[] for _ in range(self.model.first_msa)]
         context += [[kv] for kv in rows]
         chosen = self.model.chosen(tokens.gather(1, at + 1), at + 1)
-        return self.model.stream_pass(h, chosen, at.to(torch.int32), self._visible(at, tokens.shape[1]), context)
+        with attending_by_node(self.model):
+            return self.model.stream_pass(h, chosen, at.to(torch.int32), self._visible(at, tokens.shape[1]), context)
 
     def _visible(self, at: Tensor, width: int) -> Masks:
         """Masks by window: streams of the node in row i see the rows 0..i that are in the window of their position."""

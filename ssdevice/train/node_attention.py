@@ -5,22 +5,31 @@ The default computes every stream's scores against every stream of the batch and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ssdevice.model.attention import Attending, Attention, attend
+from ssdevice.model.attention import Attending
+from ssdevice.model.step import StreamModel
 
 
-def attend_by_node(gamma: int) -> Attention:
-    """An Attention that equals ``attend`` for main rows (one run) and for streams (main rows, then γ rows per node)."""
+@contextmanager
+def attending_by_node(model: StreamModel) -> Iterator[None]:
+    """In this context ``model.stream_pass`` with one run of main rows computes the same with less work."""
+    backbone, before = model.backbone, model.backbone.operators
+    backbone.operators = replace(before, attention=partial(attend_by_node, gamma=model.gamma))
+    try:
+        yield
+    finally:
+        backbone.operators = before
 
-    def attention(asked: Attending) -> Tensor:
-        return _streams(asked, gamma) if len(asked.keys) == 2 else attend(asked)
 
-    return attention
-
-
-def _streams(asked: Attending, gamma: int) -> Tensor:
+def attend_by_node(asked: Attending, gamma: int) -> Tensor:
+    """``attend`` for streams: the runs are main rows and γ rows per node."""
     (past_keys, own_keys), (past_values, own_values) = asked.keys, asked.values
     batch, heads, rows, dim = asked.query.shape
     kv_heads, past = past_keys.shape[1], past_keys.shape[2]

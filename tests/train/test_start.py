@@ -67,7 +67,7 @@ def test_attention_by_node_is_attention(softcap: float | None) -> None:
     mask = torch.where(visible, 0.0, -1e9)
     query = torch.randn(2, kv_heads * groups, rows, dim)
     asked = Attending(query, keys, values, mask, torch.zeros(1, rows), dim**-0.5, softcap)
-    torch.testing.assert_close(attend_by_node(GAMMA)(asked), attend(asked))
+    torch.testing.assert_close(attend_by_node(asked, GAMMA), attend(asked))
 
 
 def test_pieces_hold_all_samples_within_the_limit() -> None:
