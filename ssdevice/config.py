@@ -51,7 +51,8 @@ class StreamConfig:
     ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, as in Medusa (2401.10774),
     each of rank ``adapter_rank``. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity). ``token_rank``: rank of
     g, by which each stream also sees the token that the main stream has just chosen (0: they do not, as in the paper);
-    they cannot run before it is chosen, so their schedule is ``deferred``.
+    they cannot run before it is chosen, so their schedule is ``deferred``. ``follow_rank``: rank of the term by which
+    a draft sees the token before it, as Hydra's heads do (2402.05109; 0: drafts do not depend on each other).
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
     Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
@@ -63,6 +64,7 @@ class StreamConfig:
     msa_layers: int = 4
     init_rank: int = 0
     token_rank: int = 0
+    follow_rank: int = 0
     adapter_rank: int = 8
     stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
     lora_rank: int = 32
@@ -73,7 +75,7 @@ class StreamConfig:
             raise ConfigError(f"gamma is {self.gamma}, expected 1 to 32")
         if self.msa_layers < 0:
             raise ConfigError(f"msa_layers is {self.msa_layers}, expected 0 or more")
-        for name in ("init_rank", "token_rank", "lora_rank", "adapter_rank"):
+        for name in ("init_rank", "token_rank", "follow_rank", "lora_rank", "adapter_rank"):
             # Bounded, because memory is allocated by it before any weights are read.
             if not 0 <= getattr(self, name) <= MAX_RANK:
                 raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")

@@ -43,20 +43,21 @@ def parts_of(file: Path) -> dict[str, str]:
     graph = onnx.load(str(file), load_external_data=False).graph
     maker = makers(graph)
 
-    def head(choice: NodeProto) -> list[NodeProto]:
-        return ancestors(maker, choice.output, stop=lambda node: NORM in node.op_type)
+    def head(choices: list[NodeProto]) -> list[NodeProto]:
+        made = [name for choice in choices for name in choice.output]
+        return ancestors(maker, made, stop=lambda node: NORM in node.op_type)
 
     accepted, drafted = ancestors(maker, [TOKENS, COUNT]), ancestors(maker, [NEXT_DRAFTS])
     known = {node.name for node in accepted}
     own = [node for node in accepted if node.op_type == CHOICE]
     streams = [node for node in drafted if node.op_type == CHOICE and node.name not in known]
-    if len(own) != 1 or len(streams) != 1:
+    if len(own) != 1 or not streams:
         return {}
     claims = {
-        "head": head(own[0]),
+        "head": head(own),
         "layers": ancestors(maker, own[0].output),
         "verification": accepted,
-        "stream head": head(streams[0]),
+        "stream head": head(streams),
         "streams": drafted,
         "rows": ancestors(maker, [ROWS]),
     }

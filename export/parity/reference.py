@@ -155,7 +155,7 @@ class TorchDriver:
                 for hook in hooks:
                     hook.remove()
         self.main = seen[0]
-        self.streams = seen[1] if len(seen) > 1 else self.streams
+        self.streams = np.concatenate(seen[1:]) if len(seen) > 1 else self.streams  # streams may follow one another
         return out
 
     @contextmanager

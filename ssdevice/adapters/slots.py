@@ -129,6 +129,11 @@ class Variant:
                 f"streams that choose among {streams.draft_vocabulary} tokens cannot share a bundle with other apps "
                 "yet: export this app by itself, or train it with --draft-vocabulary 0"
             )
+        if streams.follow_rank:
+            raise InputError(
+                "streams whose drafts follow each other (follow_rank) cannot share a bundle with other apps yet: "
+                "export this app by itself, or train it with --follow-rank 0"
+            )
         lossless = streams.mode is Mode.LOSSLESS
         return cls(
             lora=not lossless,

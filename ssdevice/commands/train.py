@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-rank", type=int, metavar="RANK",
         help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK} in lossless "
              "mode; 0, the paper's: no)")  # fmt: skip
+    add("--follow-rank", type=int, metavar="RANK",
+        help="a draft also sees the one before it, by a term of this rank (default 0, the paper's: no)")  # fmt: skip
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP],
@@ -70,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=0.0)
     add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
+    add("--by-reach", action=argparse.BooleanOptionalAction, default=False,
+        help="a guess counts by how likely the streams before it are right (default: all count alike)")  # fmt: skip
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
@@ -145,8 +149,8 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
         limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
         accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
-        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, max_length=args.max_length,
-        segment=args.segment, precision=args.precision,
+        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, by_reach=args.by_reach,
+        max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
         seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,

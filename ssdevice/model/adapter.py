@@ -20,17 +20,17 @@ def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, value in streams.state_dict().items():
-        kind = torch.float16 if name.startswith(("adapters.", "token.")) else torch.float32
+        kind = torch.float16 if name.startswith(("adapters.", "token.", "follow.")) else torch.float32
         weights[name] = (value.detach().to(kind) if value.is_floating_point() else value).cpu().contiguous()
     save_file(weights, str(folder / WEIGHTS))
     text = json.dumps(to_json(settings), indent=2, ensure_ascii=False)
     (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
 
 
-def load_streams(folder: Path, streams: Streams, without_token: bool = False) -> None:
+def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) -> None:
     """Load trained weights into ``streams``. Raises InputError for missing, unknown or non-finite tensors.
 
-    ``without_token``: the folder's streams do not see the chosen token; the term by which these do stays as it is.
+    ``added``: terms of ``streams`` that the folder's do not have; they stay as they are.
     """
     file = folder / WEIGHTS
     if not file.is_file():  # opening a pipe would block
@@ -40,9 +40,7 @@ def load_streams(folder: Path, streams: Streams, without_token: bool = False) ->
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
     expected = {
-        name: tuple(value.shape)
-        for name, value in streams.state_dict().items()
-        if not (without_token and name.startswith("token."))
+        name: tuple(value.shape) for name, value in streams.state_dict().items() if name.partition(".")[0] not in added
     }
     for name, shape in expected.items():
         if name not in weights:
@@ -62,4 +60,4 @@ def load_streams(folder: Path, streams: Streams, without_token: bool = False) ->
             check_draft_ids(ids, streams.vocab)
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
-    streams.load_state_dict(weights, strict=not without_token)
+    streams.load_state_dict(weights, strict=not added)

@@ -166,9 +166,14 @@ class Backbone(nn.Module):
         """The attention windows of all layers."""
         return {self.window(i) for i in range(self.num_layers)}
 
+    def finish(self, h: Tensor) -> Tensor:
+        """What the LM head reads, ``[.., W]``, of final hidden states ``[.., D]``."""
+        finished: Tensor = self.project_out(self.norm(h))
+        return finished
+
     def head(self, h: Tensor) -> Tensor:
         """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
-        return self.logits(h, self.lm_head)
+        return self.logits(self.finish(h), self.lm_head)
 
     def head_rows(self, ids: Tensor) -> nn.Linear:
         """A copy of the LM head for the tokens ``ids``, with frozen weights."""
@@ -179,10 +184,10 @@ class Backbone(nn.Module):
             rows.bias = nn.Parameter(whole.bias.detach()[ids].clone(), requires_grad=False)
         return rows
 
-    def logits(self, h: Tensor, head: nn.Module) -> Tensor:
-        """Logits ``[.., n]`` of final hidden states ``[.., D]`` through a ``head`` for n tokens."""
+    def logits(self, finished: Tensor, head: nn.Module) -> Tensor:
+        """Logits ``[.., n]`` of ``finished [.., W]`` states through a ``head`` for n tokens."""
         config, family = self.config, self.family
-        logits: Tensor = head(self.project_out(self.norm(h)))
+        logits: Tensor = head(finished)
         if family.logit_scale is not None:
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:

@@ -129,18 +129,34 @@ class StreamModel(nn.Module):
             visible[window] = additive(seen[None, None], self.backbone.mask_value)
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
         chosen = self.chosen(token[None], node_at[None] + 1)
-        return self.best(self.stream_pass(h, chosen, node_at[None], visible, runs), k)
+        return self.best(self.stream_pass(h, chosen, node_at[None], visible, runs), token, node_at, k)
 
-    def best(self, s: Tensor, k: int) -> Tensor:
-        """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head."""
-        best = top_k(self.draft_logits(s)[0], k)
+    def best(self, s: Tensor, token: Tensor, node_at: Tensor, k: int) -> Tensor:
+        """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head.
+
+        ``token [1]``: the choice after the streams' node, which is at position ``node_at [1]``. With ``follow``, a
+        stream sees the likeliest token of the one before it, and the first stream this choice.
+        """
+        finished = self.backbone.finish(s)
+        if self.streams is None or self.streams.follow is None:
+            return self.draft_tokens(top_k(self.draft_logits(finished)[0], k))
+        drafts: list[Tensor] = []
+        for j in range(self.gamma):
+            before = self.backbone.embed(token[None], node_at[None] + (j + 1))
+            row = self.streams.after(finished[:, j : j + 1], before)
+            drafts.append(self.draft_tokens(top_k(self.draft_logits(row)[0], k)))
+            token = drafts[-1][0, :1]
+        return torch.cat(drafts)
+
+    def draft_tokens(self, rows: Tensor) -> Tensor:
+        """The tokens of rows of the streams' head, in any shape."""
         if self.draft_head is None or self.streams is None:
-            return best
-        return self.streams.draft_ids.index_select(0, best.reshape(-1)).reshape(best.shape)
+            return rows
+        return self.streams.draft_ids.index_select(0, rows.reshape(-1)).reshape(rows.shape)
 
-    def draft_logits(self, s: Tensor) -> Tensor:
-        """Logits ``[.., V]`` of streams ``[.., D]``, or ``[.., n]`` with a draft vocabulary of n tokens."""
-        return self.backbone.head(s) if self.draft_head is None else self.backbone.logits(s, self.draft_head)
+    def draft_logits(self, finished: Tensor) -> Tensor:
+        """Logits ``[.., V]`` of streams ``finished [.., W]``, or ``[.., n]`` with a draft vocabulary of n tokens."""
+        return self.backbone.logits(finished, self.backbone.lm_head if self.draft_head is None else self.draft_head)
 
 
 class StepModule(nn.Module):
@@ -196,12 +212,13 @@ class StepModule(nn.Module):
             rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows]
 
         # Draft: the streams of the end node write the next tree.
-        if fused:
-            by_node = streams.reshape(tree.size, model.gamma, -1)
-            drafts = model.best(by_node.index_select(0, end), self.k)
-        elif model.streams is not None:
+        if model.streams is not None:
             token = predicted.index_select(0, depth)
-            drafts = model.draft_after(middle.index_select(1, end), token, length, depth, past, rows, self.k)
+            if fused:
+                by_node = streams.reshape(tree.size, model.gamma, -1)
+                drafts = model.best(by_node.index_select(0, end), token, length + depth, self.k)
+            else:
+                drafts = model.draft_after(middle.index_select(1, end), token, length, depth, past, rows, self.k)
         return Step(predicted, depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:

@@ -91,10 +91,10 @@ class Streams(nn.Module):
     """Stream identifier embeddings P, the transformations f and g, and the stream adapters.
 
     In lossless mode the constructor wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
-    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, is not in
-    the paper (``StreamConfig.token_rank``). Without MSA layers there are Medusa's ``heads`` (2401.10774) instead, which
-    share the LM head. ``draft_ids [n] int32``: the tokens that streams choose among, ascending; only with
-    ``config.draft_vocabulary``.
+    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and
+    ``follow``, by which a draft sees the one before it, are not in the paper (see StreamConfig). Without MSA layers
+    there are Medusa's ``heads`` (2401.10774) instead, which share the LM head. ``draft_ids [n] int32``: the tokens that
+    streams choose among, ascending; only with ``config.draft_vocabulary``.
     """
 
     draft_ids: Tensor
@@ -112,6 +112,9 @@ class Streams(nn.Module):
             self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None
+        finished = int(backbone.lm_head.in_features)
+        ahead = config.follow_rank
+        self.follow = LowRank(finished + width, finished, ahead, activation=True) if ahead else None
         heads = 0 if config.msa_layers else config.gamma
         self.heads = nn.ModuleList(LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads))
         self.adapters = nn.ModuleDict()
@@ -146,12 +149,19 @@ class Streams(nn.Module):
             starts = starts + torch.stack([head(shared) for head in self.heads[:gamma]], dim=2)
         return starts.reshape(batch, nodes * gamma, width)
 
+    def after(self, finished: Tensor, before: Tensor) -> Tensor:
+        """What the head reads of streams ``finished [.., W]`` if ``before [.., D]`` embeds the token before theirs."""
+        if self.follow is None:
+            return finished
+        return finished + cast(Tensor, self.follow(torch.cat([finished, before], dim=-1)))
+
     def own_terms(self) -> list[LowRank]:
-        """f, g and heads, which read hidden states that no norm has evened.
+        """f, g, heads and ``follow``, which read hidden states that no norm has evened, or embeddings beside them.
 
         They stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E.
         """
-        return [term for term in (self.transform, self.token, *self.heads) if isinstance(term, LowRank)]
+        terms = (self.transform, self.token, *self.heads, self.follow)
+        return [term for term in terms if isinstance(term, LowRank)]
 
     def fold(self) -> list[nn.Linear]:
         """Fold stream adapters into second weights of the MSA layers, which are returned.

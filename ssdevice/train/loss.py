@@ -27,10 +27,15 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class LossWeights:
-    """α0 for the main stream and αj for every speculative stream."""
+    """α0 for the main stream and αj for every speculative stream.
+
+    ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
+    asked; not in the paper.
+    """
 
     main: float
     stream: float
+    by_reach: bool = False
 
 
 class StreamingLoss(nn.Module):
@@ -77,7 +82,7 @@ class StreamingLoss(nn.Module):
                 middle, final, rows = self.run_main(tokens)
             if self.weights.main:
                 main = self._main_loss(final, tokens, nodes, lengths)
-        sums = main.new_zeros(self.model.gamma)
+        sums = main.new_zeros(2, self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
             segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
@@ -86,10 +91,10 @@ class StreamingLoss(nn.Module):
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
                     sums = sums + self._segment(*arguments)
-        per_stream = torch.cat([main[None], sums]) / counts.clamp(min=1)
-        alpha = torch.full_like(per_stream, self.weights.stream)
+        weighted, plain = torch.cat([main.expand(2, 1), sums], dim=1) / counts.clamp(min=1)
+        alpha = torch.full_like(plain, self.weights.stream)
         alpha[0] = self.weights.main
-        return (alpha * per_stream).sum(), per_stream.detach()
+        return (alpha * weighted).sum(), plain.detach()
 
     def counts(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Tensor:
         """How many tokens the main stream and each stream predict in a batch, ``[1 + γ]`` float32."""
@@ -140,15 +145,33 @@ class StreamingLoss(nn.Module):
     def _segment(
         self, middle: Tensor, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Sequence[KeyValue]
     ) -> Tensor:
-        """Summed loss ``[γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1 for none)."""
+        """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none): weighted, and plain."""
         gamma = self.model.gamma
         s = self.run_streams(middle, nodes, tokens, rows)
         ahead = self.ahead(tokens, nodes, lengths)
         keep = ahead.flatten(1) != IGNORE
-        logits = self.model.draft_logits(s[keep]).float()
+        logits = self.model.draft_logits(self._finished(s, nodes, tokens)[keep]).float()
         each = cross_entropy(logits, ahead.flatten(1)[keep], reduction="none")
         stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
-        return each.new_zeros(gamma).index_add(0, stream, each)
+        both = torch.stack([each * self._reach(each, keep)[keep] if self.weights.by_reach else each, each])
+        return each.new_zeros(2, gamma).index_add(1, stream, both)
+
+    def _reach(self, each: Tensor, keep: Tensor) -> Tensor:
+        """How likely all streams before a guess are right, ``[B, n * γ]``; ``each``: losses of guesses to ``keep``."""
+        right = each.new_zeros(keep.shape).masked_scatter(keep, torch.exp(-each.detach()))
+        before = right.reshape(len(right), -1, self.model.gamma).roll(1, dims=-1)
+        before[..., 0] = 1.0
+        return before.cumprod(-1).flatten(1)
+
+    def _finished(self, s: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """What the head reads, ``[B, n * γ, W]``, of streams ``s``, each after the token before the one it guesses."""
+        model = self.model
+        finished = model.backbone.finish(s)
+        if model.streams is None or model.streams.follow is None:
+            return finished
+        at = stream_positions(nodes.clamp(min=0), model.gamma)
+        before = model.backbone.embed(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at)
+        return model.streams.after(finished, before)
 
     def run_streams(self, middle: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
         """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""

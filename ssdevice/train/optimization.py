@@ -150,7 +150,7 @@ def _backward(
     counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
     parts = torch.zeros_like(counts)
     # A process without a sample takes part in the averaging with a sample of weight 0.
-    shares = [(place.share(group) or group[:1], 1.0 if place.share(group) else 0.0) for group in groups]
+    shares = [(share or group[:1], float(bool(share))) for group, share in ((g, place.share(g)) for g in groups)]
     passes = [(samples, weight) for share, weight in shares for samples in pieces(share, loss.nodes)]
     for number, (samples, weight) in enumerate(passes, 1):
         batch = collate(samples, pad).to(place.device)

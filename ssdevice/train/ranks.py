@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ssdevice.model.step import StreamModel
 from ssdevice.ranks import MISS
@@ -27,7 +28,7 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
         middle, _, rows = probe.run_main(data.tokens)
         nodes = completion_rows(data.prompts, data.lengths)
         s = probe.run_streams(middle, nodes, data.tokens, rows)
-        logits = model.draft_logits(s).float()
+        logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
         ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
         wanted = logits.gather(2, ahead.clamp(min=0)[..., None])
         ids = torch.arange(logits.shape[-1], device=device)
@@ -36,3 +37,15 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
         for row, sample in zip(ranks.tolist(), group, strict=True):
             found.append(row[: len(sample.ids) - sample.prompt])
     return found
+
+
+def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:
+    """Logits ``[B, n * γ, V]`` of streams ``[B, n * γ, D]``; where drafts follow each other, along the likeliest."""
+    finished = model.backbone.finish(s)
+    if model.streams is None or model.streams.follow is None:
+        return model.draft_logits(finished)
+    before, logits = tokens.gather(1, nodes + 1), list[Tensor]()
+    for j, row in enumerate(finished.reshape(*nodes.shape, model.gamma, -1).unbind(2), 1):
+        logits.append(model.draft_logits(model.streams.after(row, model.backbone.embed(before, nodes + j))))
+        before = model.draft_tokens(logits[-1].argmax(-1))
+    return torch.stack(logits, dim=2).flatten(1, 2)

@@ -33,7 +33,11 @@ from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.place import Place
 from ssdevice.train.samples import read_samples
 from ssdevice.train.self_prompt import check_template
+from ssdevice.train.start import scale_follow
 from ssdevice.train.vocabulary import covered, default_size, draft_ids
+
+ADDED = {"token_rank": "token", "follow_rank": "follow"}
+"""Ranks of terms that begin as zero, so that they can be added to trained streams."""
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
@@ -77,7 +81,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(model, init, samples, tokenizer, report)
-        loss = StreamingLoss(model, LossWeights(*options.alphas), options.nodes, options.recompute).to(place.device)
+        weights = LossWeights(*options.alphas, options.by_reach)
+        loss = StreamingLoss(model, weights, options.nodes, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report, fresh=not _trained(init))
         if place.main:
@@ -124,7 +129,7 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
     differing = [
         f"--{name.replace('_', '-')} {value}, not {wanted[name]}"
         for name, value in vars(init.settings.streams).items()
-        if value != wanted[name] and (value or name != "token_rank")  # a term that begins as zero can be added
+        if value != wanted[name] and (value or name not in ADDED)
     ]
     if differing:
         raise InputError(f"--init {init.folder} was trained with {'; '.join(differing)}")
@@ -167,8 +172,13 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
     if init is not None and init.settings is not None and model.streams is not None:
-        added = options.streams.token_rank > init.settings.streams.token_rank
-        load_streams(init.folder, model.streams, without_token=added)
+        before, wanted = vars(init.settings.streams), vars(options.streams)
+        added = tuple(term for rank, term in ADDED.items() if wanted[rank] and not before[rank])
+        load_streams(init.folder, model.streams, added)
+    else:
+        added = tuple(ADDED.values())
+    if model.streams is not None and model.streams.follow is not None and "follow" in added:
+        scale_follow(model)
     return wrapped, model.train()
 
 

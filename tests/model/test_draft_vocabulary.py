@@ -41,7 +41,8 @@ def test_candidates_are_the_best_of_the_list() -> None:
     everywhere = model.backbone.head(s)[0]
     outside = torch.ones(VOCAB, dtype=torch.bool)
     outside[model.streams.draft_ids] = False
-    assert torch.equal(model.best(s, 4), top_k(everywhere.masked_fill(outside, -1e9), 4))
+    node = torch.zeros(1, dtype=torch.int32)
+    assert torch.equal(model.best(s, node, node, 4), top_k(everywhere.masked_fill(outside, -1e9), 4))
 
 
 def test_what_is_decoded_does_not_depend_on_the_list() -> None:

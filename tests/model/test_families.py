@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,9 +123,9 @@ def record_streams(model: StreamModel) -> Recorded:
     recorded = Recorded([])
     best = model.best
 
-    def noted(s: Tensor, k: int) -> Tensor:
+    def noted(s: Tensor, *others: Any) -> Tensor:
         recorded.states.append(s[0].clone())
-        return best(s, k)
+        return best(s, *others)
 
     model.best = noted  # type: ignore[method-assign]
     return recorded

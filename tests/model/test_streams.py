@@ -37,7 +37,12 @@ CONFIGS = {
     "lossless, seeing the chosen token": StreamConfig(
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, token_rank=2
     ),
+    "shared, drafts that follow each other": StreamConfig(gamma=GAMMA, msa_layers=2, follow_rank=2),
+    "lossless, seeing the chosen token, drafts that follow each other": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, token_rank=2, follow_rank=3
+    ),
     "Medusa's heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
+    "Hydra's heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
 }
 
 
@@ -140,11 +145,18 @@ class Literal:
             sees.append(set(range(t + 1)) | {t + i for i in range(1, j + 1)})
         for layer in range(first, LAYERS):
             h = self.layer(layer, h, positions, sees, t + 1)
-        logits = torch.stack([self.head(row) for row in h[t:]])
-        return logits[0], logits[1:]
+        logits = [self.head(h[t])]
+        for row in h[t + 1 :]:
+            logits.append(self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]))
+        return logits[0], torch.stack(logits[1:])
 
-    def head(self, row: Tensor) -> Tensor:
-        return self.weights["lm_head.weight"] @ self.norm("norm", row)
+    def head(self, row: Tensor, before: Tensor | None = None) -> Tensor:
+        """Logits of a final state; ``before`` embeds the token before the one that a stream guesses."""
+        x = self.norm("norm", row)
+        if before is not None and self.config.follow_rank:
+            inner = torch.nn.functional.silu(self.streams["follow.down.weight"] @ torch.cat([x, before]))
+            x = x + self.streams["follow.up.weight"] @ inner
+        return self.weights["lm_head.weight"] @ x
 
 
 def make(config: StreamConfig) -> StreamModel:
@@ -168,14 +180,17 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
     model = make(CONFIGS[name])
     assert model.streams is not None
     literal = Literal(CONFIGS[name], model.streams)
-    stream_states: list[Tensor] = []
-    best = model.best
+    stream_logits: list[Tensor] = []
+    draft_logits = model.draft_logits
 
-    def noted(s: Tensor, k: int) -> Tensor:
-        stream_states.append(model.backbone.head(s)[0])
-        return best(s, k)
+    def noted(finished: Tensor) -> Tensor:
+        stream_logits.append(draft_logits(finished)[0])
+        return stream_logits[-1][None]
 
-    model.best = noted  # type: ignore[method-assign]
+    model.draft_logits = noted  # type: ignore[method-assign]
+
+    def last_logits() -> Tensor:
+        return torch.cat(stream_logits)[-GAMMA:]
 
     main, expected = literal.stream_logits(PROMPT)
     root = int(main.argmax())
@@ -191,10 +206,10 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
         for at in range(0, len(PROMPT), 4):
             prefilled = driver.prefill(PROMPT[at : at + 4], at)
         assert prefilled == (root, best_two(expected))
-        torch.testing.assert_close(stream_states[-1], expected.float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(last_logits(), expected.float(), rtol=1e-4, atol=1e-4)
         out = driver.step(root, given, len(PROMPT))
         assert (out.count, out.tokens[:3]) == (3, [first, second, int(after.argmax())])
-        torch.testing.assert_close(stream_states[-1], expected_next.float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(last_logits(), expected_next.float(), rtol=1e-4, atol=1e-4)
         assert out.drafts == best_two(expected_next)
 
 

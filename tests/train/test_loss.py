@@ -17,7 +17,7 @@ from ssdevice.train.main_rows import MainRows
 GAMMA = 3
 
 
-def tiny_model(mode: Mode = Mode.SHARED, token_rank: int = 0) -> StreamModel:
+def tiny_model(mode: Mode = Mode.SHARED, **ranks: int) -> StreamModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -32,10 +32,11 @@ def tiny_model(mode: Mode = Mode.SHARED, token_rank: int = 0) -> StreamModel:
         max_position_embeddings=256,
     )
     hf = LlamaForCausalLM(config).eval()
-    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4, token_rank=token_rank), 128)
+    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4, **ranks), 128)
     assert model.streams is not None
-    for adapter in model.streams.adapters.values():
-        torch.nn.init.normal_(adapter.up.weight, std=0.3)
+    for term in (*model.streams.adapters.values(), model.streams.follow):
+        if term is not None:
+            torch.nn.init.normal_(term.up.weight, std=0.3)
     return model
 
 
@@ -60,13 +61,16 @@ def test_targets_beyond_the_sequence_are_ignored() -> None:
     assert ahead[1, 4].item() == IGNORE and ahead[1, 7].item() == IGNORE
 
 
+@pytest.mark.parametrize("by_reach", [False, True])
+@pytest.mark.parametrize("follow_rank", [0, 5])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
-    model = tiny_model(mode)
+def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode, follow_rank: int, by_reach: bool) -> None:
+    model = tiny_model(mode, follow_rank=follow_rank)
     tokens, prompts, lengths = batch()
-    _, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1), nodes=8)(tokens, prompts, lengths)
+    total, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1, by_reach), nodes=8)(tokens, prompts, lengths)
 
     losses: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
+    weighted: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
     backbone = model.backbone
     for row in range(2):
         for t in range(int(prompts[row]) - 1, int(lengths[row]) - 1):
@@ -78,14 +82,23 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode) -> None:
             middle, _ = backbone.run(0, model.first_msa, backbone.embed(ids, at), rope, {None: causal}, nothing)
             final, kv = backbone.run(model.first_msa, 3, middle, rope, {None: causal}, nothing)
             losses[0].append(cross_entropy(backbone.head(final[:, -1]), tokens[row, t + 1][None]))
+            weighted[0].append(losses[0][-1])
+            reach = 1.0
             everything = {None: torch.zeros(1, 1, GAMMA, t + 1)}
             chosen = model.chosen(tokens[row : row + 1, t + 1 : t + 2], at[:, -1:] + 1)
             s = model.stream_pass(middle[:, -1:], chosen, at[:, -1:], everything, [[], *([pair] for pair in kv)])
             for j in range(GAMMA):
                 if t + 2 + j < int(lengths[row]):
-                    losses[j + 1].append(cross_entropy(backbone.head(s[:, j]), tokens[row, t + 2 + j][None]))
+                    before = backbone.embed(tokens[row : row + 1, t + 1 + j], torch.tensor([t + 1 + j]))
+                    assert model.streams is not None
+                    logits = model.draft_logits(model.streams.after(backbone.finish(s[:, j]), before))
+                    losses[j + 1].append(cross_entropy(logits, tokens[row, t + 2 + j][None]))
+                    weighted[j + 1].append(losses[j + 1][-1] * (reach if by_reach else 1.0))
+                    reach *= float(torch.softmax(logits[0], -1)[tokens[row, t + 2 + j]])
     expected = torch.stack([torch.stack(each).mean() for each in losses])
     torch.testing.assert_close(per_stream, expected, rtol=1e-4, atol=1e-5)
+    means = [torch.stack(each).mean() for each in weighted]
+    torch.testing.assert_close(total, means[0] + 0.1 * sum(means[1:]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", list(Mode))

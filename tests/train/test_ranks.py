@@ -24,9 +24,10 @@ def test_paths_end_before_the_first_miss() -> None:
     assert count_paths([[[0, 5, 0], [1, 2, MISS]]], width=4) == {(0,): 1, (1, 2): 1}
 
 
+@pytest.mark.parametrize("follow_rank", [0, 5])
 @pytest.mark.parametrize("tree", [Tree.chain(GAMMA), Tree.full(4, 2), Tree.full(6, 1)])
-def test_simulation_equals_decoding(tree: Tree) -> None:
-    model = tiny_model().eval()
+def test_simulation_equals_decoding(tree: Tree, follow_rank: int) -> None:
+    model = tiny_model(follow_rank=follow_rank).eval()
     reference = Reference(model, tree, tree.width, Schedule.DEFERRED, 96, chunk=16)
     emitted = steps = 0
     samples = []

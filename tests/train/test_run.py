@@ -182,16 +182,16 @@ def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, t
     assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
 
 
-def test_trained_streams_can_learn_to_see_the_chosen_token(base: Path, data: Path, tmp_path: Path) -> None:
-    """The term begins as zero, so they draft as before until it is trained; then it helps."""
+def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tmp_path: Path) -> None:
+    """The terms begin as zero, so they draft as before until these are trained; then they help."""
     common = ("--mode", "lossless", "--adapter-rank", "2", "--token-rank", "0")
     assert main(command(base, data, tmp_path / "one", "--steps", "40", *common)[3:]) == 0
     losses = []
-    for name, extra in (("without", ()), ("with", ("--token-rank", "4"))):
+    for name, extra in (("without", ()), ("with", ("--token-rank", "4", "--follow-rank", "3"))):
         more = ("--init", str(tmp_path / "one"), "--mode", "lossless", "--steps", "60", *extra)
         assert main(command(base, data, tmp_path / name, *more)[3:]) == 0
         losses.append(json.loads((tmp_path / name / "streams.json").read_text())["training"]["final_loss"][1])
-    assert "token.up.weight" in load_file(tmp_path / "with" / "streams.safetensors")
+    assert {"token.up.weight", "follow.up.weight"} < load_file(tmp_path / "with" / "streams.safetensors").keys()
     assert losses[1] < losses[0]
 
 

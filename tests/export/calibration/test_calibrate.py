@@ -76,7 +76,8 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
         streams = passing.streams[0]
         assert streams is not None
         assert int(model.backbone.head(passing.main[0])[0, -1].argmax()) == token
-        assert torch.equal(model.best(streams, 1), drafts)
+        at = torch.tensor([len(prompt) - 1], dtype=torch.int32)
+        assert torch.equal(model.best(streams, torch.tensor([token]), at, 1), drafts)
 
 
 def loss(model: StreamModel, held: list[Tokens], exact: list[Tensor]) -> float:

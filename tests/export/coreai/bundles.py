@@ -40,7 +40,8 @@ def base() -> Path:
 
 def options(cell: Cell, out: Path) -> ExportOptions:
     """An export of the tiny model with two streams over its upper layer."""
-    make = partial(write_adapter, base=base(), mode=cell.mode, gamma=2, msa_layers=1)
+    follow = 3 if cell.mode is Mode.LOSSLESS else 0
+    make = partial(write_adapter, base=base(), mode=cell.mode, gamma=2, msa_layers=1, follow_rank=follow)
     return ExportOptions(
         model=str(base()),
         target="coreai",

@@ -64,8 +64,9 @@ def write_adapter(folder: Path, base: Path, app: str, mode: Mode) -> Path:
     torch.manual_seed(len(app))
     hf = load_hf(base)
     config = StreamConfig(
-        mode, TREE.depth, 1, token_rank=RANK, adapter_rank=RANK, lora_rank=RANK if mode is Mode.SHARED else 0
-    )
+        mode, TREE.depth, 1, token_rank=RANK, adapter_rank=RANK, lora_rank=RANK if mode is Mode.SHARED else 0,
+        follow_rank=RANK if mode is Mode.LOSSLESS else 0,
+    )  # fmt: skip
     streams = build(hf, config, CONTEXT).streams
     assert streams is not None
     identity = BaseIdentity.of(base, AutoConfig.from_pretrained(base))

@@ -33,8 +33,9 @@ def base() -> Path:
 
 @cache
 def adapter(mode: Mode) -> Path:
-    """Two streams over its upper layer."""
-    make = partial(write_adapter, base=base(), mode=mode, gamma=2, msa_layers=1)
+    """Two streams over its upper layer; in lossless mode drafts follow each other."""
+    follow = 3 if mode is Mode.LOSSLESS else 0
+    make = partial(write_adapter, base=base(), mode=mode, gamma=2, msa_layers=1, follow_rank=follow)
     return made_once(f"executorch/{mode}", make)
 
 

@@ -45,21 +45,23 @@ def export(base: Path, out: Path, *flags: str) -> list[str]:
 def bundles(
     base: Path, adapter: Path, lossless: Path, waiting: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Bundle]:
-    """Four exports that between them have every quantization, mode and schedule, and other kinds of streams."""
+    """Exports that between them have every quantization, mode and schedule, and other kinds of streams."""
     folder = tmp_path_factory.mktemp("bundles")
-    medusa = write_adapter(folder / "medusa", base, Mode.LOSSLESS, msa_layers=0)
+    heads = write_adapter(folder / "heads-adapter", base, Mode.LOSSLESS, msa_layers=0, follow_rank=5)
+    following = write_adapter(folder / "following-adapter", base, follow_rank=65)
     cases = {
         "fp32": (*("--adapter", f"app={adapter}"), "--quant", "fp32", "--tree", TREE),
         "int8": (*("--adapter", f"app={lossless}"), "--quant", "int8", "--tree", TREE, "--schedule", "fused"),
         "int4": (*("--adapter", f"app={waiting}"), "--quant", "int4"),
-        "heads": (*("--adapter", f"app={medusa}"), "--quant", "int8"),
+        "heads": (*("--adapter", f"app={heads}"), "--quant", "int8"),
+        "following": (*("--adapter", f"app={following}"), "--quant", "int8", "--schedule", "fused"),
     }
     for name, flags in cases.items():
         assert main(export(base, folder / name, *flags)) == 0
     return {name: Bundle.open(folder / name) for name in cases}
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
 def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], name: str) -> None:
     manifest = bundles[name].manifest
     assert manifest.parity["counts"] == bundles[name].geometry.tree.emitted
@@ -71,7 +73,7 @@ def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], 
     assert manifest.apps[0].instruction == "Do it."
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
 def test_weights_are_stored_once_and_graphs_name_no_path(
     bundles: dict[str, Bundle], base: Path, repository: Path, name: str
 ) -> None:
@@ -89,7 +91,7 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
     assert bool(bundle.manifest.notes) == (name != "fp32")
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
 def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
     bundle = bundles[name]
     g = bundle.geometry
