@@ -14,7 +14,7 @@ from ssdevice.export.calibration.rounding import calibrated
 from ssdevice.export.calibration.rows import Rows, Tokens
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank
+from ssdevice.model.streams import low_rank_factors
 
 
 @torch.no_grad()
@@ -30,11 +30,11 @@ def calibrate(
     begins. Raises SSDeviceError for rows on which the model computes numbers that are not finite.
     """
     passing = Rows(model, rows)
-    factors = {id(part) for term in model.modules() if isinstance(term, LowRank) for part in term.children()}
+    factors = low_rank_factors(model)
     for number, layer in enumerate(model.backbone.layers):
         report(number)
         linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
-        grids = {part: grid for part in linears if (grid := grid_of(part, id(part) in factors)) is not None}
+        grids = {part: grid for part in linears if (grid := grid_of(part, part in factors)) is not None}
         with _moments(list(grids)) as moments:
             passing.run(number, advance=False)
         for group in _alike(moments, grids):

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import INT8_HEAD, Quant
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank
+from ssdevice.model.streams import low_rank_factors
 
 GROUP = 32
 """Inputs that share a scale in 4 bits."""
@@ -132,7 +132,7 @@ def _restore(before: Weights) -> None:
 def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Linear | nn.Embedding, nn.Module], tuple[str, ...]]:
     """How each matrix is stored, and notes. Low-rank factors stay float32: they are small."""
     embedding, notes = model.backbone.embed_tokens, []
-    low_rank = {part for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
+    low_rank = low_rank_factors(model)
     whole = (model.backbone.lm_head, model.draft_head, embedding)
     forms: dict[nn.Linear | nn.Embedding, nn.Module] = {}
     for name, part in model.named_modules():

@@ -23,7 +23,7 @@ from ssdevice.memory import free_memory
 from ssdevice.model.mapped import mapped, released_after
 from ssdevice.model.mapped import release as release_mapped
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank
+from ssdevice.model.streams import low_rank_factors
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
@@ -55,9 +55,9 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
     rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     backbone, uneven = model.backbone, []
-    low_rank = {id(part) for owner in model.modules() if isinstance(owner, LowRank) for part in owner.children()}
+    low_rank = low_rank_factors(model)
     for name, part in list(model.named_modules()):
-        if isinstance(part, nn.Linear) and id(part) not in low_rank:
+        if isinstance(part, nn.Linear) and part not in low_rank:
             part.weight = nn.Parameter(part.weight.detach(), requires_grad=False)  # unties a tied head
             whole = quant is Quant.INT8 or part in (backbone.lm_head, model.draft_head)
             if not whole and part.in_features % GROUP:

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
     add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
     add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
+    add("--freeze-lora", action="store_true",
+        help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
     add("--limit", type=int, default=0, metavar="N", help="use only the first N rows")
     own = parser.add_argument_group("self-distillation")
     add = own.add_argument
@@ -147,8 +149,9 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     return TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=_streams(args),
         objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
-        limit=args.limit, init=args.init, epochs=args.epochs, steps=args.steps, batch_size=args.batch_size,
-        accumulate=args.accumulate, lr=args.lr, warmup=args.warmup, weight_decay=args.weight_decay,
+        limit=args.limit, init=args.init, freeze_lora=args.freeze_lora, epochs=args.epochs, steps=args.steps,
+        batch_size=args.batch_size, accumulate=args.accumulate, lr=args.lr, warmup=args.warmup,
+        weight_decay=args.weight_decay,
         alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, by_reach=args.by_reach,
         max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,

@@ -40,6 +40,11 @@ class LowRank(nn.Module):
         return cast(Tensor, self.up(nn.functional.silu(h) if self.activation else h))
 
 
+def low_rank_factors(model: nn.Module) -> set[nn.Module]:
+    """Both factors of every low-rank term in ``model``."""
+    return {factor for term in model.modules() if isinstance(term, LowRank) for factor in term.children()}
+
+
 class StreamRowAdapter(nn.Module):
     """A base module to which stream rows add a low-rank term, or which the term replaces; main rows never use it."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssdevice.config import Mode
 from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.progress import Report
 from ssdevice.train import checkpoint
@@ -32,8 +31,7 @@ def optimize(
     steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
     run = _Run(loss, options, steps)
     run.resume(options.out)
-    frozen = not options.alphas[0] and options.streams.mode is Mode.LOSSLESS
-    kept = MainRows(loss, int(options.keep_gb * 1e9)) if frozen else None
+    kept = MainRows(loss, int(options.keep_gb * 1e9)) if options.frozen and not options.alphas[0] else None
     if fresh and not run.step:
         _fit_start(loss, options, place, order, pad, kept, report)
     parallel = place.parallel(loss)

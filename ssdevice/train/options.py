@@ -46,11 +46,12 @@ class TrainOptions:
     """The options of one run.
 
     ``steps``: 0 for ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
-    ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1 in shared mode, 0 and 1 in lossless mode. ``by_reach``: see
-    LossWeights. ``limit``: use only the first rows (0: all). ``init``: adapter folder to continue from; with
-    ``self_distill`` its completions are learned. ``self_distill``: train on the model's own greedy completions.
-    ``self_prompt``: no data, the model also writes the prompts. ``answer_tokens``: longest generated answer (None: the
-    longest completion of the data, or ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of
+    ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1, or 0 and 1 if main rows stay as they are. ``by_reach``:
+    see LossWeights. ``limit``: use only the first rows (0: all). ``init``: adapter folder to continue from; with
+    ``self_distill`` its completions are learned. ``freeze_lora``: in shared mode, train only what streams have of
+    their own. ``self_distill``: train on the model's own greedy completions. ``self_prompt``: no data, the model also
+    writes the prompts. ``answer_tokens``: longest generated answer (None: the longest completion of the data, or
+    ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of
     tokens that streams choose among (0: all, None: see vocabulary.default_size). ``precision``: of matrix products;
     auto is bf16 if the hardware has it. ``base_precision``: of the frozen base in memory. ``recompute``: gradient
     checkpointing. ``keep_gb``: memory for the main rows that lossless training keeps between epochs.
@@ -67,6 +68,7 @@ class TrainOptions:
     dev_limit: int = 100
     limit: int = 0
     init: Path | None = None
+    freeze_lora: bool = False
     epochs: float = 5.0
     steps: int = 0
     batch_size: int = 32
@@ -103,6 +105,10 @@ class TrainOptions:
             raise ConfigError("next-token training changes main rows: it has no lossless mode")
         if self.objective is Objective.NEXT_TOKEN and (self.instruction or self.dev is not None):
             raise ConfigError("next-token training has no streams to measure or describe: omit --dev and --instruction")
+        if self.freeze_lora and (
+            self.init is None or self.streams.mode is Mode.LOSSLESS or self.objective is Objective.NEXT_TOKEN
+        ):
+            raise ConfigError("--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -117,7 +123,7 @@ class TrainOptions:
         for option, value in {"--lr": self.lr, "--epochs": 1 if self.steps else self.epochs}.items():
             if not 0 < value < math.inf:
                 raise ConfigError(f"{option} {value}: expected a finite number above 0")
-        if not stream and (not main or self.streams.mode is Mode.LOSSLESS):
+        if not stream and (not main or self.frozen):
             raise ConfigError("nothing is learned: raise --alpha-stream (or, in shared mode, --alpha-main) above 0")
 
     @property
@@ -126,13 +132,17 @@ class TrainOptions:
         return self.segment * self.batch_size
 
     @property
+    def frozen(self) -> bool:
+        """Whether main rows stay as they are."""
+        return self.streams.mode is Mode.LOSSLESS or self.freeze_lora
+
+    @property
     def alphas(self) -> tuple[float, float]:
         """(α0, αj)."""
         if self.objective is Objective.NEXT_TOKEN:
             return 1.0, 0.0
-        lossless = self.streams.mode is Mode.LOSSLESS
-        main = (0.0 if lossless else 1.0) if self.alpha_main is None else self.alpha_main
-        stream = (1.0 if lossless else 0.1) if self.alpha_stream is None else self.alpha_stream
+        main = (0.0 if self.frozen else 1.0) if self.alpha_main is None else self.alpha_main
+        stream = (1.0 if self.frozen else 0.1) if self.alpha_stream is None else self.alpha_stream
         return main, stream
 
     def fingerprint(self, base_sha256: str, world: int, examples: Sequence[Example]) -> str:

@@ -123,6 +123,8 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
     """Raise InputError, before answers are generated, for an adapter that does not have the requested streams."""
     if init.has_lora and options.streams.mode is Mode.SHARED and not options.streams.lora_rank:
         raise InputError(f"--init {init.folder} has a LoRA to go on with: omit --lora-rank 0, or use --mode lossless")
+    if options.freeze_lora and not init.has_lora:
+        raise InputError(f"--freeze-lora: --init {init.folder} has no LoRA")
     if init.settings is None or options.objective is Objective.NEXT_TOKEN:
         return
     wanted = vars(options.streams)
@@ -158,7 +160,7 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
         from peft import LoraConfig, get_peft_model
 
         if init is not None and init.has_lora:
-            wrapped = open_lora(hf, init.folder, trainable=True)
+            wrapped = open_lora(hf, init.folder, trainable=not options.freeze_lora)
         else:
             lora = LoraConfig(
                 r=options.streams.lora_rank,

@@ -195,10 +195,22 @@ def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tm
     assert losses[1] < losses[0]
 
 
+def test_streams_can_learn_while_the_answers_stay(base: Path, data: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(command(base, data, one, "--steps", "40")[3:]) == 0
+    more = ("--init", str(one), "--freeze-lora", "--follow-rank", "3", "--self-distill", "--steps", "60")
+    assert main(command(base, data, two, *more)[3:]) == 0
+    assert (two / PEFT_WEIGHTS).read_bytes() == (one / PEFT_WEIGHTS).read_bytes()
+    before, after = (load_file(folder / "streams.safetensors") for folder in (one, two))
+    assert not torch.equal(before["identifiers"], after["identifiers"]) and after["follow.up.weight"].abs().sum() > 0
+    assert json.loads((two / "streams.json").read_text())["training"]["final_loss"][0] == 0, "main rows ran once"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--msa-layers", "1"], "with --msa-layers 2, not 1"),
+        (["--mode", "lossless", "--freeze-lora"], "--freeze-lora is for streams in shared mode"),
         (["--mode", "lossless"], "with --mode shared, not lossless"),
     ],
 )
