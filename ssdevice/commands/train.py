@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssdevice.train.options import TrainOptions
 
 TOKEN_RANK = 256
-"""Default of ``--token-rank`` in lossless mode, where such streams were measured (docs/training.md)."""
+"""Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: Medusa's heads instead")
     add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
     add("--token-rank", type=int, metavar="RANK",
-        help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK} in lossless "
-             "mode; 0, the paper's: no)")  # fmt: skip
+        help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK}; 0, the "
+             "paper's: no)")  # fmt: skip
     add("--follow-rank", type=int, metavar="RANK",
         help="a draft also sees the one before it, by a term of this rank (default 0, the paper's: no)")  # fmt: skip
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=0.0)
     add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
-    add("--by-reach", action=argparse.BooleanOptionalAction, default=False,
-        help="a guess counts by how likely the streams before it are right (default: all count alike)")  # fmt: skip
+    add("--by-reach", action=argparse.BooleanOptionalAction,
+        help="a guess counts by how likely the streams before it are right; default in lossless mode and with "
+             "--freeze-lora, elsewhere all count alike")  # fmt: skip
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
@@ -170,6 +171,6 @@ def _streams(args: argparse.Namespace) -> StreamConfig:
     given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}
     if given.get("mode", start.mode) == Mode.LOSSLESS:
         given["lora_rank"] = 0
-        if settings is None and given.get("msa_layers", start.msa_layers):
-            given.setdefault("token_rank", TOKEN_RANK)
+    if settings is None and given.get("msa_layers", start.msa_layers):
+        given.setdefault("token_rank", TOKEN_RANK)
     return load_strict(StreamConfig, {**to_json(start), **given}, "stream options")

@@ -47,11 +47,11 @@ class TrainOptions:
 
     ``steps``: 0 for ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
     ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1, or 0 and 1 if main rows stay as they are. ``by_reach``:
-    see LossWeights. ``limit``: use only the first rows (0: all). ``init``: adapter folder to continue from; with
-    ``self_distill`` its completions are learned. ``freeze_lora``: in shared mode, train only what streams have of
-    their own. ``self_distill``: train on the model's own greedy completions. ``self_prompt``: no data, the model also
-    writes the prompts. ``answer_tokens``: longest generated answer (None: the longest completion of the data, or
-    ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of
+    see LossWeights; None: if main rows stay as they are. ``limit``: use only the first rows (0: all). ``init``: adapter
+    folder to continue from; with ``self_distill`` its completions are learned. ``freeze_lora``: in shared mode, train
+    only what streams have of their own. ``self_distill``: train on the model's own greedy completions.
+    ``self_prompt``: no data, the model also writes the prompts. ``answer_tokens``: longest generated answer (None: the
+    longest completion of the data, or ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of
     tokens that streams choose among (0: all, None: see vocabulary.default_size). ``precision``: of matrix products;
     auto is bf16 if the hardware has it. ``base_precision``: of the frozen base in memory. ``recompute``: gradient
     checkpointing. ``keep_gb``: memory for the main rows that lossless training keeps between epochs.
@@ -78,7 +78,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     alpha_main: float | None = None
     alpha_stream: float | None = None
-    by_reach: bool = False
+    by_reach: bool | None = None
     max_length: int = 512
     segment: int = 64
     precision: str = "auto"
