@@ -72,11 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=50, metavar="STEPS",
         help="steps in which the learning rate rises, a tenth of all at most (default 50)")  # fmt: skip
     add("--weight-decay", type=float, default=0.0)
-    add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1 shared, 0 lossless)")
-    add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1 shared, 1 lossless)")
+    add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1; 0 if answers stay)")
+    add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1; 1 if answers stay)")
     add("--by-reach", action=argparse.BooleanOptionalAction,
-        help="a guess counts by how likely the streams before it are right; default in lossless mode and with "
-             "--freeze-lora, elsewhere all count alike")  # fmt: skip
+        help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
+             "mode and with --freeze-lora; else all count alike)")  # fmt: skip
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip

@@ -118,8 +118,8 @@ class Streams(nn.Module):
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None
         finished = int(backbone.lm_head.in_features)
-        ahead = config.follow_rank
-        self.follow = LowRank(finished + width, finished, ahead, activation=True) if ahead else None
+        rank = config.follow_rank
+        self.follow = LowRank(finished + width, finished, rank, activation=True) if rank else None
         heads = 0 if config.msa_layers else config.gamma
         self.heads = nn.ModuleList(LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads))
         self.adapters = nn.ModuleDict()

@@ -150,7 +150,7 @@ class StreamingLoss(nn.Module):
         s = self.run_streams(middle, nodes, tokens, rows)
         ahead = self.ahead(tokens, nodes, lengths)
         keep = ahead.flatten(1) != IGNORE
-        logits = self.model.draft_logits(self._finished(s, nodes, tokens)[keep]).float()
+        logits = self.model.draft_logits(self._finished(s, keep, nodes, tokens)).float()
         each = cross_entropy(logits, ahead.flatten(1)[keep], reduction="none")
         stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
         both = torch.stack([each * self._reach(each, keep)[keep] if self.weights.by_reach else each, each])
@@ -163,15 +163,15 @@ class StreamingLoss(nn.Module):
         before[..., 0] = 1.0
         return before.cumprod(-1).flatten(1)
 
-    def _finished(self, s: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """What the head reads, ``[B, n * γ, W]``, of streams ``s``, each after the token before the one it guesses."""
+    def _finished(self, s: Tensor, keep: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """What the head reads ``[kept, W]`` of streams to ``keep``, each after the token before the guessed one."""
         model = self.model
-        finished = model.backbone.finish(s)
+        finished = model.backbone.finish(s[keep])
         if model.streams is None or model.streams.follow is None:
             return finished
         at = stream_positions(nodes.clamp(min=0), model.gamma)
         before = model.backbone.embed(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at)
-        return model.streams.after(finished, before)
+        return model.streams.after(finished, before[keep])
 
     def run_streams(self, middle: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
         """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""

@@ -148,8 +148,10 @@ def _backward(
     counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
     parts = torch.zeros_like(counts)
     # A process without a sample takes part in the averaging with a sample of weight 0.
-    shares = [(share or group[:1], float(bool(share))) for group, share in ((g, place.share(g)) for g in groups)]
-    passes = [(samples, weight) for share, weight in shares for samples in pieces(share, loss.nodes)]
+    passes: list[tuple[list[Sample], float]] = []
+    for group in groups:
+        share = place.share(group)
+        passes += [(samples, float(bool(share))) for samples in pieces(share or group[:1], loss.nodes)]
     for number, (samples, weight) in enumerate(passes, 1):
         batch = collate(samples, pad).to(place.device)
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(passes)

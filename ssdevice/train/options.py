@@ -137,6 +137,11 @@ class TrainOptions:
         return self.streams.mode is Mode.LOSSLESS or self.freeze_lora
 
     @property
+    def weighs_by_reach(self) -> bool:
+        """``by_reach``, as given or by default."""
+        return self.frozen if self.by_reach is None else self.by_reach
+
+    @property
     def alphas(self) -> tuple[float, float]:
         """(α0, αj)."""
         if self.objective is Objective.NEXT_TOKEN:

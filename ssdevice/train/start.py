@@ -19,7 +19,7 @@ NODES_PER_INPUT = 32
 RIDGE = 1e-3
 """Share of each input's own variance that is added to it."""
 INNER = 5.0
-"""Factor of what the first factor of ``follow`` gives for inputs of size 1; at 1, it learned half as fast."""
+"""Size to which ``scale_follow`` brings states and embeddings; the runs of docs/training.md had it."""
 
 
 class Moments:

@@ -81,10 +81,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(model, init, samples, tokenizer, report)
-        by_reach = options.frozen if options.by_reach is None else options.by_reach
-        loss = StreamingLoss(model, LossWeights(*options.alphas, by_reach), options.nodes, options.recompute).to(
-            place.device
-        )
+        weights = LossWeights(*options.alphas, options.weighs_by_reach)
+        loss = StreamingLoss(model, weights, options.nodes, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report, fresh=not _trained(init))
         if place.main:
