@@ -12,8 +12,8 @@ from time import perf_counter
 
 from ssdevice.runtime.conversation import Conversation
 
-BUDGET = 12.0
-"""Loss, in plain calls, at which speculation pauses."""
+BUDGET, TRIAL = 12.0, 4.0
+"""Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause."""
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
 """Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
 CALIBRATED, STALE = 4, 64
@@ -46,13 +46,14 @@ class _Cost:
 class Adaptive:
     """An ``Advance`` (see ``ssdevice.runtime.loop``) that measures what steps and plain calls cost and what steps emit.
 
-    Steps pause when, since their best moment, they have lost more than BUDGET plain calls against plain decoding (a
-    cumulative sum test). It serves one answer after another and remembers what it learned. ``clock``: in seconds.
+    Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
+    (a cumulative sum test). It serves one answer after another and remembers what it learned. ``clock``: in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         self._plain, self._step = _Cost(), _Cost()
+        self._budget = BUDGET
         self._lost = 0.0  # plain calls that steps have lost since their best moment
         self._won = 0.0  # plain calls that they have won since the last pause
         self._steps = 0  # since the last plain call
@@ -86,13 +87,13 @@ class Adaptive:
             gained = len(tokens) - self._step.seconds / self._plain.seconds
             self._lost = max(0.0, self._lost - gained)
             self._won += gained
-            if self._lost > BUDGET:
+            if self._lost > self._budget:
                 self._pause_steps()
             elif self._won > BUDGET:
-                self._pause = FIRST_PAUSE
+                self._pause, self._budget = FIRST_PAUSE, BUDGET
         return tokens
 
     def _pause_steps(self) -> None:
         self._lost = self._won = 0.0
-        self._paused = self._pause
+        self._paused, self._budget = self._pause, TRIAL
         self._pause = min(GROWTH * self._pause, LONGEST_PAUSE)

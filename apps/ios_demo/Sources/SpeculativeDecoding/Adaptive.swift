@@ -22,11 +22,11 @@ public enum Mode: String, CaseIterable, Sendable {
 /// Decides between steps and plain calls, as Python's `ssdevice.runtime.adaptive` does, so that no text is slower than
 /// plainly.
 ///
-/// Steps pause when, since their best moment, they have lost more than `budget` plain calls against plain decoding (a
-/// cumulative sum test).
+/// Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
+/// (a cumulative sum test).
 struct Adaptive: Sendable {
-    /// Loss, in plain calls, at which speculation pauses.
-    static let budget = 12.0
+    /// Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause.
+    static let (budget, trial) = (12.0, 4.0)
     /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
     /// `budget`.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
@@ -35,6 +35,7 @@ struct Adaptive: Sendable {
 
     private var plain = Times()
     private var step = Times()
+    private var allowed = budget
     /// Plain calls that steps have lost since their best moment.
     private var lost = 0.0
     /// Plain calls that they have won since the last pause.
@@ -63,12 +64,12 @@ struct Adaptive: Sendable {
         let gained = Double(tokens) - step.median / plain.median
         lost = max(0, lost - gained)
         won += gained
-        if lost > Self.budget {
+        if lost > allowed {
             (lost, won) = (0, 0)
-            paused = pause
+            (paused, allowed) = (pause, Self.trial)
             pause = min(Self.growth * pause, Self.longestPause)
         } else if won > Self.budget {
-            pause = Self.firstPause
+            (pause, allowed) = (Self.firstPause, Self.budget)
         }
     }
 }
