@@ -25,20 +25,20 @@ APP = "sql"
 QUESTIONS = "prompts/general.jsonl"
 CHAT = "chat-lossless"
 """The adapter of SmolLM2 for any question."""
-TASKS = {CHAT: ("chat", QUESTIONS), "sql-shared": (APP, PROMPTS)}
-"""Adapters for SmolLM2, the best for a demonstration first: the app, and prompts that fit it."""
+TASKS = {CHAT: ("chat", QUESTIONS, "chain:2"), "sql-shared": (APP, PROMPTS, "chain:4")}
+"""Adapters for SmolLM2, the best for a demonstration first: the app, prompts that fit it, and the tree that pays."""
 TRACED = 3
 
 
 @dataclass(frozen=True)
 class Cast:
-    """What a demo runs: ``base`` and ``adapter`` folders, the app's name, the file of prompts, and the precision."""
+    """What a demo runs: ``base`` and ``adapter`` folders, the app's name, the prompts' file, and options of export."""
 
     base: Path
     adapter: Path
     app: str
     prompts: Path
-    quant: str
+    options: tuple[str, ...]
 
     def check(self) -> None:
         """Raise InputError for what is not there."""
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _shipped(args: argparse.Namespace) -> Cast:
     if args.model is not None:
         raise InputError("--model is for --smollm2")
-    cast = Cast(args.models / BASE, args.adapter or args.models / ADAPTER, APP, args.models / PROMPTS, "int8")
+    adapter, prompts = args.adapter or args.models / ADAPTER, args.models / PROMPTS
+    cast = Cast(args.models / BASE, adapter, APP, prompts, ("--quant", "int8"))
     cast.check()
     return cast
 
@@ -88,8 +89,9 @@ def _smollm2(args: argparse.Namespace) -> Cast:
         )
     if adapter.name not in TASKS:
         print(f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions.")
-    app, prompts = TASKS.get(adapter.name, TASKS[CHAT])
-    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, "int4")
+    app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ""))
+    options = ("--quant", "int4", *(("--tree", tree) if tree else ()))
+    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, options)
     if args.model is None:
         smollm2.smollm2(cast.base)
     cast.check()
@@ -103,7 +105,7 @@ def _export(args: argparse.Namespace, cast: Cast, out: Path) -> Bundle:
 
     command = [
         "--model", str(cast.base), "--adapter", f"{cast.app}={cast.adapter}",
-        "--target", targets.DEFAULT, "--quant", cast.quant, "--out", str(out),
+        "--target", targets.DEFAULT, *cast.options, "--out", str(out),
     ]  # fmt: skip
     print(f"$ ssdevice export {' '.join(command)}", flush=True)
     parser = argparse.ArgumentParser()

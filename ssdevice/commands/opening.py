@@ -54,7 +54,8 @@ def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
     if not name or not folder:
-        raise InputError(f"{option} {text}: expected NAME=DIR, the app's name and its adapter folder".strip())
+        found = "" if separator else f"no {SETTINGS} names its app; " if Path(text).is_dir() else "no such folder; "
+        raise InputError(f"{option} {text}: {found}expected NAME=DIR, the app's name and its adapter folder".strip())
     return name, Path(folder)
 
 

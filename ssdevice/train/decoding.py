@@ -178,5 +178,7 @@ class _Batch:
         del self.requests[last], self.answers[last]
 
     def _room(self, like: Tensor) -> Tensor:
-        """Zeros, because a NaN in a masked row would spoil the sum."""
-        return like.new_zeros(self.slots, like.shape[1], self.rows, like.shape[3])
+        """Zeros, because a NaN in a masked row would spoil the sum; in the type in which products read them."""
+        kind = like.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+        return like.new_zeros((self.slots, like.shape[1], self.rows, like.shape[3]), dtype=dtype)

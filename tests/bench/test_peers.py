@@ -210,13 +210,14 @@ def test_peers_offer_plain_and_lookup_arms_for_the_files_that_are_there(tmp_path
     assert {llamacpp.NAME, genai.NAME, hf.NAME} == set(PEERS)
 
 
-def test_the_builder_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
+def test_the_builder_leaves_a_whole_folder_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "python"
     script.write_text(
         '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nmkdir "$2" && echo {} > "$2/genai_config.json"\n'
     )
     script.chmod(0o755)
-    genai.build(str(script), tmp_path, tmp_path / "kept" / "m-int8", "int8")
+    monkeypatch.chdir(tmp_path)
+    genai.build(str(script), tmp_path, Path("kept") / "m-int8", "int8")
     assert [file.name for file in (tmp_path / "kept").rglob("*")] == ["m-int8", "genai_config.json"]
     script.write_text("#!/bin/sh\necho one >&2; echo No module named torch >&2; exit 1\n")
     with pytest.raises(UnavailableError, match="its builder failed: No module named torch"):

@@ -43,6 +43,7 @@ def offers(setup: Setup) -> Offers:
 
 def build(python: str, model: Path, folder: Path, precision: str) -> None:
     """Run the builder. It needs torch and transformers in the same environment. Raises UnavailableError."""
+    folder = folder.resolve()  # the builder runs in a folder of its own
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as made:
         out = Path(made) / "out"

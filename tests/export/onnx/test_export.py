@@ -168,7 +168,7 @@ def test_an_adapter_brings_the_name_of_its_app(
     [
         (["--model", "/no/such/model"], "no such folder"),
         (["--adapter", "app"], "expected NAME=DIR"),
-        (["--adapter", "/no/such/adapter"], "expected NAME=DIR"),
+        (["--adapter", "/no/such/adapter"], "no such folder; expected NAME=DIR"),
         (["--adapter", "app=/no/such/adapter"], "no such folder"),
         (["--adapter", "a={adapter}", "--adapter", "A={adapter}"], "two apps have this name"),
         (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
