@@ -53,7 +53,6 @@ class Adaptive:
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         self._plain, self._step = _Cost(), _Cost()
-        self._budget = BUDGET
         self._lost = 0.0  # plain calls that steps have lost since their best moment
         self._won = 0.0  # plain calls that they have won since the last pause
         self._steps = 0  # since the last plain call
@@ -87,13 +86,13 @@ class Adaptive:
             gained = len(tokens) - self._step.seconds / self._plain.seconds
             self._lost = max(0.0, self._lost - gained)
             self._won += gained
-            if self._lost > self._budget:
+            if self._lost > (BUDGET if self._pause == FIRST_PAUSE else TRIAL):
                 self._pause_steps()
             elif self._won > BUDGET:
-                self._pause, self._budget = FIRST_PAUSE, BUDGET
+                self._pause = FIRST_PAUSE
         return tokens
 
     def _pause_steps(self) -> None:
         self._lost = self._won = 0.0
-        self._paused, self._budget = self._pause, TRIAL
+        self._paused = self._pause
         self._pause = min(GROWTH * self._pause, LONGEST_PAUSE)

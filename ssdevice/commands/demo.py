@@ -25,8 +25,8 @@ APP = "sql"
 QUESTIONS = "prompts/general.jsonl"
 CHAT = "chat-lossless"
 """The adapter of SmolLM2 for any question."""
-TASKS = {CHAT: ("chat", QUESTIONS, "chain:2"), "sql-shared": (APP, PROMPTS, "chain:4")}
-"""Adapters for SmolLM2, the best for a demonstration first: the app, prompts that fit it, and the tree that pays."""
+TASKS = {CHAT: ("chat", QUESTIONS, ("--tree", "chain:2")), "sql-shared": (APP, PROMPTS, ("--tree", "chain:4"))}
+"""Adapters for SmolLM2, the best for a demonstration first: the app, prompts that fit it, the tree that pays."""
 TRACED = 3
 
 
@@ -89,9 +89,8 @@ def _smollm2(args: argparse.Namespace) -> Cast:
         )
     if adapter.name not in TASKS:
         print(f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions.")
-    app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ""))
-    options = ("--quant", "int4", *(("--tree", tree) if tree else ()))
-    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, options)
+    app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ()))
+    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, ("--quant", "int4", *tree))
     if args.model is None:
         smollm2.smollm2(cast.base)
     cast.check()

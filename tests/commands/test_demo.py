@@ -67,7 +67,7 @@ def test_smollm2_takes_the_adapter_that_is_there_with_prompts_that_fit_it(
         (adapters / name).mkdir(parents=True)
         assert call("demo", "--smollm2", "--models", str(tmp_path), "--model", str(tmp_path)) == 130
         assert (made[-1].adapter, made[-1].prompts) == (adapters / name, tmp_path / prompts)
-        assert made[-1].options == ("--quant", "int4", "--tree", tree)
+        assert made[-1].options == ("--quant", "int4", *tree) and tree[0] == "--tree"
     other = tmp_path / "mine"
     other.mkdir()
     arguments = ["--smollm2", "--adapter", str(other), "--models", str(tmp_path), "--model", str(tmp_path)]

@@ -68,6 +68,11 @@ def test_visible_rows_are_few_sizes_that_keep_every_row_in_its_lane(length: int,
     assert len(set(sizes.values())) <= cache.capacity // BUCKET * LANES + LANES
 
 
+@pytest.mark.parametrize(("length", "rows"), [(0, 128), (128, 128), (129, 224), (224, 224)])
+def test_an_attention_without_lanes_sees_fewer_sizes(length: int, rows: int) -> None:
+    assert RowCache(make_geometry(tiny.TREE, context=220), np.float32).visible(length, lanes=1) == rows
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_all_decoding_modes_agree_up_to_a_full_context(session: Session, prompt: str) -> None:
     answers = set()

@@ -35,7 +35,6 @@ struct Adaptive: Sendable {
 
     private var plain = Times()
     private var step = Times()
-    private var allowed = budget
     /// Plain calls that steps have lost since their best moment.
     private var lost = 0.0
     /// Plain calls that they have won since the last pause.
@@ -64,12 +63,12 @@ struct Adaptive: Sendable {
         let gained = Double(tokens) - step.median / plain.median
         lost = max(0, lost - gained)
         won += gained
-        if lost > allowed {
+        if lost > (pause == Self.firstPause ? Self.budget : Self.trial) {
             (lost, won) = (0, 0)
-            (paused, allowed) = (pause, Self.trial)
+            paused = pause
             pause = min(Self.growth * pause, Self.longestPause)
         } else if won > Self.budget {
-            (pause, allowed) = (Self.firstPause, Self.budget)
+            pause = Self.firstPause
         }
     }
 }
