@@ -25,8 +25,8 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import added_norm, attention_in_one, gated_silu, rotary_split
-from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.fused import added_norm, attention_in_one, best_column, gated_silu, rotary_split
+from ssdevice.export.onnx.graph import apply, finish, simplify
 from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
@@ -75,10 +75,12 @@ class OnnxExporter(Exporter):
             return self._export_slots(job, folder)
         specs = plan.functions(CacheForm.EXTERNAL, CACHE_DTYPE)
         store = WeightStore()
+        argmax = plan.geometry.k == 1 or job.loaded.model.draft_head is not None
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             for number, (name, spec) in enumerate(specs.items()):
                 job.report("write the graphs", number, len(specs), name)
-                write_graph(trace(job, spec), spec, plan.options.quant, store, folder / FILES[name], weights)
+                graph, file = trace(job, spec), folder / FILES[name]
+                write_graph(graph, spec, plan.options.quant, store, file, weights, argmax)
         files = [TargetFile(name, FILES[name]) for name in specs]
         return TargetResult(
             (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
@@ -107,7 +109,9 @@ class OnnxExporter(Exporter):
                     job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
                     book = _book(plan)
                     graph = trace(model, specs[name], variant)
-                    write_graph(graph, specs[name], plan.options.quant, store, folder / file, weights, book)
+                    argmax = plan.geometry.k == 1
+                    path = folder / file
+                    write_graph(graph, specs[name], plan.options.quant, store, path, weights, argmax, book)
                     files.append(TargetFile(f"{name}:{variant.name}", file))
                     slots |= book.slots
                 made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
@@ -157,12 +161,18 @@ def write_graph(
     store: WeightStore,
     file: Path,
     weights: WeightFile,
+    argmax: bool,
     book: SlotBook | None = None,
 ) -> None:
-    """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots."""
+    """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots.
+
+    ``argmax``: of every head only the best column is wanted, in all graphs of the bundle that share it.
+    """
     simplify(edit, (permuted_heads,))
     quantize(edit, quant, store, book)
     finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
+    if argmax:
+        apply(edit, (best_column,))
     more = slot_inputs(edit, spec, book) if book is not None else ()
     save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
 

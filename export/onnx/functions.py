@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ from ssdevice.runtime.onnx.kernels import (
     DOMAIN,
     GATED_SILU,
     INT4_LINEAR,
+    INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
     ROTARY_SPLIT,
+    TIED_EMBEDDING,
     TREE_ATTENTION,
 )
 
@@ -60,7 +64,8 @@ class _Body:
 
     def function(self, *outputs: ir.Value) -> ir.Function:
         """The whole."""
-        graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, opset_imports={"": OPSET, CONTRIB: 1})
+        imports = {"": OPSET, CONTRIB: 1, DOMAIN: 1}
+        graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, opset_imports=imports)
         parameters = [ir.Attr(name, kind, None) for name, kind in self.parameters.items()]
         return ir.Function(DOMAIN, self.name, graph=graph, attributes=parameters)
 
@@ -72,6 +77,8 @@ class _Ref:
 
 ref = _Ref
 INT, INTS, FLOAT = ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT
+ROWS_FORM = {"axes": INTS, "keep": INT, "axis": INT, "block": INT}
+"""What ``int8_linear`` is told of its rows."""
 
 
 def int4_linear() -> ir.Function:
@@ -87,7 +94,7 @@ def int8_linear() -> ir.Function:
     ``zero`` is 128 in the shape of the rows' scales, ``[.., R, 1]``. Attributes say over which ``axes`` a row's peak is
     taken, whether it keeps them (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
     """
-    body = _Body(INT8_LINEAR, "x codes scales zero", axes=INTS, keep=INT, axis=INT, block=INT)
+    body = _Body(INT8_LINEAR, "x codes scales zero", **ROWS_FORM)
     x, codes, scales, zero = body.inputs
     peak = body.add("ReduceMax", body.add("Abs", x), body.ints("axes"), keepdims=ref("keep"))
     # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should be.
@@ -102,9 +109,18 @@ def int8_linear() -> ir.Function:
     return body.function(body.add("Mul", product, scale))
 
 
-def int8_embedding() -> ir.Function:
+def int8_argmax() -> ir.Function:
+    """``Int8Argmax(x [.., R, K], codes [K, N] int8, scales [N], zero uint8) -> [.., R, 1]`` int64; see int8_linear."""
+    body = _Body(INT8_ARGMAX, "x codes scales zero", **ROWS_FORM)
+    same: dict[str, Any] = {name: ref(name) for name in ROWS_FORM}
+    product = body.add(INT8_LINEAR, *body.inputs, domain=DOMAIN, **same)
+    body.add("TopK", product, body.add("Constant", value_ints=[1]), outputs=2, axis=-1)
+    return body.function(body.nodes[-1].outputs[1])
+
+
+def int8_embedding(name: str = INT8_EMBEDDING) -> ir.Function:
     """``Int8Embedding(ids [..] int32, codes [K, N] int8, scales [N]; whole) -> [.., K]``; ``whole``: that shape."""
-    body = _Body(INT8_EMBEDDING, "ids codes scales", whole=INTS)
+    body = _Body(name, "ids codes scales", whole=INTS)
     ids, codes, scales = body.inputs
     flat = body.add("Reshape", ids, body.add("Constant", value_ints=[-1]))
     columns = body.add("Transpose", body.add("Gather", codes, flat, axis=1), perm=[1, 0])
@@ -121,9 +137,9 @@ def rotary_split() -> ir.Function:
     x, cos, sin = body.inputs
     body.add("Split", x, body.ints("widths"), outputs=3, axis=-1)
     queries, keys, values = body.nodes[-1].outputs
-    partial = ref("rotary_dim")
+    turned = ref("rotary_dim")
     queries, keys = (
-        body.add("RotaryEmbedding", value, cos, sin, num_heads=ref(count), rotary_embedding_dim=partial, interleaved=0)
+        body.add("RotaryEmbedding", value, cos, sin, num_heads=ref(count), rotary_embedding_dim=turned, interleaved=0)
         for value, count in ((queries, "heads"), (keys, "kv_heads"))
     )
     return body.function(queries, keys, values)
@@ -173,13 +189,15 @@ def tree_attention() -> ir.Function:
     return body.function(body.view(body.add("Transpose", out, perm=[1, 0, 2, 3]), "whole"))
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ADD_NORM: add_norm,
     GATED_SILU: gated_silu,
     INT4_LINEAR: int4_linear,
+    INT8_ARGMAX: int8_argmax,
     INT8_EMBEDDING: int8_embedding,
     INT8_LINEAR: int8_linear,
     ROTARY_SPLIT: rotary_split,
+    TIED_EMBEDDING: partial(int8_embedding, TIED_EMBEDDING),
     TREE_ATTENTION: tree_attention,
 }
 
@@ -187,6 +205,8 @@ FUNCTIONS = {
 def add_functions(model: ir.Model) -> None:
     """Give a model the functions of the operators that its graph calls."""
     called = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    if INT8_ARGMAX in called:
+        called.add(INT8_LINEAR)
     for name in sorted(called):
         made = FUNCTIONS[name]()
         model.functions[made.identifier()] = made

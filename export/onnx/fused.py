@@ -4,9 +4,34 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Marked, Shape, producer, shape_of, source_of
+from ssdevice.export.onnx.editor import (
+    CONTRIB,
+    SKIP_NORM,
+    Editor,
+    Marked,
+    Shape,
+    constant_of,
+    producer,
+    shape_of,
+    source_of,
+)
 from ssdevice.export.onnx.graph import JOIN, WIDTH
-from ssdevice.runtime.onnx.kernels import ADD_NORM, DOMAIN, GATED_SILU, ROTARY_SPLIT, TREE_ATTENTION
+from ssdevice.runtime.onnx.kernels import (
+    ADD_NORM,
+    DOMAIN,
+    GATED_SILU,
+    INT8_ARGMAX,
+    INT8_EMBEDDING,
+    INT8_LINEAR,
+    ROTARY_SPLIT,
+    TIED_EMBEDDING,
+    TREE_ATTENTION,
+)
+
+WIDEST = 16384
+"""Inputs that ``Int8Argmax`` takes, at most."""
+LARGE = 1 << 23
+"""Bytes of a head that no cache holds; of others, reading half gains nothing."""
 
 
 def rotary_split(edit: Editor, node: ir.Node) -> bool:
@@ -76,6 +101,35 @@ def gated_silu(edit: Editor, node: ir.Node) -> bool:
         return False
     _join_products(edit, split)
     edit.replace(node, edit.insert(node, GATED_SILU, [whole], shape, whole.dtype, None, DOMAIN))
+    return True
+
+
+def best_column(edit: Editor, node: ir.Node) -> bool:
+    """A choice of one of the columns of an eight-bit product, for a finished graph; ``nodes.show_products`` undoes it.
+
+    The node's name is that of the product.
+    """
+    k = constant_of(node.inputs[1]) if node.op_type == "TopK" else None
+    if k is None or k.tolist() != [1] or node.outputs[0].uses():
+        return False
+    view = producer(node.inputs[0], "Reshape")
+    product = producer(view.inputs[0] if view is not None else node.inputs[0], INT8_LINEAR)
+    codes = constant_of(product.inputs[1]) if product is not None else None
+    if product is None or codes is None or len(codes) > WIDEST or codes.size < LARGE:
+        return False
+    between = (product, view) if view is not None else (product,)
+    if any(len(before.outputs[0].uses()) != 1 for before in between):
+        return False
+    rows, ids = shape_of(product.outputs[0]) or (), node.outputs[1]
+    best = edit.insert(node, INT8_ARGMAX, product.inputs, (*rows[:-1], 1), ids.dtype, dict(product.attributes), DOMAIN)
+    made = best.producer()
+    assert made is not None
+    made.name = product.outputs[0].name
+    edit.replace_value(ids, edit.reshape(node, best, shape_of(ids) or ()))
+    for use in list(product.inputs[1].uses()) if product.inputs[1] is not None else ():
+        if use.node.op_type == INT8_EMBEDDING:
+            use.node.op_type = TIED_EMBEDDING
+    edit.graph.remove([node, *between[::-1]], safe=True)
     return True
 
 

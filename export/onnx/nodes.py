@@ -1,9 +1,11 @@
-"""What a value of an ONNX graph is computed from."""
+"""What values of an ONNX graph are computed from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from ssdevice.runtime.onnx.kernels import INT8_ARGMAX, INT8_LINEAR
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto
@@ -26,3 +28,24 @@ def ancestors(
             found[outputs] = node
             waiting += () if stop(node) else node.input
     return list(found.values())
+
+
+def show_products(graph: GraphProto) -> None:
+    """Make products, by their names, and choices again of what ``fused.best_column`` made."""
+    from onnx import TensorProto, helper
+
+    nodes = list(graph.node)
+    if not any(node.op_type == INT8_ARGMAX for node in nodes):
+        return
+    del graph.node[:]
+    for node in nodes:
+        if node.op_type != INT8_ARGMAX:
+            graph.node.append(node)
+            continue
+        product = graph.node.add()
+        product.CopyFrom(node)
+        product.op_type, product.output[0] = INT8_LINEAR, node.name
+        one = helper.make_tensor(f"{node.output[0]}_k", TensorProto.INT64, [1], [1])
+        graph.initializer.append(one)
+        chosen = [f"{node.output[0]}_value", node.output[0]]
+        graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from ssdevice.contract import COUNT, NEXT_DRAFTS, ROWS, TOKENS
 from ssdevice.errors import MissingExtraError
 from ssdevice.export.onnx.nodes import ancestors, makers
+from ssdevice.runtime.onnx.kernels import INT8_ARGMAX
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
-CHOICE = "TopK"
-"""The operator that makes tokens of logits, of the model's own and of the streams'."""
+CHOICES = ("TopK", INT8_ARGMAX)
+"""The operators that choose tokens, of the model's own logits and of the streams'."""
 NORM = "Norm"
 """In the names of operators that normalize: ``RMSNormalization``, ``LayerNormalization``, our ``AddNorm``."""
 PARTS = ("layers", "head", "verification", "streams", "stream head", "rows")
@@ -49,8 +50,8 @@ def parts_of(file: Path) -> dict[str, str]:
 
     accepted, drafted = ancestors(maker, [TOKENS, COUNT]), ancestors(maker, [NEXT_DRAFTS])
     known = {node.name for node in accepted}
-    own = [node for node in accepted if node.op_type == CHOICE]
-    streams = [node for node in drafted if node.op_type == CHOICE and node.name not in known]
+    own = [node for node in accepted if node.op_type in CHOICES]
+    streams = [node for node in drafted if node.op_type in CHOICES and node.name not in known]
     if len(own) != 1 or not streams:
         return {}
     claims = {

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
@@ -72,8 +73,9 @@ class Int4Weight:
     def of(cls, weight: Array) -> Int4Weight:
         """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded with zeros.
 
-        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used. A block of zeros has
-        scale 0: kernels that subtract the zero point from the sum leave a rounding of the block's inputs otherwise.
+        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used. Scales are bfloat16
+        numbers, as calibrated ones are (``calibration.grid``): our kernel reads a tenth less for it. A block of zeros
+        has scale 0: kernels that subtract the zero point from the sum leave a rounding of the block's inputs otherwise.
         """
         inputs, outputs = weight.shape
         blocks = -(-inputs // BLOCK)
@@ -82,7 +84,7 @@ class Int4Weight:
         grouped = padded.reshape(outputs, blocks, BLOCK)
         at = np.abs(grouped).argmax(axis=2)[..., None]
         peak = np.take_along_axis(grouped, at, axis=2)[..., 0]
-        scale = peak / np.float32(-8) + np.float32(0)
+        scale = torch.from_numpy(peak / np.float32(-8)).bfloat16().float().numpy() + np.float32(0)
         step = np.where(scale != 0, scale, np.float32(1))
         codes = np.clip(np.rint(grouped / step[..., None]) + 8, 0, 15).astype(np.uint8)
         return cls(codes[..., 0::2] | codes[..., 1::2] << 4, scale, inputs)

@@ -13,6 +13,7 @@ from ssdevice.contract import LENGTH, Geometry, past_key, past_value
 from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
+from ssdevice.export.onnx.nodes import show_products
 from ssdevice.export.parity.products import Array, Call, Product
 from ssdevice.memory import free_memory
 
@@ -90,6 +91,7 @@ class OnnxShown:
 def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:
     """A session of a copy in memory that also gives every product, and (weight, rows, result) of these in order."""
     model = onnx.load(str(file), load_external_data=False)
+    show_products(model.graph)
     made = [name for node in model.graph.node for name in node.output]
     marks = []
     for name in made:

@@ -34,10 +34,11 @@ PAGES = 1 << 16
 OPENING = 1.5
 """How often ONNX Runtime holds its largest weight once more while it packs."""
 
-LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR)
-OURS = (*LINEARS, kernels.INT8_EMBEDDING)
+LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX)
+EMBEDDINGS = (kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING)
+OURS = (*LINEARS, *EMBEDDINGS)
 PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger")
-GATHERS = ("Gather", kernels.INT8_EMBEDDING)
+GATHERS = ("Gather", *EMBEDDINGS)
 
 
 @dataclass(frozen=True)

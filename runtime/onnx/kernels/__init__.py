@@ -28,8 +28,12 @@ INT4_LINEAR = "Int4Linear"
 """``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; int4.cpp says what it computes."""
 INT8_LINEAR = "Int8Linear"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
+INT8_ARGMAX = "Int8Argmax"
+"""``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, 1]`` int64: where ``Int8Linear`` is largest."""
 INT8_EMBEDDING = "Int8Embedding"
 """``(ids [..], codes [K, N], scales [N]) -> [.., K]`` (int8.cpp)."""
+TIED_EMBEDDING = "TiedEmbedding"
+"""``Int8Embedding`` with codes that an ``Int8Argmax`` reads as well (argmax.cpp)."""
 ADD_NORM = "AddNorm"
 """``(x, y [.., F], weight [F]) -> normed, sum [.., F]``, residual addition and RMS normalization (rows.cpp)."""
 GATED_SILU = "GatedSilu"
@@ -47,7 +51,9 @@ FOLDER = "SSDEVICE_KERNELS"
 SOURCES = Path(__file__).parent
 PREFIX = "kernels-"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"
+)  # fmt: skip
 """No contraction: a fused multiply-add would round once where another CPU rounds twice."""
 
 

@@ -134,7 +134,7 @@ class Crew {
 
 }  // namespace
 
-extern "C" void ssdevice_crew(int threads) { crew_size.store(threads); }
+SSDEVICE_EXPORT void ssdevice_crew(int threads) { crew_size.store(threads); }
 
 int CrewSize() { return crew_size.load(); }
 

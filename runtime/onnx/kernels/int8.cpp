@@ -7,15 +7,10 @@
 // Int8Embedding(ids [..] int32, codes [K, N] int8, scales [N]) -> [.., K] float: codes[., id] * scales[id]. A head that is tied to the
 // embedding has the same weights, which are in memory once.
 
-#include <cmath>
-#include <cstring>
-
-#include "linears.h"
+#include "int8.h"
 
 namespace {
 
-constexpr float kLevel = 1.0f / 127.0f;
-constexpr int kShift = 128;  // makes a row's codes unsigned
 constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
 // Inputs of a column that lie side by side: what an instruction multiplies and adds at once.
@@ -50,66 +45,13 @@ Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float
   return made;
 }
 
-// Rows in eight bits: [blocks, R, 32] codes, as integers of a type, and a scale for each row.
-template <typename Code>
-struct RowsAs {
-  struct Part {
-    Code codes[kBlock];
-  };
-  std::vector<Part> parts;
-  std::vector<float> scales;
-};
 using Rows = RowsAs<int16_t>;
 using ShiftedRows = RowsAs<uint8_t>;
 using ByteRows = RowsAs<int8_t>;
 using Tile = TileOf<Rows>;
 
-template <typename Code>
-void QuantizeBlock(const float* x, int count, float scale, Code* codes) {
-  constexpr int shift = std::is_unsigned_v<Code> ? kShift : 0;
-  std::fill(codes, codes + kBlock, static_cast<Code>(shift));
-  for (int k = 0; k < count; ++k) {
-    const float q = x[k] / scale;  // no number if all are 0; then the scale makes the product 0
-    codes[k] = static_cast<Code>(static_cast<int>(std::nearbyint(q > -128.0f ? (q < 127.0f ? q : 127.0f) : -128.0f)) + shift);
-  }
-}
-
-float PeakOf(const float* x, int64_t count) {
-  float peak = 0;
-  for (int64_t k = 0; k < count; ++k) peak = std::max(peak, std::fabs(x[k]));
-  return peak;
-}
-
 #ifdef SSDEVICE_AVX2
 #define SSDEVICE_TARGET __attribute__((target("avx2")))
-
-SSDEVICE_TARGET float PeakAvx2(const float* x, int64_t count) {
-  __m256 most = _mm256_setzero_ps();
-  for (int64_t k = 0; k < count; k += 8)
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + k)));
-  float lanes[8];
-  _mm256_storeu_ps(lanes, most);
-  return *std::max_element(lanes, lanes + 8);
-}
-
-template <typename Code>
-SSDEVICE_TARGET void QuantizeBlockAvx2(const float* x, float scale, Code* codes) {
-  const __m256 divisor = _mm256_set1_ps(scale), least = _mm256_set1_ps(-128.0f), most = _mm256_set1_ps(127.0f);
-  __m256i q[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m256 value = _mm256_div_ps(_mm256_loadu_ps(x + 8 * i), divisor);
-    q[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(value, least), most));
-  }
-  const __m256i words[] = {_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])};
-  __m256i* out = reinterpret_cast<__m256i*>(codes);
-  if constexpr (sizeof(Code) == 2) {
-    for (int i = 0; i < 2; ++i) _mm256_storeu_si256(out + i, _mm256_permute4x64_epi64(words[i], 0xD8));
-  } else {
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
-    _mm256_storeu_si256(out, _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)));
-  }
-}
 
 template <int R>
 SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
@@ -118,7 +60,7 @@ SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
     SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_si256();
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
-    Prefetch(unit, kUnit);
+    Prefetch(unit + kAhead, kUnit);
     const Rows::Part* rows = t.At(b);
 #pragma GCC unroll 4
     for (int i = 0; i < kBlock / 2; ++i) {
@@ -151,7 +93,7 @@ SSDEVICE_TARGET_VNNI void Vnni(const TileOf<ShiftedRows>& t, float (*out)[kColum
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_si512();
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
-    Prefetch(unit, kUnit);
+    Prefetch(unit + kAhead, kUnit);
     const ShiftedRows::Part* rows = t.At(b);
     SSDEVICE_UNROLL for (int i = 0; i < kBlock / 4; ++i) {
       const __m512i w = _mm512_load_si512(unit + 4 * kColumns * i);
@@ -174,7 +116,6 @@ constexpr ProductOf<ShiftedRows> kVnniProducts[] = {Vnni<1>, Vnni<2>, Vnni<3>, V
                                                     Vnni<6>, Vnni<7>, Vnni<8>, Vnni<9>, Vnni<10>};
 #endif
 
-const bool kAvx2 = __builtin_cpu_supports("avx2");
 constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>, Avx2<5>};
 #endif
 
@@ -240,33 +181,6 @@ ProductsOf<Rows> Products() {
   return {kPortableProducts, kTile};
 }
 
-template <typename Code>
-void Quantize(const float* x, int64_t count, int64_t inputs, RowsAs<Code>* out) {
-  const int blocks = Blocks(inputs);
-  out->parts.resize(static_cast<size_t>(count) * blocks);
-  out->scales.resize(static_cast<size_t>(count));
-  for (int64_t r = 0; r < count; ++r, x += inputs) {
-    int64_t done = 0;
-    float peak = 0;
-#ifdef SSDEVICE_AVX2
-    if (kAvx2) peak = PeakAvx2(x, done = inputs / 8 * 8);
-#endif
-    const float scale = out->scales[static_cast<size_t>(r)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
-    for (int b = 0; b < blocks; ++b) {
-      Code* codes = out->parts[static_cast<size_t>(b * count + r)].codes;
-      const float* from = x + static_cast<int64_t>(b) * kBlock;
-      const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
-#ifdef SSDEVICE_AVX2
-      if (kAvx2 && full == kBlock) {
-        QuantizeBlockAvx2(from, scale, codes);
-        continue;
-      }
-#endif
-      QuantizeBlock(from, full, scale, codes);
-    }
-  }
-}
-
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
@@ -290,25 +204,15 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 
 ort::Status* Embed(void* self, ort::KernelContext* context) {
   const Linear& kernel = *static_cast<const Linear*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
+  return Guarded(kernel.api, [&] {
     const Weights& weights = *kernel.weights;
-    const ort::Value* input = InputOf(api, context, 0);
-    auto sizes = SizesOf(api, input);
-    const int64_t count = CountOf(sizes);
-    sizes.push_back(weights.inputs);
-    ort::Value* output = nullptr;
-    Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
-    const int32_t* ids = DataOf<const int32_t>(api, input);
-    float* y = DataOf<float>(api, output);
-    for (int64_t i = 0; i < count; ++i) {
-      Require(api, 0 <= ids[i] && ids[i] < weights.outputs, "an id is none of the vocabulary");
-      const uint8_t* group = weights.Group(ids[i] / kColumns);
-      const int64_t column = ids[i] % kColumns;
+    LookUp(kernel.api, context, weights, [&](int64_t id, float* y) {
+      const uint8_t* group = weights.Group(id / kColumns);
+      const int64_t column = id % kColumns;
       float scale;
       std::memcpy(&scale, group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column), 4);
-      for (int64_t k = 0; k < weights.inputs; ++k) *y++ = static_cast<int8_t>(group[At(k, column)]) * scale;
-    }
+      for (int64_t k = 0; k < weights.inputs; ++k) y[k] = static_cast<int8_t>(group[At(k, column)]) * scale;
+    });
   });
 }
 

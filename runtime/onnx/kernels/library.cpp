@@ -7,12 +7,14 @@
 const ort::CustomOp* AddNorm();
 const ort::CustomOp* GatedSilu();
 const ort::CustomOp* Int4Linear();
+const ort::CustomOp* Int8Argmax();
 const ort::CustomOp* Int8Embedding();
 const ort::CustomOp* Int8Linear();
 const ort::CustomOp* RotarySplit();
+const ort::CustomOp* TiedEmbedding();
 const ort::CustomOp* TreeAttention();
 
-extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+SSDEVICE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   const void* const* table = base->GetApi(ort::kVersion);
   if (table == nullptr) return nullptr;  // an older runtime, which takes the functions instead
   const ort::Api api(table);
@@ -23,7 +25,8 @@ extern "C" ort::Status* RegisterCustomOps(ort::SessionOptions* options, const or
     ort::Domain* made = nullptr;
     if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
     for (const ort::CustomOp* op :
-         {AddNorm(), GatedSilu(), Int4Linear(), Int8Embedding(), Int8Linear(), RotarySplit(), TreeAttention()}) {
+         {AddNorm(), GatedSilu(), Int4Linear(), Int8Argmax(), Int8Embedding(), Int8Linear(), RotarySplit(), TiedEmbedding(),
+          TreeAttention()}) {
       if (ort::Status* status = api.Add(made, op)) return status;
     }
     domain = made;

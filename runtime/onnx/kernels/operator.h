@@ -30,6 +30,9 @@
 #endif
 #endif
 
+// All else is hidden: two versions of the library in a process share nothing, and each can be unloaded.
+#define SSDEVICE_EXPORT extern "C" __attribute__((visibility("default")))
+
 struct Failure {
   ort::Status* status;
 };

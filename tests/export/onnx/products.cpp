@@ -1,5 +1,5 @@
 // For processors with NEON's dot product: how many results of a linear differ in a bit from what its source says at the top.
-// Compiled with INT4 or INT8, and run under an emulator, where there is no ONNX Runtime to call the kernels.
+// Compiled with INT4, INT4_WHOLE (scales of 32 bits), INT8 or ARGMAX, and run under an emulator, where there is no ONNX Runtime to call the kernels.
 
 #include <cstdio>
 #include <random>
@@ -9,12 +9,19 @@
 #ifdef INT8
 #include "int8.cpp"
 #else
+#include "int4_products.cpp"
+#ifdef ARGMAX
+#include "argmax.cpp"
+#else
 #include "int4.cpp"
+#endif
 #endif
 
 // Nothing is called through ONNX Runtime here.
 int CrewSize() { return 0; }
-void For(const ort::Api&, ort::KernelContext*, int, size_t, Work, void*) {}
+void For(const ort::Api&, ort::KernelContext*, int, size_t total, Work work, void* data) {
+  for (size_t i = 0; i < total; ++i) work(data, i);
+}
 
 namespace {
 
@@ -32,13 +39,12 @@ int64_t Product(const float* x, float inverse, const int* levels, int64_t count,
   return sum;
 }
 
-#ifdef INT8
-using Quantized = ByteRows;
+#if defined(INT8) || defined(ARGMAX)
 constexpr int kLeastLevel = -128, kLevels = 256;
 
 int64_t ScalesOf(int64_t outputs, int64_t) { return outputs; }
 
-Weights Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
+auto Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
   std::vector<int8_t> codes(levels.size());
   for (int64_t n = 0; n < outputs; ++n)
     for (int64_t k = 0; k < inputs; ++k) codes[k * outputs + n] = static_cast<int8_t>(levels[n * inputs + k]);
@@ -50,7 +56,11 @@ float Expected(const float* x, const int* levels, int64_t inputs, int64_t column
   return static_cast<float>(Product(x, scale, levels, inputs, true)) * scales[column] * scale;
 }
 #else
-using Quantized = Rows;
+#ifdef INT4_WHOLE
+constexpr auto kScales = Scales::kWhole;
+#else
+constexpr auto kScales = Scales::kShort;
+#endif
 constexpr int kLeastLevel = -8, kLevels = 16;
 
 int64_t ScalesOf(int64_t outputs, int64_t inputs) { return outputs * (inputs / kBlock); }
@@ -59,7 +69,7 @@ Weights Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, co
   std::vector<uint8_t> codes(levels.size() / 2);
   for (size_t i = 0; i < codes.size(); ++i)
     codes[i] = static_cast<uint8_t>((levels[2 * i] + kZero) | ((levels[2 * i + 1] + kZero) << 4));
-  return Packed(outputs, inputs, codes.data(), scales.data());
+  return Packed(outputs, inputs, codes.data(), scales.data(), kScales);
 }
 
 float Expected(const float* x, const int* levels, int64_t inputs, int64_t column, const Floats& scales) {
@@ -73,6 +83,40 @@ float Expected(const float* x, const int* levels, int64_t inputs, int64_t column
 }
 #endif
 
+// How many of [count] rows, or of their products, differ, and of how many.
+template <typename Made>
+std::pair<int64_t, int64_t> Differ(const Made& weights, const Floats& x, int64_t count, int64_t outputs, int64_t inputs,
+                                   const std::vector<int>& levels, const Floats& scales) {
+  Floats expected(count * outputs);
+  for (int64_t i = 0; i < count * outputs; ++i)
+    expected[i] = Expected(&x[i / outputs * inputs], &levels[i % outputs * inputs], inputs, i % outputs, scales);
+  int64_t wrong = 0;
+#ifdef ARGMAX
+  Rows rows;
+  std::vector<int64_t> best(count);
+  rows.Fill(x.data(), count, inputs);
+  BestColumns(ort::Api(nullptr), nullptr, 0, weights, rows, count, best.data());
+  for (int64_t r = 0; r < count; ++r) {
+    const float* row = &expected[r * outputs];
+    wrong += best[r] != std::max_element(row, row + outputs) - row;
+  }
+  return {wrong, count};
+#else
+#ifdef INT8
+  ByteRows rows;
+  const ProductsOf<ByteRows> products{kDotProducts, kTile};
+#else
+  BlockRows rows;
+  const ProductsOf<BlockRows> products = Int4Products(kScales);
+#endif
+  Floats y(count * outputs);
+  Quantize(x.data(), count, inputs, &rows);
+  CallOf<decltype(rows)>{weights, rows, products, count, 1, y.data()}.Run(0);
+  for (int64_t i = 0; i < count * outputs; ++i) wrong += y[i] != expected[i];
+  return {wrong, count * outputs};
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -84,17 +128,21 @@ int main() {
     for (int& level : levels) level = static_cast<int>(drawn() % kLevels) + kLeastLevel;
     Floats scales(ScalesOf(outputs, inputs));
     for (float& scale : scales) scale = std::exp(normal(drawn));
-    const Weights weights = Made(outputs, inputs, levels, scales);
+#if !defined(INT8) && !defined(ARGMAX) && !defined(INT4_WHOLE)
+    for (float& scale : scales) {
+      uint32_t bits;
+      std::memcpy(&bits, &scale, 4);
+      bits &= 0xFFFF0000;
+      std::memcpy(&scale, &bits, 4);
+    }
+#endif
+    const auto weights = Made(outputs, inputs, levels, scales);
     for (const int64_t count : {1, 2, 3, 4, 5, 7, 11}) {
-      Floats x(count * inputs), y(count * outputs);
+      Floats x(count * inputs);
       for (float& value : x) value = normal(drawn);
-      Quantized rows;
-      Quantize(x.data(), count, inputs, &rows);
-      CallOf<Quantized>{weights, rows, {kDotProducts, kTile}, count, 1, y.data()}.Run(0);
-      for (int64_t i = 0; i < count * outputs; ++i, ++all) {
-        const int64_t r = i / outputs, n = i % outputs;
-        wrong += y[i] != Expected(&x[r * inputs], &levels[n * inputs], inputs, n, scales);
-      }
+      const auto [differing, of] = Differ(weights, x, count, outputs, inputs, levels, scales);
+      wrong += differing;
+      all += of;
     }
   }
   std::printf("%lld of %lld differ\n", static_cast<long long>(wrong), static_cast<long long>(all));

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,21 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from ssdevice.adapters.weights import int8_factors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.errors import BundleError, InputError
+from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.loop import prefill
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import LANES
-from ssdevice.runtime.onnx.engine import OnnxCache
+from ssdevice.runtime.onnx.engine import OnnxCache, app_graphs
 from ssdevice.runtime.session import Session
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
@@ -95,17 +99,23 @@ def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
     return y
 
 
+@pytest.mark.parametrize("bits", ["bfloat16", "float32"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_every_row_has_numpys_bits_among_any_number_of_rows(
-    library: Path, inputs: int, outputs: int, threads: int
+    library: Path, inputs: int, outputs: int, threads: int, bits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(inputs)
     weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
     weight[0] = 0
     x = (rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))).astype(np.float32)
     x[1], x[2], x[4] = 0, 1e-38, np.sign(x[4])
-    expected = int4_linear(x, Int4Weight.of(weight.T))
+    form = Int4Weight.of(weight.T)
+    assert not (form.scale.view(np.uint32) & 0xFFFF).any()
+    if bits == "float32":  # as in bundles of earlier versions
+        form = replace(form, scale=form.scale * np.float32(1.001))
+        monkeypatch.setattr(Int4Weight, "of", lambda _: form)
+    expected = int4_linear(x, form)
     for rows in ROWS:
         model = forms.linears_model(rows, [weight], Quant.INT4)
         (found,) = session(model, library, threads).run(None, {"x": x[None, :rows]})
@@ -168,6 +178,72 @@ def test_an_embedding_and_its_tied_head_have_the_bits_of_integers(library: Path)
         opened.run(None, {opened.get_inputs()[0].name: ids + 521})
 
 
+def head_model(rows: int, weight: np.ndarray, kind: str) -> bytes:
+    """``Int8Argmax`` or ``Int8Linear`` of ``x [1, rows, K]`` with a head ``[V, K]``."""
+    values, scale = int8_factors(np.ascontiguousarray(weight.T))
+    x = forms.value("x", (1, rows, weight.shape[1]))
+    zero = np.full((1, rows, 1), 128, np.uint8)
+    inputs = [x, *(forms.stored(name, array) for name, array in (("codes", values), ("scales", scale), ("zero", zero)))]
+    for given, dtype in zip(inputs[1:], (ir.DataType.INT8, ir.DataType.FLOAT, ir.DataType.UINT8), strict=True):
+        given.type = ir.TensorType(dtype)
+    form = {"axes": [-1], "keep": 1, "axis": 2, "block": weight.shape[1]}
+    node = ir.node(kind, inputs, form, domain=kernels.DOMAIN)
+    out = node.outputs[0]
+    out.name, out.type = "y", ir.TensorType(ir.DataType.INT64 if kind == kernels.INT8_ARGMAX else ir.DataType.FLOAT)
+    graph = ir.Graph([x], [out], nodes=[node], initializers=inputs[1:], opset_imports={"": OPSET, CONTRIB: 1})
+    model = ir.Model(graph, ir_version=11)
+    add_functions(model)
+    content: bytes = ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+def heads() -> dict[str, np.ndarray]:
+    """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights are no noise."""
+    rng = np.random.default_rng(5)
+    drawn = {shape: rng.standard_normal(shape).astype(np.float32) for shape in ((9001, 576), (521, 100), (40, 32))}
+    twice = np.concatenate([drawn[521, 100]] * 3)
+    levels = np.round(rng.uniform(-1, 1, (700, 64))).astype(np.float32)
+    one = np.zeros((300, 192), np.float32)
+    one[np.arange(300), rng.integers(0, 192, 300)] = rng.standard_normal(300)
+    return {"large": drawn[9001, 576], "twice": twice, "small": drawn[40, 32], "levels": levels, "one weight": one}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("head", heads())
+def test_the_best_column_is_that_of_the_whole_product(library: Path, head: str, threads: int) -> None:
+    weight = heads()[head]
+    rng = np.random.default_rng(len(weight))
+    x = rng.standard_normal((max(ROWS), weight.shape[1])).astype(np.float32)
+    x[:, :3] *= 30  # as in hidden states, where few channels are much larger than the others
+    x[1], x[2] = 0, weight[7] / np.abs(weight[7]).max()
+    expected = forms.int8_product(x, weight.T).argmax(-1)
+    for rows in ROWS:
+        model = head_model(rows, weight, kernels.INT8_ARGMAX)
+        for file in (library, None):
+            (found,) = session(model, file, threads).run(None, {"x": x[None, :rows]})
+            np.testing.assert_array_equal(found[0, :, 0], expected[:rows])
+
+
+def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_embedding_too(
+    base: Path, adapter: Path, tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = compared_along_a_chain(base, adapter, tmp_path / "whole", "int4")
+    monkeypatch.setattr(fused, "LARGE", 1)
+    halves = compared_along_a_chain(base, adapter, tmp_path / "halves", "int4")
+    assert whole.differences == halves.differences == [] and halves.largest_change == 0
+    for name, file in app_graphs(Bundle.open(tmp_path / "halves"), None)[0].items():
+        kinds = {node.op_type for node in onnx.load(str(file), load_external_data=False).graph.node}
+        assert {kernels.INT8_ARGMAX, kernels.TIED_EMBEDDING} <= kinds
+        assert not kinds & {kernels.INT8_LINEAR, kernels.INT8_EMBEDDING, "TopK"}, name
+    texts = {
+        "".join(Session.open(tmp_path / folder, options=EngineOptions(kernels=ours)).generate("a b c", max_tokens=40))
+        for folder in ("whole", "halves")
+        for ours in (True, False)
+    }
+    assert len(texts) == 1
+    assert set(parts_of(tmp_path / "halves" / "step.onnx").values()) == set(PARTS)
+
+
 ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
 
 
@@ -175,7 +251,7 @@ ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
     shutil.which(ARM_COMPILER) is None or shutil.which(ARM[0]) is None,
     reason=f"needs {ARM_COMPILER} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
-@pytest.mark.parametrize("kind", ["INT4", "INT8"])
+@pytest.mark.parametrize("kind", ["INT4", "INT4_WHOLE", "INT8", "ARGMAX"])
 def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_path: Path) -> None:
     """There is no ONNX Runtime to call them, so a program in products.cpp does."""
     program, source = tmp_path / "products", Path(__file__).with_name("products.cpp")
@@ -184,7 +260,8 @@ def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_pat
     command = [ARM_COMPILER, *flags, *warnings, "-static", f"-D{kind}", "-I", str(kernels.SOURCES)]
     subprocess.run([*command, "-o", str(program), str(source)], check=True)
     done = subprocess.run([*ARM, str(program)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "0 of 5973 differ\n")
+    count = 99 if kind == "ARGMAX" else 5973
+    assert (done.returncode, done.stdout) == (0, f"0 of {count} differ\n")
 
 
 KV_HEADS, GROUPS = 3, 2

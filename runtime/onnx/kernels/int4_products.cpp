@@ -1,0 +1,237 @@
+// Products of rows in eight bits with a group of columns in four (int4.h), as the CPUs have instructions for them. Kernels only
+// differ in how they compute a block's sum of integers, so all give the same bits.
+
+#include <cstring>
+
+#include "int4.h"
+
+namespace {
+
+
+
+// The scale of column ``c``.
+inline float ScaleOf(const uint8_t* from, int c, Scales kind) {
+  if (kind == Scales::kNone) return 1.0f;
+  uint32_t bits;
+  uint16_t half;
+  if (kind == Scales::kWhole) std::memcpy(&bits, from + 4 * c, 4);
+  if (kind == Scales::kShort) {
+    std::memcpy(&half, from + 2 * c, 2);
+    bits = static_cast<uint32_t>(half) << 16;
+  }
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return scale;
+}
+
+template <int R, Scales S>
+void Portable(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
+  for (int r = 0; r < R; ++r) std::fill(out[r], out[r] + kColumns, 0.0f);
+  for (int b = 0; b < t.blocks; ++b) {
+    const uint8_t *codes = t.weights + CodesAt(b, S), *from = t.weights + ScalesAt(b, S);
+    float scales[kColumns];
+    for (int c = 0; c < kColumns; ++c) scales[c] = ScaleOf(from, c, S);
+    for (int r = 0; r < R; ++r) {
+      const auto& [q, scale, zero] = t.At(b)[r];
+      for (int c = 0; c < kColumns; ++c) {
+        int32_t d = zero;
+        for (int k = 0; k < 16; ++k) {
+          const uint8_t both = codes[4 * kColumns * (k / 4) + 4 * c + k % 4];
+          d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
+        }
+        out[r][c] += static_cast<float>(d) * (scales[c] * scale);
+      }
+    }
+  }
+}
+
+#ifdef SSDEVICE_AVX2
+template <Scales S>
+__attribute__((target("avx2"), always_inline)) inline __m256 EightScales(const uint8_t* from, int v) {
+  if (S == Scales::kNone) return _mm256_set1_ps(1.0f);
+  if (S == Scales::kWhole) return _mm256_load_ps(reinterpret_cast<const float*>(from) + kLanes * v);
+  const __m128i halves = _mm_load_si128(reinterpret_cast<const __m128i*>(from) + v);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+// Eight products of codes up to 15 with codes up to 127, two by two, add up to at most 30480: sixteen bits hold them. The sums
+// of all rows and vectors stay in registers while weights are unpacked: with 5 rows and 2 vectors that takes all sixteen.
+template <int R, Scales S>
+__attribute__((target("avx2"))) void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256 sums[R][kVectors];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_ps();
+  const uint8_t* unit = t.weights;
+  for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
+    Prefetch(unit + kAhead, UnitOf(S));
+    SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
+      if (b + second == t.blocks) break;
+      const uint8_t *codes = unit + CodesAt(second, S), *from = unit + ScalesAt(second, S);
+      const BlockRows::Part* rows = t.At(b + second);
+      __m256i pairs[R][kVectors];
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+        SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) pairs[r][v] = _mm256_setzero_si256();
+      SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+        SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+          __m256i w[kVectors];
+          SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+            const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes + 4 * kColumns * i + 32 * v));
+            w[v] = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
+          }
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            int32_t four;
+            std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
+            SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+              pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(w[v], _mm256_set1_epi32(four)));
+              InOrder(pairs[r][v]);
+            }
+          }
+        }
+      }
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        const __m256i zero = _mm256_set1_epi32(rows[r].zero);
+        const __m256 scale = _mm256_set1_ps(rows[r].scale);
+        SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const __m256 d = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(pairs[r][v], ones), zero));
+          const __m256 both = _mm256_mul_ps(EightScales<S>(from, v), scale);
+          sums[r][v] = _mm256_add_ps(sums[r][v], _mm256_mul_ps(d, both));
+        }
+      }
+    }
+  }
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) _mm256_storeu_ps(out[r] + kLanes * v, sums[r][v]);
+}
+
+#ifdef SSDEVICE_VNNI
+template <Scales S>
+SSDEVICE_TARGET_VNNI __attribute__((always_inline)) inline __m512 SixteenScales(const uint8_t* from) {
+  if (S == Scales::kNone) return _mm512_set1_ps(1.0f);
+  if (S == Scales::kWhole) return _mm512_load_ps(from);
+  const __m256i halves = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// A product of four codes with four is one instruction, and the sixteen sums of a row are one vector.
+template <int R, Scales S>
+SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 sums[R];
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  const uint8_t* unit = t.weights;
+  for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
+    Prefetch(unit + kAhead, UnitOf(S));
+    SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
+      if (b + second == t.blocks) break;
+      const uint8_t *codes = unit + CodesAt(second, S), *from = unit + ScalesAt(second, S);
+      const BlockRows::Part* rows = t.At(b + second);
+      __m512i d[R];
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) d[r] = _mm512_set1_epi32(rows[r].zero);
+      SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+        const __m512i both = _mm512_load_si512(codes + 4 * kColumns * i);
+        SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+          const __m512i w = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            int32_t four;
+            std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
+            d[r] = _mm512_dpbusd_epi32(d[r], w, _mm512_set1_epi32(four));
+          }
+        }
+      }
+      const __m512 scales = SixteenScales<S>(from);
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        const __m512 both = _mm512_mul_ps(scales, _mm512_set1_ps(rows[r].scale));
+        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(_mm512_cvtepi32_ps(d[r]), both));
+      }
+    }
+  }
+  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(out[r], sums[r]);
+}
+
+template <Scales S>
+constexpr ProductOf<BlockRows> kVnniProducts[] = {Vnni<1, S>, Vnni<2, S>, Vnni<3, S>, Vnni<4, S>, Vnni<5, S>,
+                                                  Vnni<6, S>, Vnni<7, S>, Vnni<8, S>, Vnni<9, S>, Vnni<10, S>};
+#endif
+
+template <Scales S>
+constexpr ProductOf<BlockRows> kAvx2Products[] = {Avx2<1, S>, Avx2<2, S>, Avx2<3, S>, Avx2<4, S>, Avx2<5, S>};
+#endif
+
+#ifdef SSDEVICE_DOT
+template <Scales S>
+SSDEVICE_TARGET_DOT inline float32x4_t FourScales(const uint8_t* from, int v) {
+  if (S == Scales::kNone) return vdupq_n_f32(1.0f);
+  if (S == Scales::kWhole) return vld1q_f32(reinterpret_cast<const float*>(from) + 4 * v);
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from) + 4 * v), 16));
+}
+
+// Two vectors of columns at a time: with five rows their sums and products are twenty of 32 registers.
+template <int R, Scales S>
+SSDEVICE_TARGET_DOT void Dot(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
+  for (int first = 0; first < kQuarters; first += 2) {
+    float32x4_t sums[R][2];
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+      SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) sums[r][v] = vdupq_n_f32(0);
+    for (int b = 0; b < t.blocks; ++b) {
+      const uint8_t *codes = t.weights + CodesAt(b, S), *from = t.weights + ScalesAt(b, S);
+      const BlockRows::Part* rows = t.At(b);
+      int32x4_t d[R][2];
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) d[r][v] = vdupq_n_s32(rows[r].zero);
+      SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
+        int8x16_t w[2][2];
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+          const uint8x16_t both = vld1q_u8(codes + 4 * kColumns * i + 16 * (first + v));
+          w[0][v] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+          w[1][v] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+        }
+        SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            const int8x16_t four = Four(rows[r].codes + 16 * half + 4 * i);
+            SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+              d[r][v] = vdotq_s32(d[r][v], w[half][v], four);
+              InOrder(d[r][v]);
+            }
+          }
+        }
+      }
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) {
+          const float32x4_t both = vmulq_f32(FourScales<S>(from, first + v), vdupq_n_f32(rows[r].scale));
+          sums[r][v] = vaddq_f32(sums[r][v], vmulq_f32(vcvtq_f32_s32(d[r][v]), both));
+        }
+      }
+    }
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+      SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) vst1q_f32(out[r] + 4 * (first + v), sums[r][v]);
+  }
+}
+
+template <Scales S>
+constexpr ProductOf<BlockRows> kDotProducts[] = {Dot<1, S>, Dot<2, S>, Dot<3, S>, Dot<4, S>, Dot<5, S>};
+#endif
+
+template <Scales S>
+constexpr ProductOf<BlockRows> kPortableProducts[] = {Portable<1, S>, Portable<2, S>, Portable<3, S>, Portable<4, S>, Portable<5, S>};
+
+template <Scales S>
+ProductsOf<BlockRows> Products() {
+#ifdef SSDEVICE_VNNI
+  if (kVnni) return {kVnniProducts<S>, kWideTile};
+#endif
+#ifdef SSDEVICE_AVX2
+  if (kAvx2) return {kAvx2Products<S>, kTile};
+#endif
+#ifdef SSDEVICE_DOT
+  if (kDot) return {kDotProducts<S>, kTile};
+#endif
+  return {kPortableProducts<S>, kTile};
+}
+
+}  // namespace
+
+ProductsOf<BlockRows> Int4Products(Scales scales) {
+  if (scales == Scales::kNone) return Products<Scales::kNone>();
+  return scales == Scales::kShort ? Products<Scales::kShort>() : Products<Scales::kWhole>();
+}

@@ -1,0 +1,111 @@
+// Rows in eight bits with one scale each: what products with weights of eight bits take.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "linears.h"
+
+constexpr float kLevel = 1.0f / 127.0f;
+constexpr int kShift = 128;  // makes a row's codes unsigned
+
+// Rows in eight bits: [blocks, R, 32] codes, as integers of a type, and a scale for each row.
+template <typename Code>
+struct RowsAs {
+  struct Part {
+    Code codes[kBlock];
+  };
+  std::vector<Part> parts;
+  std::vector<float> scales;
+};
+
+template <typename Code>
+void QuantizeBlock(const float* x, int count, float scale, Code* codes) {
+  constexpr int shift = std::is_unsigned_v<Code> ? kShift : 0;
+  std::fill(codes, codes + kBlock, static_cast<Code>(shift));
+  for (int k = 0; k < count; ++k) {
+    const float q = x[k] / scale;  // no number if all are 0; then the scale makes the product 0
+    codes[k] = static_cast<Code>(static_cast<int>(std::nearbyint(q > -128.0f ? (q < 127.0f ? q : 127.0f) : -128.0f)) + shift);
+  }
+}
+
+inline float PeakOf(const float* x, int64_t count) {
+  float peak = 0;
+  for (int64_t k = 0; k < count; ++k) peak = std::max(peak, std::fabs(x[k]));
+  return peak;
+}
+
+#ifdef SSDEVICE_AVX2
+__attribute__((target("avx2"))) inline float PeakAvx2(const float* x, int64_t count) {
+  __m256 most = _mm256_setzero_ps();
+  for (int64_t k = 0; k < count; k += 8)
+    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + k)));
+  float lanes[8];
+  _mm256_storeu_ps(lanes, most);
+  return *std::max_element(lanes, lanes + 8);
+}
+
+template <typename Code>
+__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, float scale, Code* codes) {
+  const __m256 divisor = _mm256_set1_ps(scale), least = _mm256_set1_ps(-128.0f), most = _mm256_set1_ps(127.0f);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 value = _mm256_div_ps(_mm256_loadu_ps(x + 8 * i), divisor);
+    q[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(value, least), most));
+  }
+  const __m256i words[] = {_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])};
+  __m256i* out = reinterpret_cast<__m256i*>(codes);
+  if constexpr (sizeof(Code) == 2) {
+    for (int i = 0; i < 2; ++i) _mm256_storeu_si256(out + i, _mm256_permute4x64_epi64(words[i], 0xD8));
+  } else {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
+    _mm256_storeu_si256(out, std::is_unsigned_v<Code> ? _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)) : bytes);
+  }
+}
+#endif
+
+// Fills ``parts`` and ``scales`` from [count, K] floats.
+template <typename Rows>
+void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
+  const int blocks = Blocks(inputs);
+  out->parts.resize(static_cast<size_t>(count) * blocks);
+  out->scales.resize(static_cast<size_t>(count));
+  for (int64_t r = 0; r < count; ++r, x += inputs) {
+    int64_t done = 0;
+    float peak = 0;
+#ifdef SSDEVICE_AVX2
+    if (kAvx2) peak = PeakAvx2(x, done = inputs / 8 * 8);
+#endif
+    const float scale = out->scales[static_cast<size_t>(r)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
+    for (int b = 0; b < blocks; ++b) {
+      auto* codes = out->parts[static_cast<size_t>(b * count + r)].codes;
+      const float* from = x + static_cast<int64_t>(b) * kBlock;
+      const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
+#ifdef SSDEVICE_AVX2
+      if (kAvx2 && full == kBlock) {
+        QuantizeBlockAvx2(from, scale, codes);
+        continue;
+      }
+#endif
+      QuantizeBlock(from, full, scale, codes);
+    }
+  }
+}
+
+// Input 0, ids [..] int32, to output 0, [.., K] float: write(id, y) writes the K numbers of an id.
+template <typename Write>
+void LookUp(const ort::Api& api, ort::KernelContext* context, const Weights& weights, Write write) {
+  const ort::Value* input = InputOf(api, context, 0);
+  auto sizes = SizesOf(api, input);
+  const int64_t count = CountOf(sizes);
+  sizes.push_back(weights.inputs);
+  ort::Value* output = nullptr;
+  Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
+  const int32_t* ids = DataOf<const int32_t>(api, input);
+  float* y = DataOf<float>(api, output);
+  for (int64_t i = 0; i < count; ++i) {
+    Require(api, 0 <= ids[i] && ids[i] < weights.outputs, "an id is none of the vocabulary");
+    write(static_cast<int64_t>(ids[i]), y + i * weights.inputs);
+  }
+}
