@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice.bundle.manifest import Precision
 from ssdevice.errors import SSDeviceError
 from ssdevice.progress import duration
 
@@ -24,7 +25,8 @@ class Cost:
     """What exports to a target take: measured, and fitted by a line each.
 
     seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters;
-    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter + ``CACHES`` for tokens beyond MEASURED_CONTEXT.
+    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter, ``float_bytes`` if weights stay floats, and
+    ``CACHES`` for tokens beyond MEASURED_CONTEXT.
     """
 
     start: float
@@ -32,6 +34,7 @@ class Cost:
     weight: float
     memory: float
     weight_bytes: float
+    float_bytes: float
 
     def predict(self, plan: ExportPlan) -> Prediction:
         """What this export will take, about."""
@@ -39,7 +42,8 @@ class Cost:
         graphs = len(plan.function_names) * (1 if plan.merged else len(plan.apps))
         seconds = self.start + self.graph_layer * plan.geometry.layers * graphs + self.weight * parameters / 1e6
         beyond = max(0, plan.geometry.context - MEASURED_CONTEXT) * CACHES * plan.geometry.token_bytes("float32")
-        peak = int(self.memory * 1e6 + self.weight_bytes * parameters + beyond)
+        each = self.float_bytes if plan.options.quant is Precision.FP32 else self.weight_bytes
+        peak = int(self.memory * 1e6 + each * parameters + beyond)
         return Prediction(seconds, peak, plan.estimated_bytes())
 
 

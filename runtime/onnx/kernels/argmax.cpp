@@ -51,17 +51,26 @@ Halves Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float*
   Weights upper("Int8Argmax, upper", outputs, inputs, UnitsOf(inputs, kNone));
   Weights lower("Int8Argmax, lower", outputs, inputs, static_cast<size_t>(16 * kColumns * Blocks(inputs)));
   Weights known("Int8Argmax, columns", outputs, inputs, sizeof(Columns));
-  std::vector<double> sums(static_cast<size_t>(outputs)), squares(sums.size());
-  for (int64_t k = 0; k < inputs; ++k) {
-    for (int64_t n = 0; n < outputs; ++n) {
-      const int code = codes[k * outputs + n] + kShift, l = code & 15;
-      const int64_t c = n % kColumns;
-      upper.Group(n / kColumns)[UpperAt(k, c)] |= static_cast<uint8_t>(code >> 4 << Shift(k));
-      lower.Group(n / kColumns)[lower.bytes / kColumns * static_cast<size_t>(c) + LowerAt(k)] |= static_cast<uint8_t>(l << Shift(k));
-      sums[static_cast<size_t>(n)] += l;
-      squares[static_cast<size_t>(n)] += l * l;
+  std::vector<int32_t> sums(static_cast<size_t>(outputs)), squares(sums.size());
+  EachBlock(codes, inputs, outputs, [&](int64_t first, int64_t n, const int8_t* block) {
+    const int64_t c = n % kColumns;
+    uint8_t* high = upper.Group(n / kColumns) + UpperAt(first, c);
+    uint8_t* low = lower.Group(n / kColumns) + lower.bytes / kColumns * static_cast<size_t>(c) + LowerAt(first);
+    uint8_t code[kBlock];
+    int32_t sum = 0, square = 0;
+    for (int k = 0; k < kBlock; ++k) {
+      code[k] = static_cast<uint8_t>(block[k] + kShift);  // of an input that there is not: l = 0
+      const int l = code[k] & 15;
+      sum += l;
+      square += l * l;
     }
-  }
+    for (int k = 0; k < kBlock / 2; ++k) {
+      high[4 * kColumns * (k / 4) + k % 4] = static_cast<uint8_t>(code[k] >> 4 | (code[16 + k] & 0xF0));
+      low[k] = static_cast<uint8_t>((code[k] & 15) | code[16 + k] << 4);
+    }
+    sums[static_cast<size_t>(n)] += sum;
+    squares[static_cast<size_t>(n)] += square;
+  });
   for (int64_t n = 0; n < outputs; ++n) {
     auto& columns = *reinterpret_cast<Columns*>(known.Group(n / kColumns));
     const int64_t c = n % kColumns;

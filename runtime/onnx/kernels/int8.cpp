@@ -30,13 +30,17 @@ Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float
   const size_t scales_at = kUnit * static_cast<size_t>(Blocks(inputs)), shifts_at = scales_at + 4 * kColumns;
   Weights made("Int8Linear", outputs, inputs, shifts_at + 4 * kColumns);
   std::vector<int32_t> shifts(static_cast<size_t>(outputs));
-  for (int64_t k = 0; k < inputs; ++k) {
-    for (int64_t n = 0; n < outputs; ++n) {
-      const int8_t code = codes[k * outputs + n];
-      made.Group(n / kColumns)[At(k, n % kColumns)] = static_cast<uint8_t>(code);
-      shifts[static_cast<size_t>(n)] += kShift * code;
+  size_t places[kBlock];
+  for (int k = 0; k < kBlock; ++k) places[k] = At(k, 0);
+  EachBlock(codes, inputs, outputs, [&](int64_t first, int64_t n, const int8_t* block) {
+    uint8_t* unit = made.Group(n / kColumns) + At(first, n % kColumns);
+    int32_t sum = 0;
+    for (int k = 0; k < kBlock; ++k) {
+      unit[places[k]] = static_cast<uint8_t>(block[k]);
+      sum += block[k];
     }
-  }
+    shifts[static_cast<size_t>(n)] += kShift * sum;
+  });
   for (int64_t n = 0; n < outputs; ++n) {
     const size_t column = 4 * static_cast<size_t>(n % kColumns);
     std::memcpy(made.Group(n / kColumns) + scales_at + column, scales + n, 4);

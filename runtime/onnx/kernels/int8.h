@@ -93,6 +93,27 @@ void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
   }
 }
 
+// Calls pack(k, n, codes) for every block of inputs, which begins with k, and column n: with the 32 codes of [K, N] there, zeros
+// past the end. They are copied a cache line at a time: lines of a column are many pages apart and drive each other out of a cache.
+template <typename Pack>
+void EachBlock(const int8_t* codes, int64_t inputs, int64_t outputs, Pack pack) {
+  constexpr int64_t kWide = kLine;
+  int8_t rows[kBlock][kWide], column[kBlock];
+  for (int64_t first = 0; first < outputs; first += kWide) {
+    const int64_t columns = std::min(kWide, outputs - first);
+    for (int64_t k = 0; k < inputs; k += kBlock) {
+      for (int64_t i = 0; i < kBlock; ++i) {
+        if (k + i < inputs) std::copy_n(codes + (k + i) * outputs + first, columns, rows[i]);
+        if (k + i >= inputs) std::fill_n(rows[i], kWide, 0);
+      }
+      for (int64_t n = 0; n < columns; ++n) {
+        for (int i = 0; i < kBlock; ++i) column[i] = rows[i][n];
+        pack(k, first + n, column);
+      }
+    }
+  }
+}
+
 // Input 0, ids [..] int32, to output 0, [.., K] float: write(id, y) writes the K numbers of an id.
 template <typename Write>
 void LookUp(const ort::Api& api, ort::KernelContext* context, const Weights& weights, Write write) {
