@@ -25,7 +25,7 @@ class CoreMLTarget(ExportTarget):
     options = (CoreMLOptions,)
     # SmolLM2-135M (30 layers, 3 graphs), INT4: about 160 s. It takes 1.7 GB; the prediction of
     # memory is that of half a billion weights, measured when conversion needed more.
-    cost = Cost(start=15, graph_layer=0.9, weight=0.45, memory=1000, weight_bytes=11, float_bytes=16)
+    cost = Cost(start=15, graph_layer=0.9, weight=0.45, memory=700, weight_bytes=9, float_bytes=9)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.coreml.exporter import CoreMLExporter

@@ -252,11 +252,9 @@ struct Kernel {
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
-    const auto [codes, scales] = Constants(api, info);
-    const auto sizes = SizesOf(api, codes), columns = SizesOf(api, scales);
-    Require(api, sizes.size() == 2 && columns.size() == 1 && columns[0] == sizes[1], "expected codes [K, N] and scales [N]");
-    Require(api, sizes[0] <= kMostUnscaled, "Int8Argmax: its rows are too wide");
-    *out = new Kernel{api, Packed(sizes[0], sizes[1], DataOf<const int8_t>(api, codes), DataOf<const float>(api, scales))};
+    const Columned given(api, info);
+    Require(api, given.inputs <= kMostUnscaled, "Int8Argmax: its rows are too wide");
+    *out = new Kernel{api, Packed(given.inputs, given.outputs, given.codes, given.scales)};
   });
 }
 

@@ -93,6 +93,23 @@ void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
   }
 }
 
+// Constants [K, N] int8 and [N] float.
+struct Columned {
+  int64_t inputs, outputs;
+  const int8_t* codes;
+  const float* scales;
+
+  Columned(const ort::Api& api, const ort::KernelInfo* info) {
+    const auto [values, factors] = Constants(api, info);
+    const auto sizes = SizesOf(api, values), columns = SizesOf(api, factors);
+    Require(api, sizes.size() == 2 && columns.size() == 1 && columns[0] == sizes[1], "expected codes [K, N] and scales [N]");
+    inputs = sizes[0];
+    outputs = sizes[1];
+    codes = DataOf<const int8_t>(api, values);
+    scales = DataOf<const float>(api, factors);
+  }
+};
+
 // Calls pack(k, n, codes) for every block of inputs, which begins with k, and column n: with the 32 codes of [K, N] there, zeros
 // past the end. They are copied a cache line at a time: lines of a column are many pages apart and drive each other out of a cache.
 template <typename Pack>
