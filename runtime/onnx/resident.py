@@ -60,6 +60,10 @@ class Weight:
         # MatMulNBits also keeps the amount that each block's zero adds, a float like the block's scale.
         return self.size * (2 if (kernels.INT4_LINEAR, 2) in self.readers else 1)
 
+    def held(self) -> int:
+        """Bytes that our kernels hold of it, which keep INT4's scales as the bfloat16 numbers that they are."""
+        return self.size // 2 if (kernels.INT4_LINEAR, 2) in self.readers else self.size
+
     def mapped(self, tokens: int) -> int:
         """Bytes of it that calls read from the file."""
         if not self.read_by(GATHERS):
@@ -76,7 +80,7 @@ def predict(
     ``adapter``: bytes of the app's own files; ``ours``: with kernels. Raises BundleError for a file that is no graph.
     """
     graphs = [read_weights(file) for file in files.values()]
-    shared = {weight.place: weight.size for graph in graphs for weight in graph if weight.read_by(OURS)}
+    shared = {weight.place: weight.held() for graph in graphs for weight in graph if weight.read_by(OURS)}
     packed, mapped, largest, last = adapter + (sum(shared.values()) if ours else 0), 0, 0, 0
     for graph in graphs:
         own = [weight for weight in graph if not (ours and weight.read_by(OURS))]
