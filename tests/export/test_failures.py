@@ -87,7 +87,7 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_begins(
     monkeypatch.setattr(command, "available_memory", lambda: GB // 10)
     assert export(base, tmp_path / "b") == 1
     said = capsys.readouterr().err
-    assert "needs about 0.9 GB of memory, and 0.1 GB are available" in said and said.count("\n") == 1
+    assert "needs about 0.6 GB of memory, and 0.1 GB are available" in said and said.count("\n") == 1
     assert export(base, tmp_path / "b", "--ignore-memory") == 130
     assert os.listdir(tmp_path) == []
 
