@@ -25,7 +25,7 @@ class Cost:
     """What exports to a target take: measured, and fitted by a line each.
 
     seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters;
-    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter, ``float_bytes`` if weights stay floats, and
+    peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter, ``float_bytes`` in float32, and
     ``CACHES`` for tokens beyond MEASURED_CONTEXT.
     """
 

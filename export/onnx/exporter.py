@@ -94,6 +94,7 @@ class OnnxExporter(Exporter):
         """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
         plan = job.plan
         store = WeightStore()
+        argmax = plan.geometry.k == 1
         files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
         wanted = variants_of(plan.apps)
         steps = sum(len(traced.functions) for traced in wanted)
@@ -109,9 +110,7 @@ class OnnxExporter(Exporter):
                     job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
                     book = _book(plan)
                     graph = trace(model, specs[name], variant)
-                    argmax = plan.geometry.k == 1
-                    path = folder / file
-                    write_graph(graph, specs[name], plan.options.quant, store, path, weights, argmax, book)
+                    write_graph(graph, specs[name], plan.options.quant, store, folder / file, weights, argmax, book)
                     files.append(TargetFile(f"{name}:{variant.name}", file))
                     slots |= book.slots
                 made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))

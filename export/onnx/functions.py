@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -203,12 +203,18 @@ FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
 
 
 def add_functions(model: ir.Model) -> None:
-    """Give a model the functions of the operators that its graph calls."""
-    called = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    if INT8_ARGMAX in called:
-        called.add(INT8_LINEAR)
-    for name in sorted(called):
-        made = FUNCTIONS[name]()
-        model.functions[made.identifier()] = made
-    if called:
+    """Give a model the functions of the operators that its graph calls, and of those that they call."""
+    made: dict[str, ir.Function] = {}
+    waiting = _called(model.graph)
+    while waiting:
+        name = waiting.pop()
+        made[name] = FUNCTIONS[name]()
+        waiting |= _called(made[name]) - made.keys()
+    for _, function in sorted(made.items()):
+        model.functions[function.identifier()] = function
+    if made:
         model.opset_imports[DOMAIN] = 1
+
+
+def _called(nodes: Iterable[ir.Node]) -> set[str]:
+    return {node.op_type for node in nodes if node.domain == DOMAIN}

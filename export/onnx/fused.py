@@ -126,7 +126,7 @@ def best_column(edit: Editor, node: ir.Node) -> bool:
     assert made is not None
     made.name = product.outputs[0].name
     edit.replace_value(ids, edit.reshape(node, best, shape_of(ids) or ()))
-    for use in list(product.inputs[1].uses()) if product.inputs[1] is not None else ():
+    for use in source_of(product, 1).uses():
         if use.node.op_type == INT8_EMBEDDING:
             use.node.op_type = TIED_EMBEDDING
     edit.graph.remove([node, *between[::-1]], safe=True)

@@ -42,7 +42,7 @@ struct Halves {
 
 // Where in a group the upper four bits of an input's weight lie, in whole bytes, and how far they are shifted.
 size_t UpperAt(int64_t k, int64_t c) {
-  return CodesAt(static_cast<int>(k / kBlock), kNone) + static_cast<size_t>(4 * kColumns * (k % 16 / 4) + 4 * c + k % 4);
+  return CodesAt(static_cast<int>(k / kBlock), kNone) + ByteAt(static_cast<int>(k % 16), static_cast<int>(c));
 }
 size_t LowerAt(int64_t k) { return static_cast<size_t>(k / kBlock * 16 + k % 16); }
 int Shift(int64_t k) { return k % kBlock < 16 ? 0 : 4; }
@@ -65,7 +65,7 @@ Halves Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float*
       square += l * l;
     }
     for (int k = 0; k < kBlock / 2; ++k) {
-      high[4 * kColumns * (k / 4) + k % 4] = static_cast<uint8_t>(code[k] >> 4 | (code[16 + k] & 0xF0));
+      high[ByteAt(k, 0)] = static_cast<uint8_t>(code[k] >> 4 | (code[16 + k] & 0xF0));
       low[k] = static_cast<uint8_t>((code[k] & 15) | code[16 + k] << 4);
     }
     sums[static_cast<size_t>(n)] += sum;
@@ -182,21 +182,15 @@ struct Call {
 
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
-    const int64_t tiles = (count + products.tile - 1) / products.tile;
-    float out[kWideTile][kColumns], expected[kColumns], most[kColumns];
+    float expected[kColumns], most[kColumns];
     for (int64_t g = First(part); g < First(part + 1); ++g) {
-      const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - g * kColumns);
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
-        products.of[last - first - 1]({weights.Group(g), Blocks(weights.inputs), rows, first, count}, out);
-        for (int64_t r = first; r < last; ++r) {
-          std::copy(out[r - first], out[r - first] + columns, sums.data() + r * weights.outputs + g * kColumns);
-          Expected(r, g, out[r - first], expected, most);
-          peaks[static_cast<size_t>(r * weights.Groups() + g)] = *std::max_element(most, most + columns);
-          const float* top = std::max_element(expected, expected + columns);
-          BestOf(part, r).Take(*top, g * kColumns + (top - expected));
-        }
-      }
+      EachRow<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
+        std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
+        Expected(r, g, upper, expected, most);
+        peaks[static_cast<size_t>(r * weights.Groups() + g)] = *std::max_element(most, most + columns);
+        const float* top = std::max_element(expected, expected + columns);
+        BestOf(part, r).Take(*top, g * kColumns + (top - expected));
+      });
     }
   }
 

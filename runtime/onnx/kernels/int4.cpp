@@ -44,7 +44,7 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
       for (int k = 0; k < 16; ++k) {
         const uint8_t low = from[k / 2] >> (4 * (k % 2)) & 15;
         const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
-        block[4 * kColumns * (k / 4) + 4 * c + k % 4] = static_cast<uint8_t>(low | high << 4);
+        block[ByteAt(k, c)] = static_cast<uint8_t>(low | high << 4);
       }
       uint32_t bits;
       std::memcpy(&bits, scales + n * blocks + b, 4);

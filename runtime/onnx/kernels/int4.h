@@ -13,12 +13,14 @@ enum class Scales : size_t { kNone = 0, kShort = 2 * kColumns, kWhole = 4 * kCol
 
 constexpr size_t UnitOf(Scales scales) { return 2 * (kCodes + static_cast<size_t>(scales)); }
 
-// Bytes of the units of a group. What follows them in a group is the operator's own.
+// Bytes of a group: its units.
 inline size_t UnitsOf(int64_t inputs, Scales scales) { return UnitOf(scales) * static_cast<size_t>((Blocks(inputs) + 1) / 2); }
 
-// Where in a group the codes of a block begin: 4 rows of 4 * kColumns bytes. Byte 4 * c + j of row i holds input 4 * i + j of
-// column c in its low half and input 16 + 4 * i + j in its high half. So columns are side by side with four inputs of each in a
-// row, and sums need no shuffling.
+// Where in the codes of a block the byte of inputs k (its low half) and 16 + k (its high half) of column c lies: there are 4 rows
+// of 4 * kColumns bytes, and columns are side by side with four inputs of each in a row, so sums need no shuffling.
+constexpr size_t ByteAt(int k, int c) { return static_cast<size_t>(4 * kColumns * (k / 4) + 4 * c + k % 4); }
+
+// Where in a group the codes of a block begin, and its scales.
 inline size_t CodesAt(int block, Scales scales) {
   return UnitOf(scales) * static_cast<size_t>(block / 2) + kCodes * static_cast<size_t>(block % 2);
 }

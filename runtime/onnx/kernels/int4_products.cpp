@@ -36,7 +36,7 @@ void Portable(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
       for (int c = 0; c < kColumns; ++c) {
         int32_t d = zero;
         for (int k = 0; k < 16; ++k) {
-          const uint8_t both = codes[4 * kColumns * (k / 4) + 4 * c + k % 4];
+          const uint8_t both = codes[ByteAt(k, c)];
           d += q[k] * (both & 15) + q[16 + k] * (both >> 4);
         }
         out[r][c] += static_cast<float>(d) * (scales[c] * scale);

@@ -59,13 +59,13 @@ SSDEVICE_TARGET_DOT inline void InOrder(int32x4_t& sum) { asm volatile("" : "+w"
 #ifdef SSDEVICE_AVX2
 __attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum) { asm volatile("" : "+x"(sum)); }
 
-// Asks for what a kernel reads some units later: a processor's own guesses end with a page. One row is a sixth faster.
+// Asks for bytes. Kernels ask for those kAhead later: a processor's own guesses end with a page. One row is a sixth faster.
 // Weights are read once in a step, so they are kept out of the large caches (NTA), which activations and the host need:
 // on Zen 4 a step of SmolLM2 is 5 % faster and the host 10 %, and a model that fits into the caches is as fast.
 inline void Prefetch(const uint8_t* bytes, size_t count) {
   for (size_t at = 0; at < count; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(bytes + at), _MM_HINT_NTA);
 }
-constexpr size_t kAhead = 1024;  // bytes between what a kernel reads and what it asks for
+constexpr size_t kAhead = 1024;
 #endif
 
 // Weights by groups of kColumns columns, in the order in which a kernel reads them.
@@ -136,6 +136,19 @@ struct ProductsOf {
   int64_t tile;
 };
 
+// Multiplies all rows with a group, tile by tile, and calls take(row, products, columns): how many of kColumns there are.
+template <typename Rows, typename Take>
+void EachRow(const Weights& weights, int64_t group, const Rows& rows, ProductsOf<Rows> products, int64_t count, Take take) {
+  const int64_t tiles = (count + products.tile - 1) / products.tile;
+  const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - group * kColumns);
+  float out[kWideTile][kColumns];
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
+    products.of[last - first - 1]({weights.Group(group), Blocks(weights.inputs), rows, first, count}, out);
+    for (int64_t r = first; r < last; ++r) take(r, out[r - first], columns);
+  }
+}
+
 // A call's work, cut into parts of neighbouring groups of columns.
 template <typename Rows>
 struct CallOf {
@@ -149,16 +162,11 @@ struct CallOf {
   static void Part(void* call, size_t part) { static_cast<const CallOf*>(call)->Run(static_cast<int>(part)); }
 
   void Run(int part) const {
-    const int64_t tiles = (count + products.tile - 1) / products.tile, groups = weights.Groups();
-    float out[kWideTile][kColumns];
+    const int64_t groups = weights.Groups();
     for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
-      const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - g * kColumns);
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
-        products.of[last - first - 1]({weights.Group(g), Blocks(weights.inputs), rows, first, count}, out);
-        for (int64_t r = first; r < last; ++r)
-          std::copy(out[r - first], out[r - first] + columns, y + r * weights.outputs + g * kColumns);
-      }
+      EachRow(weights, g, rows, products, count, [&](int64_t r, const float* out, int64_t columns) {
+        std::copy(out, out + columns, y + r * weights.outputs + g * kColumns);
+      });
     }
   }
 };
