@@ -19,7 +19,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 namespace fs = std::filesystem;
@@ -27,9 +26,13 @@ using Error = std::runtime_error;
 using Ids = std::vector<int32_t>;
 using Names = std::set<std::string>;
 using Shape = std::vector<int64_t>;
+using Type = ONNXTensorElementDataType;
 
-constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr auto kRows = "rows";
+
+constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
 
 const OrtApi& api() {
   static const OrtApi* const table = OrtGetApiBase()->GetApi(ORT_API_VERSION);
@@ -55,20 +58,21 @@ Owned<Object> make(void (*release)(Object*), Create create, Arguments... argumen
   return {made, release};
 }
 
-template <typename Number>
-Owned<OrtValue> view(Number* data, size_t size, const Shape& shape) {
+// A tensor on the caller's memory.
+Owned<OrtValue> view(void* data, size_t bytes, const Shape& shape, Type type) {
   const OrtApi& ort = api();
   static const auto cpu = make(ort.ReleaseMemoryInfo, ort.CreateCpuMemoryInfo, OrtDeviceAllocator, OrtMemTypeDefault);
-  return make(ort.ReleaseValue, ort.CreateTensorWithDataAsOrtValue, cpu.get(), data, size * sizeof(Number),
-              shape.data(), shape.size(), std::is_same_v<Number, float> ? kFloat : kInt32);
+  return make(ort.ReleaseValue, ort.CreateTensorWithDataAsOrtValue, cpu.get(), data, bytes, shape.data(),
+              shape.size(), type);
 }
 
-// Keys and values of all layers as one array [2 * layers, capacity, width]: keys of layer 0, values of layer 0, ..
+// Keys and values of all layers as one array [2 * layers, capacity]: rows of layer 0's keys, then of its values, ..
+// The host copies rows and never reads them, so it needs only their size in bytes.
 struct Cache {
-  int64_t arrays, capacity, width;
-  std::vector<float> memory = std::vector<float>(arrays * capacity * width);
+  int64_t arrays, capacity, row_bytes;
+  std::vector<char> memory = std::vector<char>(arrays * capacity * row_bytes);
 
-  float* row(int64_t array, int64_t at) { return memory.data() + (array * capacity + at) * width; }
+  char* row(int64_t array, int64_t at) { return memory.data() + (array * capacity + at) * row_bytes; }
 
   // How many rows to show a graph, which masks those beyond `length`. The number is congruent to `length`, so that sums
   // over rows add the same numbers in the same order whether a token was drafted or decoded plainly.
@@ -103,6 +107,8 @@ class Graph {
   int64_t arrays() const { return shape_[0]; }
   int64_t new_rows() const { return shape_[1]; }
   int64_t width() const { return shape_[2]; }
+  int64_t row_bytes() const { return width() * bytes_of(type_); }
+  Type type() const { return type_; }
 
   // Calls the graph on the first `length` rows of a cache.
   void run(Cache& cache, int64_t length) {
@@ -113,9 +119,10 @@ class Graph {
     std::vector<const char*> names;
     for (const auto* tensors : {&inputs_, &outputs_}) {
       for (const auto& [name, array, shape] : *tensors) {
-        values.push_back(array >= 0       ? view(cache.row(array, 0), shown * width(), {shown, width()})
-                         : name == kRows ? view(rows_.data(), rows_.size(), shape)
-                                          : view(ids[name].data(), ids[name].size(), shape));
+        values.push_back(
+            array >= 0      ? view(cache.row(array, 0), shown * row_bytes(), {shown, width()}, type_)
+            : name == kRows ? view(rows_.data(), rows_.size(), shape, type_)
+                            : view(ids[name].data(), ids[name].size() * sizeof(int32_t), shape, kInt32));
         given.push_back(values.back().get());
         names.push_back(name.c_str());
       }
@@ -128,7 +135,7 @@ class Graph {
   void commit(Cache& cache, int64_t length, int64_t count) const {
     if (count > new_rows()) throw Error(file_ + ": the graph returned too few rows");
     for (int64_t array = 0; array < arrays(); ++array) {
-      std::copy_n(&rows_[array * new_rows() * width()], count * width(), cache.row(array, length));
+      std::copy_n(&rows_[array * new_rows() * row_bytes()], count * row_bytes(), cache.row(array, length));
     }
   }
 
@@ -161,7 +168,8 @@ class Graph {
         check(api().GetDimensions(details, tensor.shape.data(), rank));
       }
       if (!accept(tensor, type)) {
-        throw Error(file_ + ": '" + tensor.name + "' is no tensor of a bundle with one app and a float32 cache");
+        throw Error(file_ + ": '" + tensor.name +
+                    "' is no tensor of a bundle with one app and a float32 or float16 cache");
       }
       tensors.push_back(std::move(tensor));
     }
@@ -176,10 +184,10 @@ class Graph {
   }
 
   // Whether a tensor is one of the contract's; makes its memory. The outputs come first.
-  bool accept(const Tensor& tensor, ONNXTensorElementDataType type) {
+  bool accept(const Tensor& tensor, Type type) {
     static const Names integers{"chunk", "count",       "drafts",    "length", "root",
                                 "valid", "next_drafts", "next_root", "tokens"};
-    if (tensor.array >= 0) return type == kFloat && !rows_.empty() && tensor.array < arrays();
+    if (tensor.array >= 0) return type == type_ && !rows_.empty() && tensor.array < arrays();
     int64_t size = 1;
     for (const int64_t dimension : tensor.shape) size *= std::max<int64_t>(dimension, 0);  // negative: not fixed
     if (tensor.name != kRows) {
@@ -187,15 +195,17 @@ class Graph {
       return type == kInt32 && size > 0 && integers.count(tensor.name);
     }
     shape_ = tensor.shape;
-    rows_.resize(size);
-    return type == kFloat && shape_.size() == 3;
+    type_ = type;
+    rows_.resize(size * bytes_of(type));
+    return (type == kFloat || type == kHalf) && shape_.size() == 3;
   }
 
   std::string file_;
   Owned<OrtSession> session_{nullptr, api().ReleaseSession};
   std::vector<Tensor> inputs_, outputs_;
-  std::vector<float> rows_;  // keys and values of the new rows
-  Shape shape_;              // of rows_
+  std::vector<char> rows_;  // keys and values of the new rows
+  Shape shape_;             // of rows_
+  Type type_ = kFloat;      // of rows_ and the cache
 };
 
 // The number or numbers of a key in manifest.json. Within a string quotes are escaped, so `"key":` is always a key.
@@ -228,8 +238,8 @@ class Conversation {
         prefill_(bundle / "prefill.onnx", threads, {"chunk", "next_root"}),
         next_(bundle / (plain ? "step_plain.onnx" : "step.onnx"), threads,
               plain ? Names{"tokens"} : Names{"tokens", "count", "next_drafts"}),
-        cache_{prefill_.arrays(), capacity(), prefill_.width()} {
-    if (next_.arrays() != cache_.arrays || next_.width() != cache_.width) {
+        cache_{prefill_.arrays(), capacity(), prefill_.row_bytes()} {
+    if (next_.arrays() != cache_.arrays || next_.width() != prefill_.width() || next_.type() != prefill_.type()) {
       throw Error(bundle.string() + ": the graphs are of different exports");
     }
   }

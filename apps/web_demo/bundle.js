@@ -3,6 +3,8 @@
 export const MANIFEST = "manifest.json";
 const SCHEMA_VERSION = 1;
 const CAPACITY_MULTIPLE = 32;
+/** The array of each type of a cache, as onnxruntime-web has it: without Float16Array, it has the bits of halves. */
+export const ARRAYS = { float32: Float32Array, float16: globalThis.Float16Array ?? Uint16Array };
 const PATH = /^\w[\w.+=@-]*(\/\w[\w.+=@-]*)*$/;
 
 /** What is wrong with a bundle, in one line for the person who made it. */
@@ -21,7 +23,7 @@ export class BundleError extends Error {}
  * @property {string} target
  * @property {string} precision
  * @property {string} cache
- * @property {string} cache_dtype
+ * @property {keyof typeof ARRAYS} cache_dtype
  * @property {{model_type: string, parameters: number, sha256: string}} model
  * @property {{layers: number, kv_heads: number, head_dim: number, vocab: number, gamma: number, k: number,
  *   tree: number[][], context: number, chunk: number}} geometry
@@ -60,7 +62,9 @@ export class Bundle {
     if (schema !== SCHEMA_VERSION) throw new BundleError(`schema ${schema}: this page reads ${SCHEMA_VERSION}`);
     if (target !== "onnx") throw new BundleError(`a bundle for ${target}; export one with --target onnx`);
     if (precision === "int4") throw new BundleError("INT4 has no fast kernel in browsers; export with --quant int8");
-    if (dtype !== "float32") throw new BundleError(`a cache of ${dtype}; browsers need float32`);
+    if (!Object.hasOwn(ARRAYS, dtype)) {
+      throw new BundleError(`a cache of ${dtype}; browsers need float32 or float16`);
+    }
     const unsafe = Object.keys(manifest.files).find((path) => !PATH.test(path));
     if (unsafe !== undefined) throw new BundleError(`the path ${JSON.stringify(unsafe)} leaves the bundle`);
     return new Bundle(manifest, source);

@@ -1,7 +1,7 @@
 /** The contract's functions (`ssdevice/contract.py`) of one app on a KV cache that the host holds. */
 
 import { readAdapter } from "./adapter.js";
-import { BundleError } from "./bundle.js";
+import { ARRAYS, BundleError } from "./bundle.js";
 
 const PREFILL = "prefill";
 const STEP = "step";
@@ -23,12 +23,14 @@ export class Engine {
    * @param {import("./bundle.js").Bundle} bundle
    */
   constructor(ort, bundle) {
-    const { layers, kv_heads: heads, head_dim: size } = bundle.manifest.geometry;
+    const { cache_dtype: dtype, geometry } = bundle.manifest;
+    const { layers, kv_heads: heads, head_dim: size } = geometry;
     this.ort = ort;
     this.bundle = bundle;
     this.width = heads * size;
     /** Rows `[2 * layers, capacity, width]`: keys of layer 0, values of layer 0, keys of layer 1, .. */
-    this.rows = new Float32Array(2 * layers * bundle.capacity * this.width);
+    this.rows = new ARRAYS[dtype](2 * layers * bundle.capacity * this.width);
+    this.dtype = dtype;
     /** @type {Map<string, InferenceSession>} */
     this.sessions = new Map();
     /** @type {Map<string, Conversation>} */
@@ -153,7 +155,7 @@ export class Conversation {
    * @returns {Promise<Record<string, any>>}
    */
   async #call(name, integers) {
-    const { ort, rows, width } = this.engine;
+    const { ort, dtype, rows, width } = this.engine;
     const session = this.sessions[name];
     if (!session) throw new BundleError(`the app has no ${name}`);
     const visible = this.#visible();
@@ -165,7 +167,8 @@ export class Conversation {
       const past = PAST.exec(input);
       if (past) {
         const start = (2 * Number(past[2]) + (past[1] === "values" ? 1 : 0)) * this.capacity * width;
-        feeds[input] = new ort.Tensor("float32", rows.subarray(start, start + visible * width), [visible, width]);
+        const shown = rows.subarray(start, start + visible * width);
+        feeds[input] = new ort.Tensor(/** @type {any} */ (dtype), shown, [visible, width]);
       } else if (input in given) {
         const dims = input === "drafts" ? [this.geometry.gamma, this.geometry.k] : [given[input].length];
         feeds[input] = new ort.Tensor("int32", given[input], dims);

@@ -17,15 +17,23 @@ from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
-from ssdevice.errors import UnsupportedModelError
+from ssdevice.errors import SSDeviceError, UnsupportedModelError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
+from ssdevice.export.onnx.cache import half_cache
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import added_norm, attention_in_one, best_column, gated_silu, rotary_split
+from ssdevice.export.onnx.fused import (
+    added_norm,
+    attention_in_one,
+    best_column,
+    gated_silu,
+    linear_with_its_rows,
+    rotary_split,
+)
 from ssdevice.export.onnx.graph import apply, finish, simplify
 from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL
@@ -44,7 +52,9 @@ from ssdevice.runtime.onnx.engine import OnnxEngine
 
 WEIGHTS = "weights"
 WEIGHTS_FILE = "weights.bin"
-CACHE_DTYPE = "float32"
+FLOATS = "float32"
+"""Type of the graphs' numbers, and of the cache if its rows are not rounded."""
+HALVES = "float16"
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
 FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
@@ -73,44 +83,41 @@ class OnnxExporter(Exporter):
         plan = job.plan
         if not plan.merged:
             return self._export_slots(job, folder)
-        specs = plan.functions(CacheForm.EXTERNAL, CACHE_DTYPE)
-        store = WeightStore()
+        specs = plan.functions(CacheForm.EXTERNAL, FLOATS)
         argmax = plan.geometry.k == 1 or job.loaded.model.draft_head is not None
         with WeightFile(folder / WEIGHTS_FILE) as weights:
+            writer = GraphWriter(plan, weights, argmax)
             for number, (name, spec) in enumerate(specs.items()):
                 job.report("write the graphs", number, len(specs), name)
-                graph, file = trace(job, spec), folder / FILES[name]
-                write_graph(graph, spec, plan.options.quant, store, file, weights, argmax)
+                writer.write(trace(job, spec), spec, folder / FILES[name])
         files = [TargetFile(name, FILES[name]) for name in specs]
         return TargetResult(
             (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
             CacheForm.EXTERNAL,
-            CACHE_DTYPE,
-            (*_notes(plan.options.quant, store), *job.notes),
+            writer.cache_dtype,
+            (*_notes(plan.options.quant, writer.store), *job.notes),
             _tools(),
         )
 
     def _export_slots(self, job: ExportJob, folder: Path) -> TargetResult:
         """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
         plan = job.plan
-        store = WeightStore()
-        argmax = plan.geometry.k == 1
         files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
         wanted = variants_of(plan.apps)
         steps = sum(len(traced.functions) for traced in wanted)
         made = []
         with WeightFile(folder / WEIGHTS_FILE) as weights:
+            writer = GraphWriter(plan, weights, plan.geometry.k == 1)
             for traced in wanted:
                 variant = traced.variant
                 model = template(job, variant)
-                specs = model.plan.functions(CacheForm.EXTERNAL, CACHE_DTYPE)
+                specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
                 slots: dict[str, Slot] = {}
                 for name in traced.functions:
                     file = graph_file(name, variant)
                     job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
                     book = _book(plan)
-                    graph = trace(model, specs[name], variant)
-                    write_graph(graph, specs[name], plan.options.quant, store, folder / file, weights, argmax, book)
+                    writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
                     files.append(TargetFile(f"{name}:{variant.name}", file))
                     slots |= book.slots
                 made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
@@ -123,7 +130,12 @@ class OnnxExporter(Exporter):
         (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
         apps = {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
         return TargetResult(
-            tuple(files), CacheForm.EXTERNAL, CACHE_DTYPE, _notes(plan.options.quant, store), _tools(), apps
+            tuple(files),
+            CacheForm.EXTERNAL,
+            writer.cache_dtype,
+            _notes(plan.options.quant, writer.store),
+            _tools(),
+            apps,
         )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
@@ -135,45 +147,61 @@ class OnnxExporter(Exporter):
         plan, quant = job.plan, job.plan.options.quant
         if plan.merged:
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
-            shown = OnnxShown(files, plan.geometry, plan.query_heads)
-            engine = OnnxEngine(files, plan.geometry, CACHE_DTYPE, ONE_THREAD)
-            with simulated(job.loaded.model, quant, keep=False), EngineDriver(engine) as driver:
+            shown = OnnxShown(files, plan.geometry, plan.query_heads, cache_dtype=result.cache_dtype)
+            engine = OnnxEngine(files, plan.geometry, result.cache_dtype, ONE_THREAD)
+            with simulated(job.loaded.model, quant, False, False, result.cache_dtype), EngineDriver(engine) as driver:
                 return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
 
         def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
             kept = result.apps[app.name]
             files = {function: folder / path for function, path in kept.functions.items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
-            engine = OnnxEngine(files, alone.plan.geometry, CACHE_DTYPE, ONE_THREAD, adapter=tensors)
+            engine = OnnxEngine(files, alone.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
             values = tensors.values if tensors is not None else {}
-            shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, slotted=True)
-            with simulated(alone.loaded.model, quant, slotted=True, keep=False), EngineDriver(engine) as driver:
+            shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, True, result.cache_dtype)
+            model = alone.loaded.model
+            with simulated(model, quant, True, False, result.cache_dtype), EngineDriver(engine) as driver:
                 return check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
 
         return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)
 
 
-def write_graph(
-    edit: Editor,
-    spec: FunctionSpec,
-    quant: Quant,
-    store: WeightStore,
-    file: Path,
-    weights: WeightFile,
-    argmax: bool,
-    book: SlotBook | None = None,
-) -> None:
-    """Rewrite, quantize and save a traced graph; with a ``book`` its low-rank terms become slots.
+class GraphWriter:
+    """Writes the traced graphs of one bundle. ``cache_dtype``: of the KV cache, which the first graph decides.
 
     ``argmax``: of every head only the best column is wanted, in all graphs of the bundle that share it.
     """
-    simplify(edit, (permuted_heads,))
-    quantize(edit, quant, store, book)
-    finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
-    if argmax:
-        apply(edit, (best_column,))
-    more = slot_inputs(edit, spec, book) if book is not None else ()
-    save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, weights)
+
+    def __init__(self, plan: ExportPlan, weights: WeightFile, argmax: bool) -> None:
+        self.plan, self.weights, self.argmax = plan, weights, argmax
+        self.store = WeightStore()
+        self.cache_dtype = ""
+
+    def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
+        """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
+        quant = self.plan.options.quant
+        simplify(edit, (permuted_heads,))
+        quantize(edit, quant, self.store, book)
+        finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
+        if self.argmax:
+            apply(edit, (best_column,))
+        apply(edit, (linear_with_its_rows,))
+        # Where shapes coincide (one row, as many heads as groups), a graph may keep attention of standard operators.
+        if not self.cache_dtype:
+            self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit) else FLOATS
+        elif self.cache_dtype == HALVES and not half_cache(edit, anyhow=True):
+            raise SSDeviceError(f"{spec.name}: its cache cannot be in {HALVES}, as that of the graphs before it is")
+        more = slot_inputs(edit, spec, book) if book is not None else ()
+        inputs, outputs = (
+            [_cached(each, self.cache_dtype) for each in tensors] for tensors in (spec.inputs, spec.outputs)
+        )
+        own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
+        save_graph(edit.model, own, file, self.weights)
+
+
+def _cached(tensor: TensorSpec, dtype: str) -> TensorSpec:
+    """A tensor of a function; rows of the cache in this type."""
+    return replace(tensor, dtype=dtype) if tensor.dtype == FLOATS else tensor
 
 
 def _book(plan: ExportPlan) -> SlotBook:
@@ -207,7 +235,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     if variant is not None and variant.mode is not None:
         assert model.streams is not None
         form = OpenIdentifiers(form, model.streams)
-        inputs.append(TensorSpec(IDENTIFIERS, tuple(model.streams.identifiers.shape), CACHE_DTYPE))
+        inputs.append(TensorSpec(IDENTIFIERS, tuple(model.streams.identifiers.shape), FLOATS))
     try:
         graph = tracing.trace(form, inputs, [tensor.name for tensor in spec.outputs])
     except UnsupportedModelError as error:

@@ -17,11 +17,14 @@ from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
     DOMAIN,
     GATED_SILU,
+    HALF_TREE_ATTENTION,
     INT4_LINEAR,
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
+    NORM_LINEARS,
     ROTARY_SPLIT,
+    SILU_LINEARS,
     TIED_EMBEDDING,
     TREE_ATTENTION,
 )
@@ -79,6 +82,12 @@ ref = _Ref
 INT, INTS, FLOAT = ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT
 ROWS_FORM = {"axes": INTS, "keep": INT, "axis": INT, "block": INT}
 """What ``int8_linear`` is told of its rows."""
+ATTENTION_INPUTS = "q past_keys keys past_values values mask"
+ATTENTION_FORM = {"kv_heads": INT, "scale": FLOAT, **dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)}
+
+
+LINEARS = {INT4_LINEAR: ("codes scales", {"K": INT, "N": INT}), INT8_LINEAR: ("codes scales zero", ROWS_FORM)}
+"""The constants and attributes of linears."""
 
 
 def int4_linear() -> ir.Function:
@@ -169,8 +178,7 @@ def tree_attention() -> ir.Function:
     N, ``scale``, and the shapes of views: ``rows`` [-1, N D], ``heads`` [-1, N, D], ``groups`` [N, -1, G, D],
     ``whole`` [1, -1, N G D].
     """
-    shapes = dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)
-    body = _Body(TREE_ATTENTION, "q past_keys keys past_values values mask", kv_heads=INT, scale=FLOAT, **shapes)
+    body = _Body(TREE_ATTENTION, ATTENTION_INPUTS, **ATTENTION_FORM)
     q, past_keys, keys, past_values, values, mask = body.inputs
     every_key, every_value = (
         body.view(body.add("Concat", past, body.view(new, "rows"), axis=0), "heads")
@@ -189,9 +197,40 @@ def tree_attention() -> ir.Function:
     return body.function(body.view(body.add("Transpose", out, perm=[1, 0, 2, 3]), "whole"))
 
 
+def half_tree_attention() -> ir.Function:
+    """``HalfTreeAttention``: tree_attention with past keys and values in float16, to which new ones are rounded."""
+    body = _Body(HALF_TREE_ATTENTION, ATTENTION_INPUTS, **ATTENTION_FORM)
+    q, past_keys, keys, past_values, values, mask = body.inputs
+    half, single = ir.DataType.FLOAT16, ir.DataType.FLOAT
+    old = [body.add("Cast", past, to=int(single)) for past in (past_keys, past_values)]
+    new = [body.add("Cast", body.add("Cast", rows, to=int(half)), to=int(single)) for rows in (keys, values)]
+    same: dict[str, Any] = {name: ref(name) for name in ATTENTION_FORM}
+    return body.function(body.add(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, domain=DOMAIN, **same))
+
+
+def norm_linear(linear: str) -> ir.Function:
+    """``NormInt4Linear`` or ``NormInt8Linear``, of the AddNorm and the linear in it."""
+    constants, form = LINEARS[linear]
+    body = _Body(NORM_LINEARS[linear], f"x y weight {constants}", epsilon=FLOAT, **form)
+    normed = body.add(ADD_NORM, *body.inputs[:3], domain=DOMAIN, outputs=2, epsilon=ref("epsilon"))
+    total = body.nodes[-1].outputs[1]
+    same: dict[str, Any] = {name: ref(name) for name in form}
+    return body.function(body.add(linear, normed, *body.inputs[3:], domain=DOMAIN, **same), total)
+
+
+def silu_linear(linear: str) -> ir.Function:
+    """``SiluInt4Linear`` or ``SiluInt8Linear``, of the GatedSilu and the linear in it."""
+    constants, form = LINEARS[linear]
+    body = _Body(SILU_LINEARS[linear], f"x {constants}", **form)
+    same: dict[str, Any] = {name: ref(name) for name in form}
+    gated = body.add(GATED_SILU, body.inputs[0], domain=DOMAIN)
+    return body.function(body.add(linear, gated, *body.inputs[1:], domain=DOMAIN, **same))
+
+
 FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ADD_NORM: add_norm,
     GATED_SILU: gated_silu,
+    HALF_TREE_ATTENTION: half_tree_attention,
     INT4_LINEAR: int4_linear,
     INT8_ARGMAX: int8_argmax,
     INT8_EMBEDDING: int8_embedding,
@@ -199,6 +238,8 @@ FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ROTARY_SPLIT: rotary_split,
     TIED_EMBEDDING: partial(int8_embedding, TIED_EMBEDDING),
     TREE_ATTENTION: tree_attention,
+    **{name: partial(norm_linear, linear) for linear, name in NORM_LINEARS.items()},
+    **{name: partial(silu_linear, linear) for linear, name in SILU_LINEARS.items()},
 }
 
 

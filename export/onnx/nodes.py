@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdevice.runtime.onnx.kernels import INT8_ARGMAX, INT8_LINEAR
+from ssdevice.runtime.onnx.kernels import (
+    ADD_NORM,
+    GATED_SILU,
+    INT8_ARGMAX,
+    INT8_LINEAR,
+    NORM_LINEARS,
+    SILU_LINEARS,
+)
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto
+
+READS = "<-"
+"""In the name of a product's output, between the weight's name and that of the rows it reads."""
+APART = {
+    **{name: (ADD_NORM, linear) for linear, name in NORM_LINEARS.items()},
+    **{name: (GATED_SILU, linear) for linear, name in SILU_LINEARS.items()},
+}
+"""Operators that are two in one: what makes the rows, and the linear."""
 
 
 def makers(graph: GraphProto) -> dict[str, NodeProto]:
@@ -31,21 +46,45 @@ def ancestors(
 
 
 def show_products(graph: GraphProto) -> None:
-    """Make products, by their names, and choices again of what ``fused.best_column`` made."""
-    from onnx import TensorProto, helper
-
+    """Undo ``fused.best_column`` and ``fused.linear_with_its_rows``: every product and what it reads has its name."""
     nodes = list(graph.node)
-    if not any(node.op_type == INT8_ARGMAX for node in nodes):
-        return
     del graph.node[:]
     for node in nodes:
-        if node.op_type != INT8_ARGMAX:
+        if node.op_type == INT8_ARGMAX:
+            _choice(graph, node)
+        elif node.op_type in APART:
+            _apart(graph, node)
+        else:
             graph.node.append(node)
-            continue
-        product = graph.node.add()
-        product.CopyFrom(node)
-        product.op_type, product.output[0] = INT8_LINEAR, node.name
-        one = helper.make_tensor(f"{node.output[0]}_k", TensorProto.INT64, [1], [1])
-        graph.initializer.append(one)
-        chosen = [f"{node.output[0]}_value", node.output[0]]
-        graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))
+
+
+def _choice(graph: GraphProto, node: NodeProto) -> None:
+    """A product of the node's own name, and the choice of a column."""
+    from onnx import TensorProto, helper
+
+    product = graph.node.add()
+    product.CopyFrom(node)
+    product.op_type, product.output[0] = INT8_LINEAR, node.name
+    one = helper.make_tensor(f"{node.output[0]}_k", TensorProto.INT64, [1], [1])
+    graph.initializer.append(one)
+    chosen = [f"{node.output[0]}_value", node.output[0]]
+    graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))
+
+
+def _apart(graph: GraphProto, node: NodeProto) -> None:
+    """The rows that a product reads, whose name its own name ends with, and the product."""
+    first, linear = APART[node.op_type]
+    rows, own = node.output[0].partition(READS)[2], ("epsilon",)
+    count = 3 if first == ADD_NORM else 1
+    before, product = graph.node.add(), graph.node.add()
+    for made in (before, product):
+        made.CopyFrom(node)
+        del made.input[:], made.output[:], made.attribute[:]
+    before.op_type, before.name = first, rows
+    before.input.extend(node.input[:count])
+    before.output.extend([rows, *node.output[1:]])
+    before.attribute.extend(attribute for attribute in node.attribute if attribute.name in own)
+    product.op_type = linear
+    product.input.extend([rows, *node.input[count:]])
+    product.output.append(node.output[0])
+    product.attribute.extend(attribute for attribute in node.attribute if attribute.name not in own)

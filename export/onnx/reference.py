@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight
 from ssdevice.export.plan import Quant
+from ssdevice.model.attention import Attending, Attention
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
@@ -22,17 +25,24 @@ from ssdevice.model.streams import LowRank, StreamRowAdapter
 
 
 @contextmanager
-def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: bool = True) -> Iterator[None]:
+def simulated(
+    model: StreamModel, quant: Quant, slotted: bool = False, keep: bool = True, cache_dtype: str = "float32"
+) -> Iterator[None]:
     """Within this context linears and the embedding compute what their exported forms compute, up to float rounding.
 
     ``slotted``: low-rank terms beside linears are in slots. Without ``keep`` the model gives up its own weights, which
-    saves their memory: afterwards the model still has those of the exported forms.
+    saves their memory: afterwards the model still has those of the exported forms. ``cache_dtype``: attention rounds
+    keys and values to it.
     """
     if quant is Quant.FP32:
         yield
         return
     saved: list[tuple[Tensor, Tensor]] = []
     hooks = []
+    backbone, operators = model.backbone, model.backbone.operators
+    if cache_dtype != "float32":
+        rounding = partial(_attend_rounded, operators.attention, getattr(torch, cache_dtype))
+        backbone.operators = replace(operators, attention=rounding)
     eight_bits = (model.backbone.embed_tokens, model.backbone.lm_head, model.draft_head)
 
     def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
@@ -66,10 +76,17 @@ def simulated(model: StreamModel, quant: Quant, slotted: bool = False, keep: boo
                 swap(part.weight, form.dequantized().T)
         yield
     finally:
+        backbone.operators = operators
         for hook in hooks:
             hook.remove()
         for weight, data in saved:
             weight.data = data
+
+
+def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> Tensor:
+    """Attention over rows as a cache holds them, the new ones included."""
+    keys, values = ([run.to(dtype).to(run.dtype) for run in runs] for runs in (asked.keys, asked.values))
+    return attend(replace(asked, keys=keys, values=values))
 
 
 def _slots(model: StreamModel) -> tuple[set[int], set[int]]:

@@ -10,10 +10,10 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, Geometry, past_key, past_value
-from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
+from ssdevice.export.onnx.graph import JOIN, LOGITS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
-from ssdevice.export.onnx.nodes import show_products
+from ssdevice.export.onnx.nodes import READS, show_products
 from ssdevice.export.parity.products import Array, Call, Product
 from ssdevice.memory import free_memory
 
@@ -30,8 +30,6 @@ class OnnxShown:
     ``heads``: query heads of attention, whose order in the graph is another (``attention.permuted_heads``).
     """
 
-    dtype: type[np.generic] = np.float32
-
     def __init__(
         self,
         files: Mapping[str, Path],
@@ -39,7 +37,9 @@ class OnnxShown:
         heads: int,
         adapter: Mapping[str, ort.OrtValue] | None = None,
         slotted: bool = False,
+        cache_dtype: str = "float32",
     ) -> None:
+        self.dtype: type[np.generic] = np.dtype(cache_dtype).type
         self.files, self.geometry, self.heads, self.slotted = files, geometry, heads, slotted
         self.adapter = {name: value.numpy() for name, value in (adapter or {}).items()}
         self._open: tuple[str, ort.InferenceSession, list[tuple[str, str, str]]] | None = None
@@ -57,6 +57,7 @@ class OnnxShown:
         names = [value.name for value in session.get_outputs()]
         feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
+        rows = rows.astype(self.dtype)
         for layer in range(self.geometry.layers):
             feeds[past_key(layer)], feeds[past_value(layer)] = rows[2 * layer], rows[2 * layer + 1]
         for value in session.get_inputs():

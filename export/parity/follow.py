@@ -108,8 +108,12 @@ class Walk:
 
     def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
         past = self.reference.cache.rows[..., :length, :]
-        past.copy_(torch.from_numpy(past.numpy().astype(self.shown.dtype).astype(np.float32)))
+        past.copy_(torch.from_numpy(self._stored(past.numpy())))
         return self.shown.call(function, integers, length, self.reference.rows(0, length))
+
+    def _stored(self, rows: Array) -> Array:
+        """Rows as the artifact's cache holds them."""
+        return rows.astype(self.shown.dtype).astype(np.float32)
 
     def _same_drafts(self, where: str, call: Call, theirs: Drafts) -> None:
         for j, (mine, row) in enumerate(zip(call.outputs[NEXT_DRAFTS].tolist(), theirs, strict=True)):
@@ -120,7 +124,7 @@ class Walk:
         same_ids(f"{where}: {name}", mine, theirs, logits, self.bounds.product)
 
     def _same_rows(self, where: str, call: Call, length: int, count: int) -> None:
-        mine, theirs = call.outputs[ROWS][:, :count], self.reference.rows(length, length + count)
+        mine, theirs = call.outputs[ROWS][:, :count], self._stored(self.reference.rows(length, length + count))
         if mine.shape != theirs.shape:
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape}, not {theirs.shape}")
         for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):

@@ -83,7 +83,9 @@ class Gate:
         theirs = self.reference.rows(start, end)
         if mine.shape != theirs.shape or not np.isfinite(mine).all():
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
-        self.spread.rows(where, mine.astype(np.float32), self.twin.rows(start, end), theirs)
+        # The artifact rounds rows when it stores them.
+        stored = [rows.astype(mine.dtype).astype(np.float32) for rows in (mine, self.twin.rows(start, end), theirs)]
+        self.spread.rows(where, *stored)
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
         """Whether two ids agree. If not, ``Spread.judge`` decides later whether that was a near-tie."""

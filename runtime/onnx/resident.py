@@ -34,7 +34,10 @@ PAGES = 1 << 16
 OPENING = 1.5
 """How often ONNX Runtime holds its largest weight once more while it packs."""
 
-LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX)
+NORMED, GATED = kernels.NORM_LINEARS, kernels.SILU_LINEARS
+LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX, *NORMED.values(), *GATED.values())
+INT4_SCALES = {(kernels.INT4_LINEAR, 2), (GATED[kernels.INT4_LINEAR], 2), (NORMED[kernels.INT4_LINEAR], 4)}
+"""Operators and the inputs that are scales of blocks."""
 EMBEDDINGS = (kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING)
 OURS = (*LINEARS, *EMBEDDINGS)
 PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger")
@@ -58,11 +61,11 @@ class Weight:
         if not self.read_by((*LINEARS, *PRODUCTS)):
             return 0
         # MatMulNBits also keeps the amount that each block's zero adds, a float like the block's scale.
-        return self.size * (2 if (kernels.INT4_LINEAR, 2) in self.readers else 1)
+        return self.size * (2 if INT4_SCALES & self.readers else 1)
 
     def held(self) -> int:
         """Bytes that our kernels hold of it, which keep INT4's scales as the bfloat16 numbers that they are."""
-        return self.size // 2 if (kernels.INT4_LINEAR, 2) in self.readers else self.size
+        return self.size // 2 if INT4_SCALES & self.readers else self.size
 
     def mapped(self, tokens: int) -> int:
         """Bytes of it that calls read from the file."""

@@ -49,8 +49,8 @@ class OnnxTarget(RuntimeTarget):
         if bundle.manifest.precision is Precision.INT4:
             what = "INT4, for which browsers have no fast kernel; export with --quant int8"
             raise BundleError(f"{bundle.folder} is {what}")
-        if bundle.manifest.cache_dtype is not CacheDtype.FP32:
-            raise BundleError(f"{bundle.folder} has a cache of {bundle.manifest.cache_dtype}; browsers need float32")
+        if (dtype := bundle.manifest.cache_dtype) not in (CacheDtype.FP32, CacheDtype.FP16):
+            raise BundleError(f"{bundle.folder} has a cache of {dtype}; browsers need float32 or float16")
 
     def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
         from ssdevice.adapters.slots import read_layout

@@ -14,6 +14,8 @@ import onnxruntime
 import pytest
 
 from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import CacheDtype
+from ssdevice.contract import ROWS
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.kernels import COMPILERS
 from ssdevice.runtime.session import Session
@@ -81,15 +83,18 @@ def compare(bundle: Bundle, prompts: Callable[[Session], Prompts], max_tokens: i
             assert float(per_step) == pytest.approx((sum(map(len, expected)) - len(given)) / steps, rel=1e-4)
 
 
+@pytest.mark.parametrize(("quant", "dtype"), [("int8", CacheDtype.FP16), ("fp32", CacheDtype.FP32)])
 @pytest.mark.parametrize("max_tokens", [2, 40])
-def test_tokens_are_those_of_python(max_tokens: int) -> None:
+def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDtype) -> None:
     def prompts(session: Session) -> Prompts:
         geometry, random = session.engine.geometry, Random(0)
         sizes = [1, geometry.chunk, geometry.chunk + 1, geometry.context - 1, geometry.context]  # and some at random
         sizes += [random.randint(1, geometry.context) for _ in range(PROMPTS - len(sizes))]
         return [[random.randrange(1, geometry.vocab) for _ in range(size)] for size in sizes]
 
-    compare(tiny.tiny_bundle("int8"), prompts, max_tokens)
+    bundle = tiny.tiny_bundle(quant)
+    assert bundle.manifest.cache_dtype is dtype
+    compare(bundle, prompts, max_tokens)
 
 
 @pytest.mark.slow
@@ -128,6 +133,21 @@ def with_a_slot(file: Path) -> None:
     onnx.save(model, file)
 
 
+def with_double_rows(file: Path) -> None:
+    model = onnx.load(file, load_external_data=False)
+    rows = next(value for value in model.graph.output if value.name == ROWS)
+    for node in model.graph.node:
+        node.output[:] = [f"{name}_narrow" if name == ROWS else name for name in node.output]
+    rows.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    model.graph.node.append(onnx.helper.make_node("Cast", [f"{ROWS}_narrow"], [ROWS], to=onnx.TensorProto.DOUBLE))
+    onnx.save(model, file)
+
+
+def of_an_fp32_bundle(file: Path) -> None:
+    for name in (file.name, "weights.bin"):
+        shutil.copy(tiny.tiny_bundle("fp32").folder / name, file.with_name(name))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -138,6 +158,8 @@ def with_a_slot(file: Path) -> None:
         ("step.onnx", lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), "has no tensor 'count'"),
         ("prefill.onnx", lambda file: shutil.copy(file.with_name("step.onnx"), file), "has no tensor 'chunk'"),
         ("step.onnx", with_a_slot, "'slot' is no tensor of a bundle with one app"),
+        ("step.onnx", with_double_rows, "'rows' is no tensor of a bundle with one app and a float32 or float16 cache"),
+        ("step.onnx", of_an_fp32_bundle, "the graphs are of different exports"),
     ],
 )
 def test_a_broken_bundle_is_one_line(tmp_path: Path, name: str, change: Callable[[Path], object], message: str) -> None:

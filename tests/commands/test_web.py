@@ -51,6 +51,12 @@ def changed(out: Path, **changes: object) -> Path:
         return writer.commit(replace(sample_manifest(), **changes)).folder  # type: ignore[arg-type]
 
 
+def cached(out: Path, dtype: CacheDtype) -> Path:
+    """A bundle with another type of cache."""
+    specs = functions(sample_manifest().geometry.geometry, CacheForm.EXTERNAL, dtype)
+    return changed(out, cache_dtype=dtype, functions=tuple(specs.values()))
+
+
 def test_a_bundle_that_no_browser_runs_is_refused(
     tmp_path: Path, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,9 +64,15 @@ def test_a_bundle_that_no_browser_runs_is_refused(
     assert "is INT4, for which browsers have no fast kernel; export with --quant int8" in said
     said = refused(capsys, changed(tmp_path / "b", target="coreml"), "--runtime", runtime)
     assert "is for coreml; browsers run bundles of --target onnx" in said
-    halves = tuple(functions(sample_manifest().geometry.geometry, CacheForm.EXTERNAL, "float16").values())
-    half = changed(tmp_path / "c", cache_dtype=CacheDtype.FP16, functions=halves)
-    assert "has a cache of float16; browsers need float32" in refused(capsys, half, "--runtime", runtime)
+    said = refused(capsys, cached(tmp_path / "c", CacheDtype.BF16), "--runtime", runtime)
+    assert "has a cache of bfloat16; browsers need float32 or float16" in said
+
+
+@pytest.mark.parametrize("dtype", [CacheDtype.FP32, CacheDtype.FP16])
+def test_a_cache_of_a_type_that_browsers_have_is_accepted(tmp_path: Path, runtime: Path, dtype: CacheDtype) -> None:
+    out = tmp_path / "site"
+    assert main(["web", str(cached(tmp_path / "a", dtype)), "--runtime", str(runtime), "--out", str(out)]) == 0
+    assert (out / "bundle" / "manifest.json").exists()
 
 
 def test_no_bundle_and_a_damaged_one_are_refused(

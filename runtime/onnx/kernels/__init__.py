@@ -38,13 +38,19 @@ ADD_NORM = "AddNorm"
 """``(x, y [.., F], weight [F]) -> normed, sum [.., F]``, residual addition and RMS normalization (rows.cpp)."""
 GATED_SILU = "GatedSilu"
 """``x [.., 2 F] -> [.., F]``, the gated activation of an MLP (rows.cpp)."""
+NORM_LINEARS = {INT4_LINEAR: "NormInt4Linear", INT8_LINEAR: "NormInt8Linear"}
+"""``(x, y, weight, codes, scales ..) -> product, sum``: an ADD_NORM and the linear that reads it, in one."""
+SILU_LINEARS = {INT4_LINEAR: "SiluInt4Linear", INT8_LINEAR: "SiluInt8Linear"}
+"""``(x [.., 2 F], codes, scales ..) -> [.., N]``: a GATED_SILU and the linear that reads it, in one."""
 ROTARY_SPLIT = "RotarySplit"
 """Queries, keys and values out of a merged product, with rotary positions (rows.cpp)."""
 TREE_ATTENTION = "TreeAttention"
 """Grouped-query attention of new rows over the cache and themselves; attention.cpp says how."""
+HALF_TREE_ATTENTION = "HalfTreeAttention"
+"""The same over a cache in float16."""
 
 ATTENTION = "ssdevice.attention"
-"""Metadata of a graph whose whole attention is this operator."""
+"""Metadata of a graph whose whole attention is that of TREE_ATTENTION."""
 
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""

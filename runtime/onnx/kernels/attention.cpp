@@ -2,6 +2,8 @@
 //
 // TreeAttention(q [1, R, G * N * D], past keys [P, N * D], keys [.., S, N * D], past values [P, N * D], values [.., S, N * D],
 //               mask [1, R * G, P + S]; kv_heads = N, scale) -> [1, R, N * G * D], all float
+// HalfTreeAttention: the same with past keys and values in float16, to which new ones are rounded before they are used.
+//
 // Query heads are ordered by (group member, key head) in q and by (key head, group member) in the result. The mask repeats a
 // row's G times. A row sees those of the P + S rows whose mask is above kHidden; the mask is added to their scores. What a row
 // sees is gathered in order first, and all sums run over that order: so a row's bits do not depend on where what it sees
@@ -13,6 +15,7 @@
 
 #include "crew.h"
 #include "exponential.h"
+#include "half.h"
 
 namespace {
 
@@ -25,39 +28,62 @@ struct Sizes {
 };
 
 // What one row sees: rows of keys and values by pointer, and their masks. Room for a whole vector at the end.
+template <typename Element>
 struct Seen {
-  std::vector<const float*> keys, values;
-  std::vector<float> mask, weights;
+  std::vector<const Element*> keys, values;
+  std::vector<float> mask, weights;  // weights: of some query heads, one after another
   size_t count = 0;
   int64_t call = 0, row = 0;  // whose these are
+
+  float* Weights(int64_t group) { return weights.data() + static_cast<size_t>(group) * mask.size(); }
 };
 
-using Attend = void (*)(const float* q, Seen* seen, size_t offset, int64_t dim, float scale, float* y);
+// Query heads that share a key head, at most kGroups: where their queries are, and their results.
+constexpr int kGroups = 3;
 
-void Portable(const float* q, Seen* seen, size_t offset, int64_t dim, float scale, float* y) {
+struct Heads {
+  const float* q[kGroups];
+  float* y[kGroups];
+  int64_t dim;
+  size_t offset;  // of the key head in a row
+  float scale;
+};
+
+inline float FloatOf(float value) { return value; }
+
+template <typename Element>
+void Portable(const Heads& heads, int count_of_heads, Seen<Element>* seen) {
   const size_t count = seen->count;
-  float most = -INFINITY, lanes[kLanes];
-  for (size_t i = 0; i < count; ++i) {
-    const float* k = seen->keys[i] + offset;
+  for (int g = 0; g < count_of_heads; ++g) {
+    const float* q = heads.q[g];
+    float *y = heads.y[g], *weights = seen->Weights(g), most = -INFINITY, lanes[kLanes];
+    for (size_t i = 0; i < count; ++i) {
+      const Element* k = seen->keys[i] + heads.offset;
+      std::fill(lanes, lanes + kLanes, 0.0f);
+      for (int64_t d = 0; d < heads.dim; ++d) lanes[d % kLanes] = std::fma(q[d], FloatOf(k[d]), lanes[d % kLanes]);
+      weights[i] = std::fma(PairwiseSum(lanes), heads.scale, seen->mask[i]);
+      most = std::max(most, weights[i]);
+    }
     std::fill(lanes, lanes + kLanes, 0.0f);
-    for (int64_t d = 0; d < dim; ++d) lanes[d % kLanes] = std::fma(q[d], k[d], lanes[d % kLanes]);
-    seen->weights[i] = std::fma(PairwiseSum(lanes), scale, seen->mask[i]);
-    most = std::max(most, seen->weights[i]);
+    std::fill(y, y + heads.dim, 0.0f);
+    for (size_t i = 0; i < count; ++i) {
+      weights[i] = Exp(weights[i] - most);
+      lanes[i % kLanes] += weights[i];
+      const Element* v = seen->values[i] + heads.offset;
+      for (int64_t d = 0; d < heads.dim; ++d) y[d] = std::fma(weights[i], FloatOf(v[d]), y[d]);
+    }
+    const float total = PairwiseSum(lanes);
+    for (int64_t d = 0; d < heads.dim; ++d) y[d] /= total;
   }
-  std::fill(lanes, lanes + kLanes, 0.0f);
-  std::fill(y, y + dim, 0.0f);
-  for (size_t i = 0; i < count; ++i) {
-    seen->weights[i] = Exp(seen->weights[i] - most);
-    lanes[i % kLanes] += seen->weights[i];
-    const float* v = seen->values[i] + offset;
-    for (int64_t d = 0; d < dim; ++d) y[d] = std::fma(seen->weights[i], v[d], y[d]);
-  }
-  const float total = PairwiseSum(lanes);
-  for (int64_t d = 0; d < dim; ++d) y[d] /= total;
 }
 
 #ifdef SSDEVICE_AVX2
-#define SSDEVICE_TARGET __attribute__((target("avx2,fma")))
+#define SSDEVICE_TARGET __attribute__((target("avx2,fma,f16c")))
+
+SSDEVICE_TARGET inline __m256 Load(const float* from) { return _mm256_loadu_ps(from); }
+SSDEVICE_TARGET inline __m256 Load(const Half* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 
 // Eight sums of eight lanes each, pairwise as in PairwiseSum.
 SSDEVICE_TARGET inline __m256 Pairwise(const __m256* a) {
@@ -67,59 +93,99 @@ SSDEVICE_TARGET inline __m256 Pairwise(const __m256* a) {
   return _mm256_add_ps(_mm256_permute2f128_ps(c0, c1, 0x20), _mm256_permute2f128_ps(c0, c1, 0x31));
 }
 
-// D / 8 vectors of the result stay in registers: V of them.
-template <int V>
-SSDEVICE_TARGET void Avx2(const float* q, Seen* seen, size_t offset, int64_t, float scale, float* y) {
-  const size_t count = seen->count;
-  __m256 most = _mm256_set1_ps(-INFINITY), sums[kLanes];
-  for (size_t i = 0; i < count; i += kLanes) {
+// Scores of G heads, eight rows at a time: a key is widened once for all of them. V: vectors of a head; 0: as many as it has.
+template <int G, int V, typename Element>
+SSDEVICE_TARGET void Scores(const Heads& heads, Seen<Element>* seen) {
+  const int64_t end = V ? V * kLanes : heads.dim;
+  const __m256 scale = _mm256_set1_ps(heads.scale);
+  for (size_t i = 0; i < seen->count; i += kLanes) {
+    __m256 sums[G][kLanes];
     for (int j = 0; j < kLanes; ++j) {
-      const float* k = seen->keys[i + j] + offset;
-      sums[j] = _mm256_setzero_ps();
-      for (int v = 0; v < V; ++v)
-        sums[j] = _mm256_fmadd_ps(_mm256_loadu_ps(q + 8 * v), _mm256_loadu_ps(k + 8 * v), sums[j]);
+      const Element* k = seen->keys[i + j] + heads.offset;
+      __m256 sum[G];
+      for (int g = 0; g < G; ++g) sum[g] = _mm256_setzero_ps();
+#pragma GCC unroll 8
+      for (int64_t d = 0; d < end; d += kLanes) {
+        const __m256 key = Load(k + d);
+        for (int g = 0; g < G; ++g) sum[g] = _mm256_fmadd_ps(_mm256_loadu_ps(heads.q[g] + d), key, sum[g]);
+      }
+      for (int g = 0; g < G; ++g) sums[g][j] = sum[g];
     }
-    const __m256 scores = _mm256_fmadd_ps(Pairwise(sums), _mm256_set1_ps(scale), _mm256_loadu_ps(&seen->mask[i]));
-    _mm256_storeu_ps(&seen->weights[i], scores);
-    most = _mm256_max_ps(most, scores);
+    const __m256 mask = _mm256_loadu_ps(&seen->mask[i]);
+    for (int g = 0; g < G; ++g)
+      _mm256_storeu_ps(seen->Weights(g) + i, _mm256_fmadd_ps(Pairwise(sums[g]), scale, mask));
   }
+}
+
+// Scores become weights, not yet divided by their sum, which is returned.
+SSDEVICE_TARGET inline float Weigh(float* scores, size_t count) {
+  __m256 most = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
+  for (size_t i = 0; i < count; i += kLanes) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + i));
   float lanes[kLanes];
   _mm256_storeu_ps(lanes, most);
   most = _mm256_set1_ps(*std::max_element(lanes, lanes + kLanes));
-  __m256 total = _mm256_setzero_ps();
   for (size_t i = 0; i < count; i += kLanes) {
-    const __m256 weights = Exp(_mm256_sub_ps(_mm256_loadu_ps(&seen->weights[i]), most));
-    _mm256_storeu_ps(&seen->weights[i], weights);
+    const __m256 weights = Exp(_mm256_sub_ps(_mm256_loadu_ps(scores + i), most));
+    _mm256_storeu_ps(scores + i, weights);
     total = _mm256_add_ps(total, weights);
   }
-  __m256 out[V];
-  for (int v = 0; v < V; ++v) out[v] = _mm256_setzero_ps();
-  for (size_t i = 0; i < count; ++i) {
-    const float* values = seen->values[i] + offset;
-    const __m256 weight = _mm256_set1_ps(seen->weights[i]);
-    for (int v = 0; v < V; ++v) out[v] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(values + 8 * v), out[v]);
-  }
   _mm256_storeu_ps(lanes, total);
-  const __m256 divisor = _mm256_set1_ps(PairwiseSum(lanes));
-  for (int v = 0; v < V; ++v) _mm256_storeu_ps(y + 8 * v, _mm256_div_ps(out[v], divisor));
+  return PairwiseSum(lanes);
+}
+
+// V vectors of G results from column d on, which stay in registers.
+template <int G, int V, typename Element>
+SSDEVICE_TARGET inline void Values(const Heads& heads, Seen<Element>* seen, const float* totals, int64_t d) {
+  __m256 out[G][V];
+  const float* weights[G];
+  for (int g = 0; g < G; ++g) {
+    weights[g] = seen->Weights(g);
+    for (int v = 0; v < V; ++v) out[g][v] = _mm256_setzero_ps();
+  }
+  for (size_t i = 0; i < seen->count; ++i) {
+    const Element* values = seen->values[i] + heads.offset + d;
+    __m256 weight[G];
+    for (int g = 0; g < G; ++g) weight[g] = _mm256_set1_ps(weights[g][i]);
+    for (int v = 0; v < V; ++v) {
+      const __m256 value = Load(values + kLanes * v);
+      for (int g = 0; g < G; ++g) out[g][v] = _mm256_fmadd_ps(weight[g], value, out[g][v]);
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < V; ++v)
+      _mm256_storeu_ps(heads.y[g] + d + kLanes * v, _mm256_div_ps(out[g][v], _mm256_set1_ps(totals[g])));
+}
+
+template <int G, typename Element>
+SSDEVICE_TARGET void Avx2(const Heads& heads, Seen<Element>* seen) {
+  heads.dim == 64 ? Scores<G, 8>(heads, seen) : Scores<G, 0>(heads, seen);
+  float totals[G];
+  for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= heads.dim; d += 4 * kLanes) Values<G, 4>(heads, seen, totals, d);
+  for (; d < heads.dim; d += kLanes) Values<G, 1>(heads, seen, totals, d);
 }
 #endif
 
-Attend AttendOf(int64_t dim) {
+template <typename Element>
+void Attend(const Heads& heads, int count, Seen<Element>* seen) {
 #ifdef SSDEVICE_AVX2
-  if (kFusedAvx2 && dim == 32) return Avx2<4>;
-  if (kFusedAvx2 && dim == 64) return Avx2<8>;
-  if (kFusedAvx2 && dim == 128) return Avx2<16>;
+  if (kFusedAvx2 && kF16c && heads.dim % kLanes == 0) {
+    if (count == 1) return Avx2<1>(heads, seen);
+    if (count == 2) return Avx2<2>(heads, seen);
+    return Avx2<3>(heads, seen);
+  }
 #endif
-  static_cast<void>(dim);
-  return Portable;
+  Portable(heads, count, seen);
 }
 
+template <typename Element>
 struct Call {
   static inline std::atomic<int64_t> calls{0};
 
   Sizes sizes;
-  const float *q, *past_keys, *keys, *past_values, *values, *mask;
+  const float *q, *mask;
+  const Element *past_keys, *keys, *past_values, *values;
   float scale;
   float* y;
   int64_t number = ++calls;
@@ -128,18 +194,21 @@ struct Call {
 
   // The query heads of one row that share a key head.
   void Run(int64_t unit) const {
-    thread_local Seen seen;
+    thread_local Seen<Element> seen;
     const int64_t row = unit / sizes.heads, head = unit % sizes.heads, width = sizes.heads * sizes.dim;
     if (seen.call != number || seen.row != row) Gather(row, &seen);
-    const Attend attend = AttendOf(sizes.dim);
-    for (int64_t group = 0; group < sizes.groups; ++group) {
-      const float* from = q + (row * sizes.groups + group) * width + head * sizes.dim;
-      float* to = y + (row * sizes.heads + head) * sizes.groups * sizes.dim + group * sizes.dim;
-      attend(from, &seen, static_cast<size_t>(head * sizes.dim), sizes.dim, scale, to);
+    for (int64_t first = 0; first < sizes.groups; first += kGroups) {
+      const int count = static_cast<int>(std::min<int64_t>(kGroups, sizes.groups - first));
+      Heads heads{{}, {}, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
+      for (int g = 0; g < count; ++g) {
+        heads.q[g] = q + (row * sizes.groups + first + g) * width + head * sizes.dim;
+        heads.y[g] = y + ((row * sizes.heads + head) * sizes.groups + first + g) * sizes.dim;
+      }
+      Attend(heads, count, &seen);
     }
   }
 
-  void Gather(int64_t row, Seen* seen) const {
+  void Gather(int64_t row, Seen<Element>* seen) const {
     const int64_t width = sizes.heads * sizes.dim, all = sizes.past + sizes.fresh;
     seen->call = number;
     seen->row = row;
@@ -147,7 +216,7 @@ struct Call {
     seen->keys.resize(room);
     seen->values.resize(room);
     seen->mask.resize(room);
-    seen->weights.resize(room);
+    seen->weights.resize(room * kGroups);
     const float* shown = mask + row * sizes.groups * all;
     size_t count = 0;
     for (int64_t at = 0; at < all; ++at) {
@@ -185,6 +254,16 @@ ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::K
   });
 }
 
+// New rows as the cache will hold them.
+const float* Rounded(const float* rows, size_t, std::vector<float>*) { return rows; }
+
+const Half* Rounded(const float* rows, size_t count, std::vector<Half>* room) {
+  room->resize(count);
+  HalvesOf(rows, static_cast<int64_t>(count), room->data());
+  return room->data();
+}
+
+template <typename Element>
 ort::Status* Compute(void* self, ort::KernelContext* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(self);
   const ort::Api& api = kernel.api;
@@ -209,12 +288,20 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
     const int64_t shape[] = {1, sizes.rows, q[2]};
     ort::Value* y = nullptr;
     Check(api.Output(context, 0, shape, 3, &y));
-    const float* data[6];
-    for (size_t i = 0; i < 6; ++i) data[i] = DataOf<const float>(api, tensors[i]);
-    Call call{sizes, data[0], data[1], data[2], data[3], data[4], data[5], kernel.scale, DataOf<float>(api, y)};
+    thread_local std::vector<Element> rounded[2];
+    const size_t fresh = static_cast<size_t>(sizes.fresh * width);
+    Call<Element> call{sizes,
+                       DataOf<const float>(api, tensors[0]),
+                       DataOf<const float>(api, tensors[5]),
+                       DataOf<const Element>(api, tensors[1]),
+                       Rounded(DataOf<const float>(api, tensors[2]), fresh, &rounded[0]),
+                       DataOf<const Element>(api, tensors[3]),
+                       Rounded(DataOf<const float>(api, tensors[4]), fresh, &rounded[1]),
+                       kernel.scale,
+                       DataOf<float>(api, y)};
     const int64_t units = sizes.rows * sizes.heads;
     if (units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh) >= kAlone) {
-      For(api, context, kernel.threads, static_cast<size_t>(units), Call::Unit, &call);
+      For(api, context, kernel.threads, static_cast<size_t>(units), Call<Element>::Unit, &call);
     } else {
       for (int64_t unit = 0; unit < units; ++unit) call.Run(unit);
     }
@@ -226,8 +313,18 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 const ort::CustomOp* TreeAttention() {
   static const ort::CustomOp op = [] {
     constexpr ort::Type kFloat = ort::kFloat;
-    ort::CustomOp made = Operator<kFloat, kFloat, kFloat, kFloat, kFloat, kFloat>(Create, Compute, Destroy<Kernel>);
+    ort::CustomOp made = Operator<kFloat, kFloat, kFloat, kFloat, kFloat, kFloat>(Create, Compute<float>, Destroy<Kernel>);
     made.GetName = [](const ort::CustomOp*) { return "TreeAttention"; };
+    return made;
+  }();
+  return &op;
+}
+
+const ort::CustomOp* HalfTreeAttention() {
+  static const ort::CustomOp op = [] {
+    constexpr ort::Type kFloat = ort::kFloat, kHalf = ort::kHalf;
+    ort::CustomOp made = Operator<kFloat, kHalf, kFloat, kHalf, kFloat, kFloat>(Create, Compute<Half>, Destroy<Kernel>);
+    made.GetName = [](const ort::CustomOp*) { return "HalfTreeAttention"; };
     return made;
   }();
   return &op;

@@ -6,6 +6,8 @@
 //   a[r, b] = max |x| / 127,  q = round to even(x * (127 / max |x|)),  d[r, n, b] = sum of q * (code - 8), an integer
 //   y[r, n] = sum over b, in order, of d * (scales[n, b] * a[r, b]), every operation rounded to float
 // Kernels for different CPUs only differ in how they compute d, so all give the same bits.
+//
+// NormInt4Linear and SiluInt4Linear: AddNorm or GatedSilu (rows.cpp), and the linear that reads what it makes, in one node.
 
 #include <cmath>
 #include <cstring>
@@ -122,17 +124,18 @@ struct Int4 : Linear {
   Scales scales;
 };
 
+template <Before kBefore>
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
-    const auto [codes, scales] = Constants(api, info);
+    const auto [codes, scales] = Constants(api, info, kBefore);
     const auto sizes = SizesOf(api, codes), scale_sizes = SizesOf(api, scales);
     Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && CountOf(scale_sizes) == sizes[0] * sizes[1],
             "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]");
     const float* values = DataOf<const float>(api, scales);
     const Scales kind = ScalesOf(values, CountOf(scale_sizes));
     Weights made = Packed(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes), values, kind);
-    *out = new Int4{{api, Shared(std::move(made))}, kind};
+    *out = new Int4{{api, Shared(std::move(made)), kBefore, EpsilonOf(api, info, kBefore)}, kind};
   });
 }
 
@@ -141,12 +144,41 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
   return Multiply<Rows>(kernel, context, Quantize, Int4Products(kernel.scales));
 }
 
+template <Before kBefore>
+ort::CustomOp Made() {
+  if constexpr (kBefore == Before::kNorm) {
+    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kFloat>(Create<kBefore>, Compute, Destroy<Int4>);
+    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
+    return made;
+  } else {
+    return Operator<ort::kFloat, ort::kUint8, ort::kFloat>(Create<kBefore>, Compute, Destroy<Int4>);
+  }
+}
+
 }  // namespace
 
 const ort::CustomOp* Int4Linear() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(Create, Compute, Destroy<Int4>);
+    ort::CustomOp made = Made<Before::kNothing>();
     made.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
+    return made;
+  }();
+  return &op;
+}
+
+const ort::CustomOp* NormInt4Linear() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Made<Before::kNorm>();
+    made.GetName = [](const ort::CustomOp*) { return "NormInt4Linear"; };
+    return made;
+  }();
+  return &op;
+}
+
+const ort::CustomOp* SiluInt4Linear() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Made<Before::kSilu>();
+    made.GetName = [](const ort::CustomOp*) { return "SiluInt4Linear"; };
     return made;
   }();
   return &op;

@@ -2,7 +2,8 @@
 // standard operators alone, which quantize rows to uint8. Per row r:
 //   a[r] = max |x| * (1 / 127),  q = round to even(x / a[r]),  d[r, n] = sum of q * codes[., n], an integer
 //   y[r, n] = d * scales[n] * a[r], from left to right, every operation rounded to float
-// These are the bits of the standard operators, wherever their products of integers are exact.
+// These are the bits of the standard operators, wherever their products of integers are exact. NormInt8Linear and
+// SiluInt8Linear: AddNorm or GatedSilu (rows.cpp), and the linear that reads what it makes, in one node.
 //
 // Int8Embedding(ids [..] int32, codes [K, N] int8, scales [N]) -> [.., K] float: codes[., id] * scales[id]. A head that is tied to the
 // embedding has the same weights, which are in memory once.
@@ -185,11 +186,13 @@ ProductsOf<Rows> Products() {
   return {kPortableProducts, kTile};
 }
 
+template <Before kBefore>
 ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
-    const Columned given(api, info);
-    *out = new Linear{api, Shared(Packed(given.inputs, given.outputs, given.codes, given.scales))};
+    const Columned given(api, info, kBefore);
+    auto weights = Shared(Packed(given.inputs, given.outputs, given.codes, given.scales));
+    *out = new Linear{api, std::move(weights), kBefore, EpsilonOf(api, info, kBefore)};
   });
 }
 
@@ -218,12 +221,41 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
   });
 }
 
+template <Before kBefore>
+ort::CustomOp Made() {
+  if constexpr (kBefore == Before::kNorm) {
+    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create<kBefore>, Compute, Destroy<Linear>);
+    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
+    return made;
+  } else {
+    return Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create<kBefore>, Compute, Destroy<Linear>);
+  }
+}
+
 }  // namespace
 
 const ort::CustomOp* Int8Linear() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create, Compute, Destroy<Linear>);
+    ort::CustomOp made = Made<Before::kNothing>();
     made.GetName = [](const ort::CustomOp*) { return "Int8Linear"; };
+    return made;
+  }();
+  return &op;
+}
+
+const ort::CustomOp* NormInt8Linear() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Made<Before::kNorm>();
+    made.GetName = [](const ort::CustomOp*) { return "NormInt8Linear"; };
+    return made;
+  }();
+  return &op;
+}
+
+const ort::CustomOp* SiluInt8Linear() {
+  static const ort::CustomOp op = [] {
+    ort::CustomOp made = Made<Before::kSilu>();
+    made.GetName = [](const ort::CustomOp*) { return "SiluInt8Linear"; };
     return made;
   }();
   return &op;
@@ -231,7 +263,7 @@ const ort::CustomOp* Int8Linear() {
 
 const ort::CustomOp* Int8Embedding() {
   static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(Create, Embed, Destroy<Linear>);
+    ort::CustomOp made = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(Create<Before::kNothing>, Embed, Destroy<Linear>);
     made.GetName = [](const ort::CustomOp*) { return "Int8Embedding"; };
     return made;
   }();

@@ -99,8 +99,8 @@ struct Columned {
   const int8_t* codes;
   const float* scales;
 
-  Columned(const ort::Api& api, const ort::KernelInfo* info) {
-    const auto [values, factors] = Constants(api, info);
+  Columned(const ort::Api& api, const ort::KernelInfo* info, Before before = Before::kNothing) {
+    const auto [values, factors] = Constants(api, info, before);
     const auto sizes = SizesOf(api, values), columns = SizesOf(api, factors);
     Require(api, sizes.size() == 2 && columns.size() == 1 && columns[0] == sizes[1], "expected codes [K, N] and scales [N]");
     inputs = sizes[0];

@@ -22,7 +22,7 @@ struct ApiBase {
   const char* (*GetVersionString)();
 };
 
-enum Type : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7 };
+enum Type : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 
 class Api {
  public:

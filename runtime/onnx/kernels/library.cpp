@@ -6,11 +6,16 @@
 
 const ort::CustomOp* AddNorm();
 const ort::CustomOp* GatedSilu();
+const ort::CustomOp* HalfTreeAttention();
 const ort::CustomOp* Int4Linear();
 const ort::CustomOp* Int8Argmax();
 const ort::CustomOp* Int8Embedding();
 const ort::CustomOp* Int8Linear();
+const ort::CustomOp* NormInt4Linear();
+const ort::CustomOp* NormInt8Linear();
 const ort::CustomOp* RotarySplit();
+const ort::CustomOp* SiluInt4Linear();
+const ort::CustomOp* SiluInt8Linear();
 const ort::CustomOp* TiedEmbedding();
 const ort::CustomOp* TreeAttention();
 
@@ -25,8 +30,9 @@ SSDEVICE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
     ort::Domain* made = nullptr;
     if (ort::Status* status = api.CreateDomain("ssdevice", &made)) return status;
     for (const ort::CustomOp* op :
-         {AddNorm(), GatedSilu(), Int4Linear(), Int8Argmax(), Int8Embedding(), Int8Linear(), RotarySplit(), TiedEmbedding(),
-          TreeAttention()}) {
+         {AddNorm(), GatedSilu(), HalfTreeAttention(), Int4Linear(), Int8Argmax(), Int8Embedding(),
+          Int8Linear(), NormInt4Linear(), NormInt8Linear(), RotarySplit(), SiluInt4Linear(), SiluInt8Linear(),
+          TiedEmbedding(), TreeAttention()}) {
       if (ort::Status* status = api.Add(made, op)) return status;
     }
     domain = made;

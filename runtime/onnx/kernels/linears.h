@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "crew.h"
+#include "rows.h"
 
 constexpr int kBlock = 32;   // inputs are padded to whole blocks
 constexpr int kLanes = 8;    // columns of a vector: floats of 256 bits
@@ -171,25 +172,70 @@ struct CallOf {
   }
 };
 
+// What a linear computes of its inputs before it reads them as rows [.., K].
+enum class Before {
+  kNothing,  // x [.., K]
+  kNorm,     // x [.., K], y [.., K], weight [K]; epsilon: the RMS norm of x + y, which is output 1
+  kSilu,     // x [.., 2 K]: the first half of a row times its sigmoid times the second half
+};
+
+constexpr size_t InputsOf(Before before) { return before == Before::kNorm ? 3 : 1; }
+
 struct Linear {
   ort::Api api;
   std::shared_ptr<const Weights> weights;
+  Before before = Before::kNothing;
+  float epsilon = 0;
   int threads = CrewSize();
 };
 
-// The constants that are inputs 1 and 2 of a linear.
+inline float EpsilonOf(const ort::Api& api, const ort::KernelInfo* info, Before before) {
+  float epsilon = 0;
+  if (before == Before::kNorm) Check(api.Attribute(info, "epsilon", &epsilon));
+  return epsilon;
+}
+
+// The constants of a linear, which follow its other inputs.
 struct Constants {
   const ort::Value *codes = nullptr, *scales = nullptr;
 
-  Constants(const ort::Api& api, const ort::KernelInfo* info) {
+  Constants(const ort::Api& api, const ort::KernelInfo* info, Before before = Before::kNothing) {
     int constant[2] = {0, 0};
-    Check(api.ConstantInput(info, 1, &constant[0], &codes));
-    Check(api.ConstantInput(info, 2, &constant[1], &scales));
+    const size_t first = InputsOf(before);
+    Check(api.ConstantInput(info, first, &constant[0], &codes));
+    Check(api.ConstantInput(info, first + 1, &constant[1], &scales));
     Require(api, constant[0] && constant[1], "its weights are no constants");
   }
 };
 
-// Input 0, rows [.., K], times the weights. ``quantize`` fills Rows from [count, K] floats.
+// The rows that a linear reads: its input 0, or what it makes of its inputs, in memory of this thread.
+inline const float* RowsBefore(const Linear& linear, ort::KernelContext* context, const std::vector<int64_t>& given,
+                               const float* x) {
+  if (linear.before == Before::kNothing) return x;
+  const ort::Api& api = linear.api;
+  thread_local std::vector<float> made;
+  const int64_t all = CountOf(given);
+  if (linear.before == Before::kSilu) {
+    const int64_t width = given.back() / 2;
+    made.resize(static_cast<size_t>(all / 2));
+    for (int64_t at = 0; at < all / 2; at += width) GateRow(x + 2 * at, width, made.data() + at);
+    return made.data();
+  }
+  const int64_t width = given.back();
+  const ort::Value *other = InputOf(api, context, 1), *weight = InputOf(api, context, 2);
+  Require(api, SizesOf(api, other) == given && CountOf(SizesOf(api, weight)) == width,
+          "its rows do not fit each other or the weight of the norm");
+  ort::Value* sum = nullptr;
+  Check(api.Output(context, 1, given.data(), given.size(), &sum));
+  const float *y = DataOf<const float>(api, other), *by = DataOf<const float>(api, weight);
+  float* total = DataOf<float>(api, sum);
+  made.resize(static_cast<size_t>(all));
+  for (int64_t at = 0; at < all; at += width)
+    NormalizeRow(x + at, y + at, by, width, linear.epsilon, made.data() + at, total + at);
+  return made.data();
+}
+
+// Rows [.., K] times the weights. ``quantize`` fills Rows from [count, K] floats.
 template <typename Rows>
 ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
                       void (*quantize)(const float* x, int64_t count, int64_t inputs, Rows* out),
@@ -198,17 +244,19 @@ ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
   return Guarded(api, [&] {
     const Weights& weights = *linear.weights;
     const ort::Value* x = InputOf(api, context, 0);
-    auto sizes = SizesOf(api, x);
-    const int64_t inputs = sizes.empty() ? 0 : sizes.back();
+    const auto given = SizesOf(api, x);
+    const int64_t inputs = given.empty() ? 0 : given.back() / (linear.before == Before::kSilu ? 2 : 1);
     Require(api, Blocks(inputs) == Blocks(weights.inputs), "the rows have another width than the weights");
-    sizes.pop_back();
+    auto sizes = given;
+    sizes.back() = 1;
     const int64_t count = CountOf(sizes);
-    sizes.push_back(weights.outputs);
+    sizes.back() = weights.outputs;
     ort::Value* y = nullptr;
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
+    const float* read = RowsBefore(linear, context, given, DataOf<const float>(api, x));
     if (count == 0) return;
     thread_local Rows rows;
-    quantize(DataOf<const float>(api, x), count, inputs, &rows);
+    quantize(read, count, inputs, &rows);
     const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 2, 1, 32));
     CallOf<Rows> call{weights, rows, products, count, parts, DataOf<float>(api, y)};
     For(api, context, linear.threads, static_cast<size_t>(parts), CallOf<Rows>::Part, &call);

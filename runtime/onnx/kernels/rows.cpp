@@ -16,12 +16,9 @@
 #include <cmath>
 
 #include "exponential.h"
+#include "rows.h"
 
 namespace {
-
-struct Gate {
-  ort::Api api;
-};
 
 float Silu(float g, float u) {
   const float e = Exp(-std::fabs(g));
@@ -39,6 +36,10 @@ __attribute__((target("avx2,fma"))) void SiluAvx2(const float* gate, const float
   }
 }
 #endif
+
+struct Gate {
+  ort::Api api;
+};
 
 ort::Status* CreateGate(const ort::CustomOp*, const void* const* table, const ort::KernelInfo*, void** out) {
   const ort::Api api(table);
@@ -62,14 +63,7 @@ ort::Status* ComputeGate(void* self, ort::KernelContext* context) {
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
     const float* x = DataOf<const float>(api, input);
     float* y = DataOf<float>(api, output);
-    for (int64_t row = 0; row < rows; ++row, x += 2 * width, y += width) {
-      const float *gate = x, *up = x + width;
-      int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-      if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
-#endif
-      for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
-    }
+    for (int64_t row = 0; row < rows; ++row) GateRow(x + 2 * row * width, width, y + row * width);
   });
 }
 
@@ -172,20 +166,6 @@ __attribute__((target("avx2,fma"))) void ScaleAvx2(const float* sum, const float
 }
 #endif
 
-void Normalize(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed, float* sum) {
-  float lanes[8] = {};
-  int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
-#endif
-  AddScalar(x, y, done, width, sum, lanes);
-  const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
-#endif
-  ScaleScalar(sum, weight, scale, done, width, normed);
-}
-
 ort::Status* CreateNorm(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
@@ -211,11 +191,35 @@ ort::Status* ComputeNorm(void* self, ort::KernelContext* context) {
     const float* weight = DataOf<const float>(api, inputs[2]);
     float *normed = DataOf<float>(api, outputs[0]), *sum = DataOf<float>(api, outputs[1]);
     for (int64_t at = 0; at < count; at += width)
-      Normalize(x + at, y + at, weight, width, kernel.epsilon, normed + at, sum + at);
+      NormalizeRow(x + at, y + at, weight, width, kernel.epsilon, normed + at, sum + at);
   });
 }
 
 }  // namespace
+
+void GateRow(const float* x, int64_t width, float* y) {
+  const float *gate = x, *up = x + width;
+  int64_t done = 0;
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
+#endif
+  for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
+}
+
+void NormalizeRow(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed,
+                  float* sum) {
+  float lanes[8] = {};
+  int64_t done = 0;
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
+#endif
+  AddScalar(x, y, done, width, sum, lanes);
+  const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
+#endif
+  ScaleScalar(sum, weight, scale, done, width, normed);
+}
 
 const ort::CustomOp* AddNorm() {
   static const ort::CustomOp op = [] {

@@ -14,7 +14,7 @@ import pytest
 
 from ssdevice.adapters.storage import stored
 from ssdevice.bench.equality import first_difference, led
-from ssdevice.bundle.manifest import Precision
+from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain
@@ -41,9 +41,10 @@ def expected(session: Session, ids: list[int], mode: str, max_tokens: int) -> li
     return [token for run in session.runs(ids, max_tokens=max_tokens, mode=mode) for token in run.tokens]
 
 
-@pytest.mark.parametrize("quant", ["fp32", "int8"])
-def test_the_loop_gives_the_tokens_of_a_session(quant: str) -> None:
+@pytest.mark.parametrize(("quant", "dtype"), [("fp32", CacheDtype.FP32), ("int8", CacheDtype.FP16)])
+def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -> None:
     bundle = tiny.tiny_bundle(quant)
+    assert bundle.manifest.cache_dtype is dtype
     with Session.open(bundle, threads=1) as session:
         prompts = [session.prompt_ids(text) for text in ("hello", "a prompt of more than two chunks")]
         # The last of these sizes fills the context.
@@ -77,7 +78,7 @@ def manifest(change: Callable[[dict[str, Any]], object], out: Path) -> Path:
         ({"precision": "int4"}, "INT4 has no fast kernel in browsers; export with --quant int8"),
         ({"target": "coreml"}, "a bundle for coreml; export one with --target onnx"),
         ({"schema_version": 2}, "schema 2: this page reads 1"),
-        ({"cache_dtype": "float16"}, "a cache of float16; browsers need float32"),
+        ({"cache_dtype": "bfloat16"}, "a cache of bfloat16; browsers need float32 or float16"),
         ({"files": {"../secret": {}}}, 'the path "../secret" leaves the bundle'),
     ],
 )

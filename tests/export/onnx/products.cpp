@@ -5,6 +5,7 @@
 #include <random>
 
 #include "crew.h"
+#include "rows.cpp"
 
 #ifdef INT8
 #include "int8.cpp"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from ssdevice.adapters.settings import read_settings
@@ -16,16 +17,19 @@ from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.contract import NEXT_DRAFTS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob, TargetResult
+from ssdevice.export.onnx import exporter
+from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
+from ssdevice.export.onnx.fused import attention_in_one
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
-from ssdevice.runtime.onnx.kernels import TREE_ATTENTION
+from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
 from ssdevice.text.plain_prompt import NOTE
 from tests.export.models import write_adapter
@@ -330,7 +334,28 @@ def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: st
     assert set(parts.values()) == set(PARTS)
     graph = onnx.load(str(bundle.file(STEP)), load_external_data=False).graph
     assert {node.name for node in graph.node} == set(parts)
-    attention = [parts[node.name] for node in graph.node if node.op_type in ("Softmax", TREE_ATTENTION)]
+    attention = [
+        parts[node.name] for node in graph.node if node.op_type in ("Softmax", TREE_ATTENTION, HALF_TREE_ATTENTION)
+    ]
     # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
     assert attention.count("layers") >= bundle.manifest.model.layers
     assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
+
+
+def test_a_graph_whose_attention_is_not_one_operator_reads_the_same_cache(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def but_plainly(edit: Editor, node: ir.Node) -> bool:
+        drafts = any(value.name == NEXT_DRAFTS for value in edit.graph.outputs)
+        return drafts and attention_in_one(edit, node)
+
+    monkeypatch.setattr(exporter, "attention_in_one", but_plainly)
+    result = compared_along_a_chain(base, adapter, tmp_path / "bundle", "int8")
+    assert result.differences == []
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.manifest.cache_dtype == "float16"
+    kinds = {
+        name: {node.op_type for node in onnx.load(str(bundle.file(name)), load_external_data=False).graph.node}
+        for name in (STEP, PLAIN)
+    }
+    assert HALF_TREE_ATTENTION in kinds[STEP] and "Softmax" in kinds[PLAIN]

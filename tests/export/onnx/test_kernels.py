@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.nodes import READS, show_products
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
@@ -245,26 +247,44 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
 
 
 ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
-
-
-@pytest.mark.skipif(
+on_arm = pytest.mark.skipif(
     shutil.which(ARM_COMPILER) is None or shutil.which(ARM[0]) is None,
     reason=f"needs {ARM_COMPILER} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
+
+
+def says(
+    source: str, folder: Path, *options: str, compiler: str | None = COMPILER, under: Sequence[str] = ()
+) -> tuple[int, str]:
+    """What a program beside this file returns and prints, ``under`` an emulator."""
+    flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
+    assert compiler is not None
+    command = [compiler, *flags, "-Wall", "-Wextra", "-Werror", *options, "-I", str(kernels.SOURCES)]
+    subprocess.run([*command, "-o", str(folder / "program"), str(Path(__file__).with_name(source))], check=True)
+    done = subprocess.run([*under, str(folder / "program")], capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@on_arm
 @pytest.mark.parametrize("kind", ["INT4", "INT4_WHOLE", "INT8", "ARGMAX"])
 def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_path: Path) -> None:
     """There is no ONNX Runtime to call them, so a program in products.cpp does."""
-    program, source = tmp_path / "products", Path(__file__).with_name("products.cpp")
-    flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
-    warnings = ["-Wall", "-Wextra", "-Werror"]
-    command = [ARM_COMPILER, *flags, *warnings, "-static", f"-D{kind}", "-I", str(kernels.SOURCES)]
-    subprocess.run([*command, "-o", str(program), str(source)], check=True)
-    done = subprocess.run([*ARM, str(program)], capture_output=True, text=True)
+    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=ARM_COMPILER, under=ARM)
     count = 99 if kind == "ARGMAX" else 5973
-    assert (done.returncode, done.stdout) == (0, f"0 of {count} differ\n")
+    assert found == (0, f"0 of {count} differ\n")
 
 
-KV_HEADS, GROUPS = 3, 2
+@pytest.mark.parametrize("options", [(), ("-DSSDEVICE_PORTABLE",)])
+def test_every_float16_is_read_and_rounded_to_as_the_format_says(options: tuple[str, ...], tmp_path: Path) -> None:
+    assert says("halves.cpp", tmp_path, *options) == (0, "0 differ\n")
+
+
+@on_arm
+def test_every_float16_is_read_and_rounded_to_on_arm_as_the_format_says(tmp_path: Path) -> None:
+    assert says("halves.cpp", tmp_path, "-static", compiler=ARM_COMPILER, under=ARM) == (0, "0 differ\n")
+
+
+KV_HEADS, GROUPS = 3, 5
 ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
 """Of a root with two children, the second of which has one."""
 
@@ -316,6 +336,52 @@ def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(width: i
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def joined_model(kind: str, quant: Quant, weight: np.ndarray, rows: int) -> bytes:
+    """A linear that makes its rows itself, as the exporter writes it; its product is named ``w<-rows``."""
+    model = onnx.load_from_string(forms.linears_model(rows, [weight], quant))
+    graph, width = model.graph, weight.shape[1]
+    (node,) = graph.node
+    x, constants = node.input[0], list(node.input[1:])
+    node.output[0] = graph.output[0].name = f"w{READS}rows"
+    float32, shape = onnx.TensorProto.FLOAT, [1, rows, width]
+    if kind == kernels.ADD_NORM:
+        node.op_type = kernels.NORM_LINEARS[node.op_type]
+        node.attribute.append(onnx.helper.make_attribute("epsilon", 1e-5))
+        node.output.append("sum")
+        graph.output.append(onnx.helper.make_tensor_value_info("sum", float32, shape))
+        graph.input.append(onnx.helper.make_tensor_value_info("y", float32, shape))
+        graph.input.append(onnx.helper.make_tensor_value_info("norm", float32, [width]))
+        constants = ["y", "norm", *constants]
+    else:
+        node.op_type = kernels.SILU_LINEARS[node.op_type]
+        graph.input[0].type.tensor_type.shape.dim[2].dim_value = 2 * width
+    del node.input[:], model.functions[:]
+    node.input.extend([x, *constants])
+    made = ir.from_proto(model)
+    add_functions(made)
+    content: bytes = ir.to_proto(made).SerializeToString()
+    return content
+
+
+@pytest.mark.parametrize("quant", [Quant.INT4, Quant.INT8])
+@pytest.mark.parametrize("kind", [kernels.ADD_NORM, kernels.GATED_SILU])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_linear_that_makes_its_rows_has_the_bits_of_two_nodes(
+    library: Path, kind: str, quant: Quant, rows: int
+) -> None:
+    rng, width = np.random.default_rng(rows), 576
+    model = joined_model(kind, quant, rng.standard_normal((96, width)).astype(np.float32), rows)
+    apart = onnx.load_from_string(model)
+    show_products(apart.graph)
+    assert len(apart.graph.node) == 2 and apart.graph.node[0].output[0] == apart.graph.node[1].input[0] == "rows"
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in apart.graph.input}
+    feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for file in (library, None):
+        one, two = (session(content, file).run(None, feeds) for content in (model, apart.SerializeToString()))
+        for mine, theirs in zip(one, two, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("rotated", [64, 32])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_queries_and_keys_are_rotated_and_values_are_not(library: Path, rows: int, rotated: int) -> None:
@@ -342,8 +408,12 @@ def test_queries_and_keys_are_rotated_and_values_are_not(library: Path, rows: in
         np.testing.assert_allclose(standard, exact, atol=2e-6)
 
 
-def attention_model(rows: int, past: int, dim: int) -> bytes:
-    """TreeAttention as the exporter writes it, with its function."""
+CACHES = {kernels.TREE_ATTENTION: np.float32, kernels.HALF_TREE_ATTENTION: np.float16}
+"""The operators of attention, and the type of their caches."""
+
+
+def attention_model(kind: str, rows: int, past: int, dim: int) -> bytes:
+    """An operator of attention as the exporter writes it, with its function."""
     width = KV_HEADS * dim
     shapes = {
         "q": (1, rows, GROUPS * width),
@@ -359,37 +429,50 @@ def attention_model(rows: int, past: int, dim: int) -> bytes:
         "groups": [KV_HEADS, -1, GROUPS, dim],
         "whole": [1, -1, GROUPS * width],
     }
-    return model_of(kernels.TREE_ATTENTION, shapes, 1, kv_heads=KV_HEADS, scale=dim**-0.5, **views)
+    model = model_of(kind, shapes, 1, kv_heads=KV_HEADS, scale=dim**-0.5, **views)
+    if CACHES[kind] == np.float32:
+        return model
+    typed = onnx.load_from_string(model)
+    for value in typed.graph.input:
+        if value.name.startswith("past"):
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    return typed.SerializeToString()
 
 
-def attention_inputs(past: int, dim: int, seen: np.ndarray, shown: int) -> dict[str, np.ndarray]:
+def attention_inputs(kind: str, past: int, dim: int, seen: np.ndarray, shown: int) -> dict[str, np.ndarray]:
     """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in ``seen [R, R]``."""
     rng, rows, width = np.random.default_rng(past), len(seen), KV_HEADS * dim
     visible = np.concatenate([np.tile(np.arange(past) < shown, (rows, 1)), seen], axis=1)
     mask = np.where(visible, np.float32(0), np.float32(-1e9)).repeat(GROUPS, axis=0)[None]
     drawn = {"q": (1, rows, GROUPS * width), "keys": (rows, width), "values": (rows, width)}
     drawn |= {"past_keys": (past, width), "past_values": (past, width)}
-    return {"mask": mask, **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in drawn.items()}}
+    types = {"past_keys": CACHES[kind], "past_values": CACHES[kind]}
+    made = {name: rng.standard_normal(shape).astype(types.get(name, np.float32)) for name, shape in drawn.items()}
+    return {"mask": mask, **made}
 
 
-@pytest.mark.parametrize("dim", [64, 128, 32, 20])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("dim", [64, 256, 40, 20])
 @pytest.mark.parametrize(("past", "shown"), [(0, 0), (33, 20), (600, 590)])
-def test_attention_is_that_of_standard_operators_up_to_rounding(library: Path, past: int, shown: int, dim: int) -> None:
-    feeds = attention_inputs(past, dim, ANCESTORS, shown)
-    model = attention_model(4, past, dim)
+def test_attention_is_that_of_standard_operators_up_to_rounding(
+    library: Path, past: int, shown: int, dim: int, kind: str
+) -> None:
+    feeds = attention_inputs(kind, past, dim, ANCESTORS, shown)
+    model = attention_model(kind, 4, past, dim)
     for threads in (1, 2):
         ours, standard = (session(model, file, threads).run(None, feeds)[0] for file in (library, None))
         np.testing.assert_allclose(ours, standard, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("dim", [64, 20])
-def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int) -> None:
-    feeds = attention_inputs(40, dim, ANCESTORS, 29)
-    (tree,) = session(attention_model(4, 40, dim), library).run(None, feeds)
+def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int, kind: str) -> None:
+    feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29)
+    (tree,) = session(attention_model(kind, 4, 40, dim), library).run(None, feeds)
     for node, seen in enumerate(ANCESTORS):
         path = np.flatnonzero(seen)[:-1]
         past = {  # what the cache holds when plain decoding comes to this node, and a row that is still masked
-            name: np.concatenate([feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]])
+            name: np.concatenate([feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]]).astype(CACHES[kind])
             for name in ("keys", "values")
         }
         mask = np.zeros((1, GROUPS, len(past["keys"]) + 1), np.float32)
@@ -397,15 +480,16 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
         alone = {"q": feeds["q"][:, node : node + 1], "mask": mask}
         alone |= {name: feeds[name][node : node + 1] for name in past}
         alone |= {f"past_{name}": rows for name, rows in past.items()}
-        (row,) = session(attention_model(1, len(past["keys"]), dim), library).run(None, alone)
+        (row,) = session(attention_model(kind, 1, len(past["keys"]), dim), library).run(None, alone)
         np.testing.assert_array_equal(row[0, 0], tree[0, node])
 
 
-def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits() -> None:
-    models = {dim: (attention_model(4, 300, dim), attention_inputs(300, dim, ANCESTORS, 290)) for dim in (32, 64, 128)}
+@pytest.mark.parametrize("kind", CACHES)
+def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> None:
+    dims = (32, 40, 64, 128)
+    models = [(attention_model(kind, 4, 300, dim), attention_inputs(kind, 300, dim, ANCESTORS, 290)) for dim in dims]
     found = [
-        [session(model, built(kind)).run(None, feeds)[0] for model, feeds in models.values()]
-        for kind in ("native", "portable")
+        [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models] for cpu in ("native", "portable")
     ]
     for native, portable in zip(*found, strict=True):
         np.testing.assert_array_equal(native, portable)
