@@ -149,7 +149,8 @@ class OnnxExporter(Exporter):
             files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
             shown = OnnxShown(files, plan.geometry, plan.query_heads, cache_dtype=result.cache_dtype)
             engine = OnnxEngine(files, plan.geometry, result.cache_dtype, ONE_THREAD)
-            with simulated(job.loaded.model, quant, False, False, result.cache_dtype), EngineDriver(engine) as driver:
+            within = simulated(job.loaded.model, quant, keep=False, cache_dtype=result.cache_dtype)
+            with within, EngineDriver(engine) as driver:
                 return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
 
         def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
@@ -159,8 +160,8 @@ class OnnxExporter(Exporter):
             engine = OnnxEngine(files, alone.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
             values = tensors.values if tensors is not None else {}
             shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, True, result.cache_dtype)
-            model = alone.loaded.model
-            with simulated(model, quant, True, False, result.cache_dtype), EngineDriver(engine) as driver:
+            within = simulated(alone.loaded.model, quant, slotted=True, keep=False, cache_dtype=result.cache_dtype)
+            with within, EngineDriver(engine) as driver:
                 return check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
 
         return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)

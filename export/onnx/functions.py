@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +22,8 @@ from ssdevice.runtime.onnx.kernels import (
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
-    NORM_LINEARS,
+    JOINED_LINEARS,
     ROTARY_SPLIT,
-    SILU_LINEARS,
     TIED_EMBEDDING,
     TREE_ATTENTION,
 )
@@ -57,6 +56,11 @@ class _Body:
         self.nodes.append(made)
         return made.outputs[0]
 
+    def call(self, name: str, *inputs: ir.Value, form: Iterable[str], outputs: int = 1) -> Sequence[ir.Value]:
+        """The outputs of one of our operators, with the function's own attributes in ``form``."""
+        self.add(name, *inputs, domain=DOMAIN, outputs=outputs, **{given: ref(given) for given in form})
+        return self.nodes[-1].outputs
+
     def ints(self, given: str) -> ir.Value:
         """The function's attribute ``given`` as a vector."""
         return self.add("Constant", value_ints=ref(given))
@@ -84,10 +88,14 @@ ROWS_FORM = {"axes": INTS, "keep": INT, "axis": INT, "block": INT}
 """What ``int8_linear`` is told of its rows."""
 ATTENTION_INPUTS = "q past_keys keys past_values values mask"
 ATTENTION_FORM = {"kv_heads": INT, "scale": FLOAT, **dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)}
-
-
+"""Inputs and attributes of attention."""
 LINEARS = {INT4_LINEAR: ("codes scales", {"K": INT, "N": INT}), INT8_LINEAR: ("codes scales zero", ROWS_FORM)}
 """The constants and attributes of linears."""
+FIRST: dict[str, tuple[str, dict[str, ir.AttributeType]]] = {
+    ADD_NORM: ("x y weight", {"epsilon": FLOAT}),
+    GATED_SILU: ("x", {}),
+}
+"""The inputs and attributes of what makes the rows of a linear."""
 
 
 def int4_linear() -> ir.Function:
@@ -121,8 +129,7 @@ def int8_linear() -> ir.Function:
 def int8_argmax() -> ir.Function:
     """``Int8Argmax(x [.., R, K], codes [K, N] int8, scales [N], zero uint8) -> [.., R, 1]`` int64; see int8_linear."""
     body = _Body(INT8_ARGMAX, "x codes scales zero", **ROWS_FORM)
-    same: dict[str, Any] = {name: ref(name) for name in ROWS_FORM}
-    product = body.add(INT8_LINEAR, *body.inputs, domain=DOMAIN, **same)
+    (product,) = body.call(INT8_LINEAR, *body.inputs, form=ROWS_FORM)
     body.add("TopK", product, body.add("Constant", value_ints=[1]), outputs=2, axis=-1)
     return body.function(body.nodes[-1].outputs[1])
 
@@ -204,27 +211,18 @@ def half_tree_attention() -> ir.Function:
     half, single = ir.DataType.FLOAT16, ir.DataType.FLOAT
     old = [body.add("Cast", past, to=int(single)) for past in (past_keys, past_values)]
     new = [body.add("Cast", body.add("Cast", rows, to=int(half)), to=int(single)) for rows in (keys, values)]
-    same: dict[str, Any] = {name: ref(name) for name in ATTENTION_FORM}
-    return body.function(body.add(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, domain=DOMAIN, **same))
+    return body.function(*body.call(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, form=ATTENTION_FORM))
 
 
-def norm_linear(linear: str) -> ir.Function:
-    """``NormInt4Linear`` or ``NormInt8Linear``, of the AddNorm and the linear in it."""
-    constants, form = LINEARS[linear]
-    body = _Body(NORM_LINEARS[linear], f"x y weight {constants}", epsilon=FLOAT, **form)
-    normed = body.add(ADD_NORM, *body.inputs[:3], domain=DOMAIN, outputs=2, epsilon=ref("epsilon"))
-    total = body.nodes[-1].outputs[1]
-    same: dict[str, Any] = {name: ref(name) for name in form}
-    return body.function(body.add(linear, normed, *body.inputs[3:], domain=DOMAIN, **same), total)
-
-
-def silu_linear(linear: str) -> ir.Function:
-    """``SiluInt4Linear`` or ``SiluInt8Linear``, of the GatedSilu and the linear in it."""
-    constants, form = LINEARS[linear]
-    body = _Body(SILU_LINEARS[linear], f"x {constants}", **form)
-    same: dict[str, Any] = {name: ref(name) for name in form}
-    gated = body.add(GATED_SILU, body.inputs[0], domain=DOMAIN)
-    return body.function(body.add(linear, gated, *body.inputs[1:], domain=DOMAIN, **same))
+def joined_linear(first: str, linear: str) -> ir.Function:
+    """The operator that is ``first``, which makes rows, and the ``linear`` that reads them."""
+    own, form = FIRST[first]
+    constants, linear_form = LINEARS[linear]
+    body = _Body(JOINED_LINEARS[first, linear], f"{own} {constants}", **form, **linear_form)
+    count = len(own.split())
+    # A norm also gives the sum that it is of.
+    rows, *others = body.call(first, *body.inputs[:count], form=form, outputs=2 if first == ADD_NORM else 1)
+    return body.function(*body.call(linear, rows, *body.inputs[count:], form=linear_form), *others)
 
 
 FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
@@ -238,8 +236,7 @@ FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ROTARY_SPLIT: rotary_split,
     TIED_EMBEDDING: partial(int8_embedding, TIED_EMBEDDING),
     TREE_ATTENTION: tree_attention,
-    **{name: partial(norm_linear, linear) for linear, name in NORM_LINEARS.items()},
-    **{name: partial(silu_linear, linear) for linear, name in SILU_LINEARS.items()},
+    **{name: partial(joined_linear, *pair) for pair, name in JOINED_LINEARS.items()},
 }
 
 

@@ -24,9 +24,8 @@ from ssdevice.runtime.onnx.kernels import (
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
-    NORM_LINEARS,
+    JOINED_LINEARS,
     ROTARY_SPLIT,
-    SILU_LINEARS,
     TIED_EMBEDDING,
     TREE_ATTENTION,
 )
@@ -138,27 +137,23 @@ def best_column(edit: Editor, node: ir.Node) -> bool:
 
 def linear_with_its_rows(edit: Editor, node: ir.Node) -> bool:
     """A norm or an activation and the only linear that reads it, for a finished graph; ``show_products`` undoes it."""
-    source = producer(node.inputs[0], ADD_NORM, GATED_SILU) if node.op_type in NORM_LINEARS else None
-    product = node.outputs[0]
-    if source is None or READS not in (product.name or ""):
+    source = producer(node.inputs[0], ADD_NORM, GATED_SILU)
+    kind = JOINED_LINEARS.get((source.op_type, node.op_type)) if source is not None else None
+    if source is None or kind is None:
         return False
-    rows = source.outputs[0]
-    if len(rows.uses()) != 1 or rows.is_graph_output() or (product.name or "").partition(READS)[2] != rows.name:
+    (rows, *others), product = source.outputs, node.outputs[0]
+    name = product.name or ""
+    if len(rows.uses()) != 1 or rows.is_graph_output() or name.partition(READS)[2] != rows.name:
         return False
-    normed = source.op_type == ADD_NORM
-    kind = (NORM_LINEARS if normed else SILU_LINEARS)[node.op_type]
     inputs, attributes = [*source.inputs, *node.inputs[1:]], {**source.attributes, **node.attributes}
-    outputs = 2 if normed else 1
     # Where the norm stood, because its sum is read before the product.
-    made = edit.insert(source, kind, inputs, shape_of(product), product.dtype, attributes, DOMAIN, outputs).producer()
-    assert made is not None
-    if normed:
-        total = source.outputs[1]
-        made.outputs[1].shape, made.outputs[1].type = total.shape, total.type
-        edit.replace_value(total, made.outputs[1])
-    name = product.name
-    edit.replace(node, made.outputs[0])
-    made.outputs[0].name = name
+    made = edit.insert(source, kind, inputs, shape_of(product), product.dtype, attributes, DOMAIN, len(source.outputs))
+    after = made.producer()
+    assert after is not None
+    for old, new in zip(others, after.outputs[1:], strict=True):
+        edit.replace_value(old, new)
+    edit.replace(node, made)
+    made.name = name
     edit.graph.remove(source, safe=True)
     return True
 

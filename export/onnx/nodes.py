@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
-    GATED_SILU,
     INT8_ARGMAX,
     INT8_LINEAR,
-    NORM_LINEARS,
-    SILU_LINEARS,
+    JOINED_LINEARS,
 )
 
 if TYPE_CHECKING:
@@ -19,10 +17,7 @@ if TYPE_CHECKING:
 
 READS = "<-"
 """In the name of a product's output, between the weight's name and that of the rows it reads."""
-APART = {
-    **{name: (ADD_NORM, linear) for linear, name in NORM_LINEARS.items()},
-    **{name: (GATED_SILU, linear) for linear, name in SILU_LINEARS.items()},
-}
+APART = {name: pair for pair, name in JOINED_LINEARS.items()}
 """Operators that are two in one: what makes the rows, and the linear."""
 
 
@@ -73,18 +68,12 @@ def _choice(graph: GraphProto, node: NodeProto) -> None:
 
 def _apart(graph: GraphProto, node: NodeProto) -> None:
     """The rows that a product reads, whose name its own name ends with, and the product."""
+    from onnx import helper
+
     first, linear = APART[node.op_type]
-    rows, own = node.output[0].partition(READS)[2], ("epsilon",)
-    count = 3 if first == ADD_NORM else 1
-    before, product = graph.node.add(), graph.node.add()
-    for made in (before, product):
-        made.CopyFrom(node)
-        del made.input[:], made.output[:], made.attribute[:]
-    before.op_type, before.name = first, rows
-    before.input.extend(node.input[:count])
-    before.output.extend([rows, *node.output[1:]])
-    before.attribute.extend(attribute for attribute in node.attribute if attribute.name in own)
-    product.op_type = linear
-    product.input.extend([rows, *node.input[count:]])
-    product.output.append(node.output[0])
-    product.attribute.extend(attribute for attribute in node.attribute if attribute.name not in own)
+    rows, count = node.output[0].partition(READS)[2], 3 if first == ADD_NORM else 1
+    before = helper.make_node(first, node.input[:count], [rows, *node.output[1:]], rows, domain=node.domain)
+    product = helper.make_node(linear, [rows, *node.input[count:]], node.output[:1], node.name, domain=node.domain)
+    for attribute in node.attribute:
+        (before if attribute.name == "epsilon" else product).attribute.append(attribute)
+    graph.node.extend([before, product])

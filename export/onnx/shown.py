@@ -57,7 +57,7 @@ class OnnxShown:
         names = [value.name for value in session.get_outputs()]
         feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
-        rows = rows.astype(self.dtype)
+        rows = rows.astype(self.dtype, copy=False)
         for layer in range(self.geometry.layers):
             feeds[past_key(layer)], feeds[past_value(layer)] = rows[2 * layer], rows[2 * layer + 1]
         for value in session.get_inputs():

@@ -24,7 +24,7 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, difference
+from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, as_stored, difference
 from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, force_drafts, random_prompt
 
 
@@ -108,12 +108,8 @@ class Walk:
 
     def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
         past = self.reference.cache.rows[..., :length, :]
-        past.copy_(torch.from_numpy(self._stored(past.numpy())))
+        past.copy_(torch.from_numpy(as_stored(past.numpy(), self.shown.dtype)))
         return self.shown.call(function, integers, length, self.reference.rows(0, length))
-
-    def _stored(self, rows: Array) -> Array:
-        """Rows as the artifact's cache holds them."""
-        return rows.astype(self.shown.dtype).astype(np.float32)
 
     def _same_drafts(self, where: str, call: Call, theirs: Drafts) -> None:
         for j, (mine, row) in enumerate(zip(call.outputs[NEXT_DRAFTS].tolist(), theirs, strict=True)):
@@ -124,7 +120,8 @@ class Walk:
         same_ids(f"{where}: {name}", mine, theirs, logits, self.bounds.product)
 
     def _same_rows(self, where: str, call: Call, length: int, count: int) -> None:
-        mine, theirs = call.outputs[ROWS][:, :count], self._stored(self.reference.rows(length, length + count))
+        mine = call.outputs[ROWS][:, :count]
+        theirs = as_stored(self.reference.rows(length, length + count), self.shown.dtype)
         if mine.shape != theirs.shape:
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape}, not {theirs.shape}")
         for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):

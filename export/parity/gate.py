@@ -24,7 +24,7 @@ from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROW
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.follow import follow
-from ssdevice.export.parity.products import Bounds, Shown
+from ssdevice.export.parity.products import Bounds, Shown, as_stored
 from ssdevice.export.parity.reference import (
     Array,
     Drafts,
@@ -83,9 +83,8 @@ class Gate:
         theirs = self.reference.rows(start, end)
         if mine.shape != theirs.shape or not np.isfinite(mine).all():
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
-        # The artifact rounds rows when it stores them.
-        stored = [rows.astype(mine.dtype).astype(np.float32) for rows in (mine, self.twin.rows(start, end), theirs)]
-        self.spread.rows(where, *stored)
+        sides = mine, self.twin.rows(start, end), theirs
+        self.spread.rows(where, *(as_stored(rows, mine.dtype) for rows in sides))
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
         """Whether two ids agree. If not, ``Spread.judge`` decides later whether that was a near-tie."""

@@ -283,6 +283,11 @@ def _elsewhere(name: str) -> str:
     return name.removesuffix(".base") if name.endswith(".base") else f"{name}.base"
 
 
+def as_stored(rows: Array, dtype: np.dtype[Any] | type[np.generic]) -> Array:
+    """Rows in float32 as a cache of this type holds them."""
+    return rows.astype(dtype).astype(np.float32)
+
+
 def difference(mine: Array, theirs: Array) -> float:
     """The largest relative difference (rms) of corresponding rows, ``[rows, K]`` each."""
     size = np.sqrt(np.square(theirs).mean(axis=-1)) + 1e-12

@@ -34,9 +34,13 @@ PAGES = 1 << 16
 OPENING = 1.5
 """How often ONNX Runtime holds its largest weight once more while it packs."""
 
-NORMED, GATED = kernels.NORM_LINEARS, kernels.SILU_LINEARS
-LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX, *NORMED.values(), *GATED.values())
-INT4_SCALES = {(kernels.INT4_LINEAR, 2), (GATED[kernels.INT4_LINEAR], 2), (NORMED[kernels.INT4_LINEAR], 4)}
+JOINED = kernels.JOINED_LINEARS
+LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX, *JOINED.values())
+INT4_SCALES = {
+    (kernels.INT4_LINEAR, 2),
+    (JOINED[kernels.GATED_SILU, kernels.INT4_LINEAR], 2),
+    (JOINED[kernels.ADD_NORM, kernels.INT4_LINEAR], 4),
+}
 """Operators and the inputs that are scales of blocks."""
 EMBEDDINGS = (kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING)
 OURS = (*LINEARS, *EMBEDDINGS)

@@ -38,10 +38,14 @@ ADD_NORM = "AddNorm"
 """``(x, y [.., F], weight [F]) -> normed, sum [.., F]``, residual addition and RMS normalization (rows.cpp)."""
 GATED_SILU = "GatedSilu"
 """``x [.., 2 F] -> [.., F]``, the gated activation of an MLP (rows.cpp)."""
-NORM_LINEARS = {INT4_LINEAR: "NormInt4Linear", INT8_LINEAR: "NormInt8Linear"}
-"""``(x, y, weight, codes, scales ..) -> product, sum``: an ADD_NORM and the linear that reads it, in one."""
-SILU_LINEARS = {INT4_LINEAR: "SiluInt4Linear", INT8_LINEAR: "SiluInt8Linear"}
-"""``(x [.., 2 F], codes, scales ..) -> [.., N]``: a GATED_SILU and the linear that reads it, in one."""
+JOINED_LINEARS = {
+    (ADD_NORM, INT4_LINEAR): "NormInt4Linear",
+    (ADD_NORM, INT8_LINEAR): "NormInt8Linear",
+    (GATED_SILU, INT4_LINEAR): "SiluInt4Linear",
+    (GATED_SILU, INT8_LINEAR): "SiluInt8Linear",
+}
+"""What makes rows and the linear that reads them, in one: the inputs of the first, then the linear's constants; the
+product, then what else the first gives."""
 ROTARY_SPLIT = "RotarySplit"
 """Queries, keys and values out of a merged product, with rotary positions (rows.cpp)."""
 TREE_ATTENTION = "TreeAttention"

@@ -292,20 +292,13 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
 }  // namespace
 
 const ort::CustomOp* Int8Argmax() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create, Compute, Destroy<Kernel>);
-    made.GetName = [](const ort::CustomOp*) { return "Int8Argmax"; };
-    made.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kInt64; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
+      "Int8Argmax", Create, Compute, Destroy<Kernel>, 1, ort::kInt64);
   return &op;
 }
 
 const ort::CustomOp* TiedEmbedding() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(Create, Embed, Destroy<Kernel>);
-    made.GetName = [](const ort::CustomOp*) { return "TiedEmbedding"; };
-    return made;
-  }();
+  static const NamedOp op =
+      Operator<ort::kInt32, ort::kInt8, ort::kFloat>("TiedEmbedding", Create, Embed, Destroy<Kernel>);
   return &op;
 }

@@ -42,6 +42,7 @@ struct Seen {
 constexpr int kGroups = 3;
 
 struct Heads {
+  int count;
   const float* q[kGroups];
   float* y[kGroups];
   int64_t dim;
@@ -52,9 +53,9 @@ struct Heads {
 inline float FloatOf(float value) { return value; }
 
 template <typename Element>
-void Portable(const Heads& heads, int count_of_heads, Seen<Element>* seen) {
+void Portable(const Heads& heads, Seen<Element>* seen) {
   const size_t count = seen->count;
-  for (int g = 0; g < count_of_heads; ++g) {
+  for (int g = 0; g < heads.count; ++g) {
     const float* q = heads.q[g];
     float *y = heads.y[g], *weights = seen->Weights(g), most = -INFINITY, lanes[kLanes];
     for (size_t i = 0; i < count; ++i) {
@@ -168,15 +169,15 @@ SSDEVICE_TARGET void Avx2(const Heads& heads, Seen<Element>* seen) {
 #endif
 
 template <typename Element>
-void Attend(const Heads& heads, int count, Seen<Element>* seen) {
+void Attend(const Heads& heads, Seen<Element>* seen) {
 #ifdef SSDEVICE_AVX2
   if (kFusedAvx2 && kF16c && heads.dim % kLanes == 0) {
-    if (count == 1) return Avx2<1>(heads, seen);
-    if (count == 2) return Avx2<2>(heads, seen);
+    if (heads.count == 1) return Avx2<1>(heads, seen);
+    if (heads.count == 2) return Avx2<2>(heads, seen);
     return Avx2<3>(heads, seen);
   }
 #endif
-  Portable(heads, count, seen);
+  Portable(heads, seen);
 }
 
 template <typename Element>
@@ -199,12 +200,12 @@ struct Call {
     if (seen.call != number || seen.row != row) Gather(row, &seen);
     for (int64_t first = 0; first < sizes.groups; first += kGroups) {
       const int count = static_cast<int>(std::min<int64_t>(kGroups, sizes.groups - first));
-      Heads heads{{}, {}, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
+      Heads heads{count, {}, {}, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
       for (int g = 0; g < count; ++g) {
         heads.q[g] = q + (row * sizes.groups + first + g) * width + head * sizes.dim;
         heads.y[g] = y + ((row * sizes.heads + head) * sizes.groups + first + g) * sizes.dim;
       }
-      Attend(heads, count, &seen);
+      Attend(heads, &seen);
     }
   }
 
@@ -311,21 +312,15 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 }  // namespace
 
 const ort::CustomOp* TreeAttention() {
-  static const ort::CustomOp op = [] {
-    constexpr ort::Type kFloat = ort::kFloat;
-    ort::CustomOp made = Operator<kFloat, kFloat, kFloat, kFloat, kFloat, kFloat>(Create, Compute<float>, Destroy<Kernel>);
-    made.GetName = [](const ort::CustomOp*) { return "TreeAttention"; };
-    return made;
-  }();
+  constexpr ort::Type kNew = ort::kFloat, kPast = ort::kFloat;
+  static const NamedOp op =
+      Operator<kNew, kPast, kNew, kPast, kNew, kNew>("TreeAttention", Create, Compute<float>, Destroy<Kernel>);
   return &op;
 }
 
 const ort::CustomOp* HalfTreeAttention() {
-  static const ort::CustomOp op = [] {
-    constexpr ort::Type kFloat = ort::kFloat, kHalf = ort::kHalf;
-    ort::CustomOp made = Operator<kFloat, kHalf, kFloat, kHalf, kFloat, kFloat>(Create, Compute<Half>, Destroy<Kernel>);
-    made.GetName = [](const ort::CustomOp*) { return "HalfTreeAttention"; };
-    return made;
-  }();
+  constexpr ort::Type kNew = ort::kFloat, kPast = ort::kHalf;
+  static const NamedOp op =
+      Operator<kNew, kPast, kNew, kPast, kNew, kNew>("HalfTreeAttention", Create, Compute<Half>, Destroy<Kernel>);
   return &op;
 }

@@ -144,42 +144,22 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
   return Multiply<Rows>(kernel, context, Quantize, Int4Products(kernel.scales));
 }
 
-template <Before kBefore>
-ort::CustomOp Made() {
-  if constexpr (kBefore == Before::kNorm) {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kFloat>(Create<kBefore>, Compute, Destroy<Int4>);
-    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
-    return made;
-  } else {
-    return Operator<ort::kFloat, ort::kUint8, ort::kFloat>(Create<kBefore>, Compute, Destroy<Int4>);
-  }
-}
-
 }  // namespace
 
 const ort::CustomOp* Int4Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kNothing>();
-    made.GetName = [](const ort::CustomOp*) { return "Int4Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(
+      "Int4Linear", Create<Before::kNothing>, Compute, Destroy<Int4>);
   return &op;
 }
 
 const ort::CustomOp* NormInt4Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kNorm>();
-    made.GetName = [](const ort::CustomOp*) { return "NormInt4Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kFloat>(
+      "NormInt4Linear", Create<Before::kNorm>, Compute, Destroy<Int4>, 2);
   return &op;
 }
 
 const ort::CustomOp* SiluInt4Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kSilu>();
-    made.GetName = [](const ort::CustomOp*) { return "SiluInt4Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(
+      "SiluInt4Linear", Create<Before::kSilu>, Compute, Destroy<Int4>);
   return &op;
 }

@@ -221,51 +221,28 @@ ort::Status* Embed(void* self, ort::KernelContext* context) {
   });
 }
 
-template <Before kBefore>
-ort::CustomOp Made() {
-  if constexpr (kBefore == Before::kNorm) {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create<kBefore>, Compute, Destroy<Linear>);
-    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
-    return made;
-  } else {
-    return Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(Create<kBefore>, Compute, Destroy<Linear>);
-  }
-}
-
 }  // namespace
 
 const ort::CustomOp* Int8Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kNothing>();
-    made.GetName = [](const ort::CustomOp*) { return "Int8Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
+      "Int8Linear", Create<Before::kNothing>, Compute, Destroy<Linear>);
   return &op;
 }
 
 const ort::CustomOp* NormInt8Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kNorm>();
-    made.GetName = [](const ort::CustomOp*) { return "NormInt8Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
+      "NormInt8Linear", Create<Before::kNorm>, Compute, Destroy<Linear>, 2);
   return &op;
 }
 
 const ort::CustomOp* SiluInt8Linear() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Made<Before::kSilu>();
-    made.GetName = [](const ort::CustomOp*) { return "SiluInt8Linear"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
+      "SiluInt8Linear", Create<Before::kSilu>, Compute, Destroy<Linear>);
   return &op;
 }
 
 const ort::CustomOp* Int8Embedding() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(Create<Before::kNothing>, Embed, Destroy<Linear>);
-    made.GetName = [](const ort::CustomOp*) { return "Int8Embedding"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(
+      "Int8Embedding", Create<Before::kNothing>, Embed, Destroy<Linear>);
   return &op;
 }

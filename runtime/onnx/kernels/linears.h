@@ -208,30 +208,25 @@ struct Constants {
   }
 };
 
-// The rows that a linear reads: its input 0, or what it makes of its inputs, in memory of this thread.
-inline const float* RowsBefore(const Linear& linear, ort::KernelContext* context, const std::vector<int64_t>& given,
-                               const float* x) {
+// The ``count`` rows of ``width`` numbers that a linear reads: input 0, ``x`` of these sizes, or what it makes of its inputs, in
+// memory of this thread.
+inline const float* RowsBefore(const Linear& linear, ort::KernelContext* context, const float* x,
+                               const std::vector<int64_t>& sizes, int64_t count, int64_t width) {
   if (linear.before == Before::kNothing) return x;
-  const ort::Api& api = linear.api;
   thread_local std::vector<float> made;
-  const int64_t all = CountOf(given);
+  made.resize(static_cast<size_t>(count * width));
   if (linear.before == Before::kSilu) {
-    const int64_t width = given.back() / 2;
-    made.resize(static_cast<size_t>(all / 2));
-    for (int64_t at = 0; at < all / 2; at += width) GateRow(x + 2 * at, width, made.data() + at);
+    GateRows(x, count, width, made.data());
     return made.data();
   }
-  const int64_t width = given.back();
+  const ort::Api& api = linear.api;
   const ort::Value *other = InputOf(api, context, 1), *weight = InputOf(api, context, 2);
-  Require(api, SizesOf(api, other) == given && CountOf(SizesOf(api, weight)) == width,
+  Require(api, SizesOf(api, other) == sizes && CountOf(SizesOf(api, weight)) == width,
           "its rows do not fit each other or the weight of the norm");
   ort::Value* sum = nullptr;
-  Check(api.Output(context, 1, given.data(), given.size(), &sum));
-  const float *y = DataOf<const float>(api, other), *by = DataOf<const float>(api, weight);
-  float* total = DataOf<float>(api, sum);
-  made.resize(static_cast<size_t>(all));
-  for (int64_t at = 0; at < all; at += width)
-    NormalizeRow(x + at, y + at, by, width, linear.epsilon, made.data() + at, total + at);
+  Check(api.Output(context, 1, sizes.data(), sizes.size(), &sum));
+  NormalizeRows(x, DataOf<const float>(api, other), DataOf<const float>(api, weight), count, width, linear.epsilon,
+                made.data(), DataOf<float>(api, sum));
   return made.data();
 }
 
@@ -253,7 +248,7 @@ ort::Status* Multiply(const Linear& linear, ort::KernelContext* context,
     sizes.back() = weights.outputs;
     ort::Value* y = nullptr;
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &y));
-    const float* read = RowsBefore(linear, context, given, DataOf<const float>(api, x));
+    const float* read = RowsBefore(linear, context, DataOf<const float>(api, x), given, count, inputs);
     if (count == 0) return;
     thread_local Rows rows;
     quantize(read, count, inputs, &rows);

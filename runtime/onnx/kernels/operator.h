@@ -94,20 +94,29 @@ void Destroy(void* kernel) {
   delete static_cast<Kernel*>(kernel);
 }
 
-// An operator on the CPU with inputs of these types, which are all required, and one float output; its name is still to be set.
+// An operator with what its functions say of it: ONNX Runtime gives them its address.
+struct NamedOp : ort::CustomOp {
+  const char* name;
+  size_t outputs;
+  ort::Type output;
+};
+
+// An operator on the CPU with inputs of these types, which are all required, and outputs of one type.
 template <ort::Type... kInputs>
-ort::CustomOp Operator(decltype(ort::CustomOp::CreateKernelV2) create,
-                              decltype(ort::CustomOp::KernelComputeV2) compute, void (*destroy)(void*)) {
-  ort::CustomOp op{};
+NamedOp Operator(const char* name, decltype(ort::CustomOp::CreateKernelV2) create,
+                 decltype(ort::CustomOp::KernelComputeV2) compute, void (*destroy)(void*), size_t outputs = 1,
+                 ort::Type output = ort::kFloat) {
+  NamedOp op{{}, name, outputs, output};
   op.version = ort::kVersion;
+  op.GetName = [](const ort::CustomOp* self) { return static_cast<const NamedOp*>(self)->name; };
   op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return nullptr; };
   op.GetInputType = [](const ort::CustomOp*, size_t index) {
     constexpr ort::Type kTypes[] = {kInputs...};
     return kTypes[index];
   };
   op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return sizeof...(kInputs); };
-  op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
-  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
+  op.GetOutputType = [](const ort::CustomOp* self, size_t) { return static_cast<const NamedOp*>(self)->output; };
+  op.GetOutputTypeCount = [](const ort::CustomOp* self) { return static_cast<const NamedOp*>(self)->outputs; };
   op.KernelDestroy = destroy;
   op.GetInputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };
   op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return 0; };

@@ -20,6 +20,10 @@
 
 namespace {
 
+struct Gate {
+  ort::Api api;
+};
+
 float Silu(float g, float u) {
   const float e = Exp(-std::fabs(g));
   return g * ((g < 0 ? e : 1.0f) / (1.0f + e)) * u;
@@ -36,10 +40,6 @@ __attribute__((target("avx2,fma"))) void SiluAvx2(const float* gate, const float
   }
 }
 #endif
-
-struct Gate {
-  ort::Api api;
-};
 
 ort::Status* CreateGate(const ort::CustomOp*, const void* const* table, const ort::KernelInfo*, void** out) {
   const ort::Api api(table);
@@ -63,7 +63,7 @@ ort::Status* ComputeGate(void* self, ort::KernelContext* context) {
     Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
     const float* x = DataOf<const float>(api, input);
     float* y = DataOf<float>(api, output);
-    for (int64_t row = 0; row < rows; ++row) GateRow(x + 2 * row * width, width, y + row * width);
+    GateRows(x, rows, width, y);
   });
 }
 
@@ -166,6 +166,20 @@ __attribute__((target("avx2,fma"))) void ScaleAvx2(const float* sum, const float
 }
 #endif
 
+void Normalize(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed, float* sum) {
+  float lanes[8] = {};
+  int64_t done = 0;
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
+#endif
+  AddScalar(x, y, done, width, sum, lanes);
+  const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
+#endif
+  ScaleScalar(sum, weight, scale, done, width, normed);
+}
+
 ort::Status* CreateNorm(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
   const ort::Api api(table);
   return Guarded(api, [&] {
@@ -186,66 +200,45 @@ ort::Status* ComputeNorm(void* self, ort::KernelContext* context) {
             "AddNorm: its rows do not fit each other or the weight");
     ort::Value* outputs[2] = {};
     for (size_t i = 0; i < 2; ++i) Check(api.Output(context, i, sizes[0].data(), sizes[0].size(), &outputs[i]));
-    const int64_t width = sizes[2][0], count = CountOf(sizes[0]);
+    const int64_t width = sizes[2][0];
+    sizes[0].pop_back();
     const float *x = DataOf<const float>(api, inputs[0]), *y = DataOf<const float>(api, inputs[1]);
     const float* weight = DataOf<const float>(api, inputs[2]);
     float *normed = DataOf<float>(api, outputs[0]), *sum = DataOf<float>(api, outputs[1]);
-    for (int64_t at = 0; at < count; at += width)
-      NormalizeRow(x + at, y + at, weight, width, kernel.epsilon, normed + at, sum + at);
+    NormalizeRows(x, y, weight, CountOf(sizes[0]), width, kernel.epsilon, normed, sum);
   });
 }
 
 }  // namespace
 
-void GateRow(const float* x, int64_t width, float* y) {
-  const float *gate = x, *up = x + width;
-  int64_t done = 0;
+void GateRows(const float* x, int64_t count, int64_t width, float* y) {
+  for (int64_t row = 0; row < count; ++row, x += 2 * width, y += width) {
+    const float *gate = x, *up = x + width;
+    int64_t done = 0;
 #ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
+    if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
 #endif
-  for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
+    for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
+  }
 }
 
-void NormalizeRow(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed,
-                  float* sum) {
-  float lanes[8] = {};
-  int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
-#endif
-  AddScalar(x, y, done, width, sum, lanes);
-  const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
-#endif
-  ScaleScalar(sum, weight, scale, done, width, normed);
+void NormalizeRows(const float* x, const float* y, const float* weight, int64_t count, int64_t width, float epsilon,
+                   float* normed, float* sum) {
+  for (int64_t row = 0; row < count; ++row, x += width, y += width, normed += width, sum += width)
+    Normalize(x, y, weight, width, epsilon, normed, sum);
 }
 
 const ort::CustomOp* AddNorm() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat>(CreateNorm, ComputeNorm, Destroy<Norm>);
-    made.GetName = [](const ort::CustomOp*) { return "AddNorm"; };
-    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 2; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat>("AddNorm", CreateNorm, ComputeNorm, Destroy<Norm>, 2);
   return &op;
 }
 
 const ort::CustomOp* GatedSilu() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat>(CreateGate, ComputeGate, Destroy<Gate>);
-    made.GetName = [](const ort::CustomOp*) { return "GatedSilu"; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat>("GatedSilu", CreateGate, ComputeGate, Destroy<Gate>);
   return &op;
 }
 
 const ort::CustomOp* RotarySplit() {
-  static const ort::CustomOp op = [] {
-    ort::CustomOp made = Operator<ort::kFloat, ort::kFloat, ort::kFloat>(CreateSplit, ComputeSplit, Destroy<Split>);
-    made.GetName = [](const ort::CustomOp*) { return "RotarySplit"; };
-    made.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 3; };
-    return made;
-  }();
+  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat>("RotarySplit", CreateSplit, ComputeSplit, Destroy<Split>, 3);
   return &op;
 }

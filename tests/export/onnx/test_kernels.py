@@ -344,8 +344,8 @@ def joined_model(kind: str, quant: Quant, weight: np.ndarray, rows: int) -> byte
     x, constants = node.input[0], list(node.input[1:])
     node.output[0] = graph.output[0].name = f"w{READS}rows"
     float32, shape = onnx.TensorProto.FLOAT, [1, rows, width]
+    node.op_type = kernels.JOINED_LINEARS[kind, node.op_type]
     if kind == kernels.ADD_NORM:
-        node.op_type = kernels.NORM_LINEARS[node.op_type]
         node.attribute.append(onnx.helper.make_attribute("epsilon", 1e-5))
         node.output.append("sum")
         graph.output.append(onnx.helper.make_tensor_value_info("sum", float32, shape))
@@ -353,7 +353,6 @@ def joined_model(kind: str, quant: Quant, weight: np.ndarray, rows: int) -> byte
         graph.input.append(onnx.helper.make_tensor_value_info("norm", float32, [width]))
         constants = ["y", "norm", *constants]
     else:
-        node.op_type = kernels.SILU_LINEARS[node.op_type]
         graph.input[0].type.tensor_type.shape.dim[2].dim_value = 2 * width
     del node.input[:], model.functions[:]
     node.input.extend([x, *constants])
