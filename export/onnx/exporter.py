@@ -31,7 +31,6 @@ from ssdevice.export.onnx.fused import (
     attention_in_one,
     best_column,
     gated_silu,
-    linear_with_its_rows,
     rotary_split,
 )
 from ssdevice.export.onnx.graph import apply, finish, simplify
@@ -39,6 +38,7 @@ from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.regions import join_regions
 from ssdevice.export.onnx.shown import OnnxShown
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
@@ -186,13 +186,13 @@ class GraphWriter:
         finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
         if self.argmax:
             apply(edit, (best_column,))
-        apply(edit, (linear_with_its_rows,))
         # Where shapes coincide (one row, as many heads as groups), a graph may keep attention of standard operators.
         if not self.cache_dtype:
             self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit) else FLOATS
         elif self.cache_dtype == HALVES and not half_cache(edit, anyhow=True):
             raise SSDeviceError(f"{spec.name}: its cache cannot be in {HALVES}, as that of the graphs before it is")
         more = slot_inputs(edit, spec, book) if book is not None else ()
+        join_regions(edit)
         inputs, outputs = (
             [_cached(each, self.cache_dtype) for each in tensors] for tensors in (spec.inputs, spec.outputs)
         )
@@ -252,7 +252,7 @@ def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
     if store.kept:
         total = sum(store.kept.values())
         names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")
-        notes.append(f"{len(store.kept)} weights ({total} elements) stay float32: {names}")
+        notes.append(f"{len(store.kept)} weights ({total} elements) stay floats: {names}")
     return tuple(notes)
 
 

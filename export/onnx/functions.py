@@ -17,12 +17,13 @@ from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
     DOMAIN,
     GATED_SILU,
+    HALF_LINEAR,
     HALF_TREE_ATTENTION,
     INT4_LINEAR,
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
-    JOINED_LINEARS,
+    REGION,
     ROTARY_SPLIT,
     TIED_EMBEDDING,
     TREE_ATTENTION,
@@ -89,13 +90,6 @@ ROWS_FORM = {"axes": INTS, "keep": INT, "axis": INT, "block": INT}
 ATTENTION_INPUTS = "q past_keys keys past_values values mask"
 ATTENTION_FORM = {"kv_heads": INT, "scale": FLOAT, **dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)}
 """Inputs and attributes of attention."""
-LINEARS = {INT4_LINEAR: ("codes scales", {"K": INT, "N": INT}), INT8_LINEAR: ("codes scales zero", ROWS_FORM)}
-"""The constants and attributes of linears."""
-FIRST: dict[str, tuple[str, dict[str, ir.AttributeType]]] = {
-    ADD_NORM: ("x y weight", {"epsilon": FLOAT}),
-    GATED_SILU: ("x", {}),
-}
-"""The inputs and attributes of what makes the rows of a linear."""
 
 
 def int4_linear() -> ir.Function:
@@ -214,20 +208,17 @@ def half_tree_attention() -> ir.Function:
     return body.function(*body.call(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, form=ATTENTION_FORM))
 
 
-def joined_linear(first: str, linear: str) -> ir.Function:
-    """The operator that is ``first``, which makes rows, and the ``linear`` that reads them."""
-    own, form = FIRST[first]
-    constants, linear_form = LINEARS[linear]
-    body = _Body(JOINED_LINEARS[first, linear], f"{own} {constants}", **form, **linear_form)
-    count = len(own.split())
-    # A norm also gives the sum that it is of.
-    rows, *others = body.call(first, *body.inputs[:count], form=form, outputs=2 if first == ADD_NORM else 1)
-    return body.function(*body.call(linear, rows, *body.inputs[count:], form=linear_form), *others)
+def half_linear() -> ir.Function:
+    """``HalfLinear(x [.., R, K], weight [K, N] float16) -> [.., R, N]``."""
+    body = _Body(HALF_LINEAR, "x weight")
+    x, weight = body.inputs
+    return body.function(body.add("MatMul", x, body.add("Cast", weight, to=int(ir.DataType.FLOAT))))
 
 
 FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ADD_NORM: add_norm,
     GATED_SILU: gated_silu,
+    HALF_LINEAR: half_linear,
     HALF_TREE_ATTENTION: half_tree_attention,
     INT4_LINEAR: int4_linear,
     INT8_ARGMAX: int8_argmax,
@@ -236,14 +227,13 @@ FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ROTARY_SPLIT: rotary_split,
     TIED_EMBEDDING: partial(int8_embedding, TIED_EMBEDDING),
     TREE_ATTENTION: tree_attention,
-    **{name: partial(joined_linear, *pair) for pair, name in JOINED_LINEARS.items()},
 }
 
 
 def add_functions(model: ir.Model) -> None:
-    """Give a model the functions of the operators that its graph calls, and of those that they call."""
+    """Give a model the functions of the operators that its graph and functions call, and of those that they call."""
     made: dict[str, ir.Function] = {}
-    waiting = _called(model.graph)
+    waiting = _called(model.graph).union(*map(_called, model.functions.values()))
     while waiting:
         name = waiting.pop()
         made[name] = FUNCTIONS[name]()
@@ -255,4 +245,5 @@ def add_functions(model: ir.Model) -> None:
 
 
 def _called(nodes: Iterable[ir.Node]) -> set[str]:
-    return {node.op_type for node in nodes if node.domain == DOMAIN}
+    """The operators of ours but regions, which have a function each."""
+    return {node.op_type for node in nodes if node.domain == DOMAIN and node.op_type != REGION}

@@ -16,7 +16,6 @@ from ssdevice.export.onnx.editor import (
     source_of,
 )
 from ssdevice.export.onnx.graph import JOIN, WIDTH
-from ssdevice.export.onnx.nodes import READS
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
     DOMAIN,
@@ -24,7 +23,6 @@ from ssdevice.runtime.onnx.kernels import (
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
-    JOINED_LINEARS,
     ROTARY_SPLIT,
     TIED_EMBEDDING,
     TREE_ATTENTION,
@@ -32,7 +30,7 @@ from ssdevice.runtime.onnx.kernels import (
 
 WIDEST = 16384
 """Inputs that ``Int8Argmax`` takes, at most."""
-LARGE = 1 << 23
+LARGE = 1 << 22
 """Bytes of a head that no cache holds; of others, reading half gains nothing."""
 
 
@@ -132,29 +130,6 @@ def best_column(edit: Editor, node: ir.Node) -> bool:
         if use.node.op_type == INT8_EMBEDDING:
             use.node.op_type = TIED_EMBEDDING
     edit.graph.remove([node, *between[::-1]], safe=True)
-    return True
-
-
-def linear_with_its_rows(edit: Editor, node: ir.Node) -> bool:
-    """A norm or an activation and the only linear that reads it, for a finished graph; ``show_products`` undoes it."""
-    source = producer(node.inputs[0], ADD_NORM, GATED_SILU)
-    kind = JOINED_LINEARS.get((source.op_type, node.op_type)) if source is not None else None
-    if source is None or kind is None:
-        return False
-    (rows, *others), product = source.outputs, node.outputs[0]
-    name = product.name or ""
-    if len(rows.uses()) != 1 or rows.is_graph_output() or name.partition(READS)[2] != rows.name:
-        return False
-    inputs, attributes = [*source.inputs, *node.inputs[1:]], {**source.attributes, **node.attributes}
-    # Where the norm stood, because its sum is read before the product.
-    made = edit.insert(source, kind, inputs, shape_of(product), product.dtype, attributes, DOMAIN, len(source.outputs))
-    after = made.producer()
-    assert after is not None
-    for old, new in zip(others, after.outputs[1:], strict=True):
-        edit.replace_value(old, new)
-    edit.replace(node, made)
-    made.name = name
-    edit.graph.remove(source, safe=True)
     return True
 
 

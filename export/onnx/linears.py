@@ -16,6 +16,7 @@ import onnx_ir as ir
 from ssdevice.export.onnx.editor import Editor, Marked, constant_of, role_of, shape_of
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
+from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
@@ -150,6 +151,23 @@ def plain_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
     known = edit.graph.initializers.get(name)
     weight = known if known is not None else edit.constant(linear.weight(), name)
     return edit.insert(before, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
+
+
+def half_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
+    """A product with a weight in float16; see ``fits_half``."""
+    name = f"{linear.name}.float16"
+    known = edit.graph.initializers.get(name)
+    weight = known if known is not None else edit.constant(linear.weight().astype(np.float16), name)
+    return edit.insert(
+        before, HALF_LINEAR, [linear.source, weight], out_shape(linear), ir.DataType.FLOAT, domain=DOMAIN
+    )
+
+
+def fits_half(linear: Linear) -> bool:
+    """Whether a weight of some size is one of float16 numbers, as the streams' own terms are in adapter folders."""
+    weight = linear.weight()
+    with np.errstate(over="ignore"):
+        return weight.size >= SMALL and bool((weight == weight.astype(np.float16)).all())
 
 
 def transposed_name(linear: Linear) -> str:

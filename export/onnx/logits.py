@@ -15,7 +15,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.export.logits import LogitsConversation
-from ssdevice.export.onnx.nodes import ancestors, makers, show_products
+from ssdevice.export.onnx.nodes import ancestors, makers, show_choices
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import AdapterTensors
@@ -74,7 +74,7 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
         raise MissingExtraError("export", "onnx") from error
     model = onnx.load(str(file), load_external_data=False)
     graph = model.graph
-    show_products(graph)
+    show_choices(graph)
     maker = makers(graph)
     # Of the choices behind the tokens, the one that depends on no other is made on the main logits: the other picks
     # the end node from what the first said.

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ssdevice.runtime.onnx.kernels import (
-    ADD_NORM,
-    INT8_ARGMAX,
-    INT8_LINEAR,
-    JOINED_LINEARS,
-)
+from ssdevice.runtime.onnx.kernels import INT8_ARGMAX, INT8_LINEAR, REGION
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 READS = "<-"
 """In the name of a product's output, between the weight's name and that of the rows it reads."""
-APART = {name: pair for pair, name in JOINED_LINEARS.items()}
-"""Operators that are two in one: what makes the rows, and the linear."""
 
 
 def makers(graph: GraphProto) -> dict[str, NodeProto]:
@@ -40,17 +33,30 @@ def ancestors(
     return list(found.values())
 
 
-def show_products(graph: GraphProto) -> None:
-    """Undo ``fused.best_column`` and ``fused.linear_with_its_rows``: every product and what it reads has its name."""
+def show_products(model: ModelProto) -> None:
+    """Undo ``fused.best_column`` and ``regions.join_regions``: every product has its name, as has what it reads."""
+    show_regions(model)
+    show_choices(model.graph)
+
+
+def show_choices(graph: GraphProto) -> None:
+    """The products that columns are chosen of: undoes ``fused.best_column``."""
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
         if node.op_type == INT8_ARGMAX:
             _choice(graph, node)
-        elif node.op_type in APART:
-            _apart(graph, node)
         else:
             graph.node.append(node)
+
+
+def show_regions(model: ModelProto) -> None:
+    """The nodes of regions, whose values have the names that they have in their functions."""
+    bodies = {function.overload: function.node for function in model.functions if function.name == REGION}
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    for node in nodes:
+        model.graph.node.extend(bodies[node.overload] if node.op_type == REGION else [node])
 
 
 def _choice(graph: GraphProto, node: NodeProto) -> None:
@@ -64,16 +70,3 @@ def _choice(graph: GraphProto, node: NodeProto) -> None:
     graph.initializer.append(one)
     chosen = [f"{node.output[0]}_value", node.output[0]]
     graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))
-
-
-def _apart(graph: GraphProto, node: NodeProto) -> None:
-    """The rows that a product reads, whose name its own name ends with, and the product."""
-    from onnx import helper
-
-    first, linear = APART[node.op_type]
-    rows, count = node.output[0].partition(READS)[2], 3 if first == ADD_NORM else 1
-    before = helper.make_node(first, node.input[:count], [rows, *node.output[1:]], rows, domain=node.domain)
-    product = helper.make_node(linear, [rows, *node.input[count:]], node.output[:1], node.name, domain=node.domain)
-    for attribute in node.attribute:
-        (before if attribute.name == "epsilon" else product).attribute.append(attribute)
-    graph.node.extend([before, product])

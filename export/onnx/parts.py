@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, ROWS, TOKENS
 from ssdevice.errors import MissingExtraError
-from ssdevice.export.onnx.nodes import ancestors, makers
+from ssdevice.export.onnx.nodes import ancestors, makers, show_regions
 from ssdevice.runtime.onnx.kernels import INT8_ARGMAX
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def parts_of(file: Path) -> dict[str, str]:
         import onnx
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", "onnx") from error
-    graph = onnx.load(str(file), load_external_data=False).graph
-    maker = makers(graph)
+    model = onnx.load(str(file), load_external_data=False)
+    show_regions(model)
+    maker = makers(model.graph)
 
     def head(choices: list[NodeProto]) -> list[NodeProto]:
         made = [name for choice in choices for name in choice.output]

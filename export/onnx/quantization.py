@@ -27,6 +27,8 @@ from ssdevice.export.onnx.linears import (
     SMALL,
     Linear,
     Product,
+    fits_half,
+    half_product,
     linears,
     lower,
     out_shape,
@@ -140,9 +142,13 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
             continue
         quantized = quant is not Quant.FP32 and not linear.stays_float
         slot = book.slot(linear, pairs, quantized) if book is not None else None
+        half = quant is not Quant.FP32 and linear.stays_float and slot is None and fits_half(linear)
         if quant is not Quant.FP32 and linear.stays_float:
             store.kept[linear.name] = linear.inputs * linear.outputs
-        if not quantized:
+        product: Product
+        if half:
+            product = half_product
+        elif not quantized:
             product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)
         elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):
             product = _Int8Product(inputs, store, slot)

@@ -92,7 +92,7 @@ class OnnxShown:
 def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:
     """A session of a copy in memory that also gives every product, and (weight, rows, result) of these in order."""
     model = onnx.load(str(file), load_external_data=False)
-    show_products(model.graph)
+    show_products(model)
     made = [name for node in model.graph.node for name in node.output]
     marks = []
     for name in made:

@@ -241,7 +241,7 @@ def arange(edit: Editor, out: Out, end: ir.Value, **_: object) -> ir.Value:
 TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     # Views
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default), view),
-    **dict.fromkeys((aten.dropout.default, aten.contiguous.default), same),
+    **dict.fromkeys((aten.dropout.default, aten.contiguous.default, aten.alias.default), same),
     aten.transpose.int: transpose,
     aten.expand.default: expand,
     # Rows

@@ -110,17 +110,14 @@ class OnnxEngine(Engine):
         file = self.files[function]
         if _identity(file) != self._checked[file]:
             raise BundleError(f"{file.parent} was replaced while it was in use; open the session again")
-        if (built := self._library) is not None:
+        built = self._library
+        with kernels.crew(built, self._crew, self.options.profile) if built is not None else nullcontext():
             try:
-                options.register_custom_ops_library(str(built))
-            except Exception as error:
-                again = "build it again with `ssdevice kernels`, or pass --no-kernels"
-                raise BundleError(f"{built}: ONNX Runtime cannot load it ({first_line(error)}); {again}") from error
-        try:
-            with kernels.crew(built, self._crew) if built is not None else nullcontext():
+                if built is not None:
+                    options.register_custom_ops_library(str(built))
                 session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
-        except Exception as error:  # the bindings derive their errors from Exception itself
-            raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
+            except Exception as error:  # the bindings derive their errors from Exception itself
+                raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
         give_back(file.parent)
         return session
 

@@ -34,14 +34,9 @@ PAGES = 1 << 16
 OPENING = 1.5
 """How often ONNX Runtime holds its largest weight once more while it packs."""
 
-JOINED = kernels.JOINED_LINEARS
-LINEARS = (kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX, *JOINED.values())
-INT4_SCALES = {
-    (kernels.INT4_LINEAR, 2),
-    (JOINED[kernels.GATED_SILU, kernels.INT4_LINEAR], 2),
-    (JOINED[kernels.ADD_NORM, kernels.INT4_LINEAR], 4),
-}
-"""Operators and the inputs that are scales of blocks."""
+LINEARS = (kernels.HALF_LINEAR, kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX)
+INT4_SCALES = {(kernels.INT4_LINEAR, 2)}
+"""The operator and its input that are scales of blocks."""
 EMBEDDINGS = (kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING)
 OURS = (*LINEARS, *EMBEDDINGS)
 PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger")
@@ -121,7 +116,7 @@ def _logits(files: Collection[str], geometry: Geometry) -> int:
 
 
 # Fields of ONNX's messages.
-GRAPH_OF_MODEL, NODES, INITIALIZERS = 7, 1, 5
+GRAPH_OF_MODEL, FUNCTIONS_OF_MODEL, NODES, INITIALIZERS, FUNCTION_NODES = 7, 25, 1, 5, 7
 NODE_INPUTS, NODE_OPERATOR = 1, 4
 TENSOR_NAME, TENSOR_EXTERNAL, ENTRY_KEY, ENTRY_VALUE = 8, 13, 1, 2
 
@@ -129,9 +124,13 @@ TENSOR_NAME, TENSOR_EXTERNAL, ENTRY_KEY, ENTRY_VALUE = 8, 13, 1, 2
 def read_weights(file: Path) -> list[Weight]:
     """The constants of a graph that lie in another file. Raises BundleError."""
     try:
-        graph = wire.submessage(wire.message(memoryview(file.read_bytes())), GRAPH_OF_MODEL) or {}
+        model = wire.message(memoryview(file.read_bytes()))
+        graph = wire.submessage(model, GRAPH_OF_MODEL) or {}
+        nodes = list(wire.messages(graph, NODES))
+        for function in wire.messages(model, FUNCTIONS_OF_MODEL):  # values in regions are named as outside
+            nodes += wire.messages(function, FUNCTION_NODES)
         readers: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
-        for node in wire.messages(graph, NODES):
+        for node in nodes:
             for index, name in enumerate(wire.texts(node, NODE_INPUTS)):
                 readers[name].add((wire.text(node, NODE_OPERATOR), index))
         found = []

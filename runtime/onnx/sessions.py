@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
+NODE = "node_"
+"""What the names of a graph's nodes begin with; ONNX Runtime puts more before those that stood in a region."""
 
 
 class SharedBase:
@@ -91,6 +93,8 @@ def kernel_times(file: Path) -> list[Kernel]:
     nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in json.loads(file.read_text("utf-8")):
         if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-            nodes[event["name"].removesuffix(KERNEL), event["args"]["op_name"]].append(event["dur"])
+            name = event["name"].removesuffix(KERNEL)
+            name = name[max(name.rfind(NODE), 0) :]
+            nodes[name, event["args"]["op_name"]].append(event["dur"])
     file.unlink()
     return [Kernel(name, operator, median(durations)) for (name, operator), durations in nodes.items()]

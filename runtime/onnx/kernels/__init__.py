@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, first_line
 from ssdevice.runtime.notice import say_once
 
 DOMAIN = "ssdevice"
@@ -28,6 +28,8 @@ INT4_LINEAR = "Int4Linear"
 """``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; int4.cpp says what it computes."""
 INT8_LINEAR = "Int8Linear"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
+HALF_LINEAR = "HalfLinear"
+"""``(x [.., R, K], weight [K, N] float16) -> [.., R, N]`` (half_linear.cpp)."""
 INT8_ARGMAX = "Int8Argmax"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, 1]`` int64: where ``Int8Linear`` is largest."""
 INT8_EMBEDDING = "Int8Embedding"
@@ -38,20 +40,25 @@ ADD_NORM = "AddNorm"
 """``(x, y [.., F], weight [F]) -> normed, sum [.., F]``, residual addition and RMS normalization (rows.cpp)."""
 GATED_SILU = "GatedSilu"
 """``x [.., 2 F] -> [.., F]``, the gated activation of an MLP (rows.cpp)."""
-JOINED_LINEARS = {
-    (ADD_NORM, INT4_LINEAR): "NormInt4Linear",
-    (ADD_NORM, INT8_LINEAR): "NormInt8Linear",
-    (GATED_SILU, INT4_LINEAR): "SiluInt4Linear",
-    (GATED_SILU, INT8_LINEAR): "SiluInt8Linear",
-}
-"""What makes rows and the linear that reads them, in one: the inputs of the first, then the linear's constants; the
-product, then what else the first gives."""
 ROTARY_SPLIT = "RotarySplit"
 """Queries, keys and values out of a merged product, with rotary positions (rows.cpp)."""
 TREE_ATTENTION = "TreeAttention"
 """Grouped-query attention of new rows over the cache and themselves; attention.cpp says how."""
 HALF_TREE_ATTENTION = "HalfTreeAttention"
 """The same over a cache in float16."""
+
+REGION = "Region"
+"""Operators of ours in one node; region.cpp says how its attribute ``text`` lists them."""
+IN_REGIONS = (
+    ADD_NORM,
+    GATED_SILU,
+    HALF_LINEAR,
+    HALF_TREE_ATTENTION,
+    INT4_LINEAR,
+    INT8_LINEAR,
+    ROTARY_SPLIT,
+    TREE_ATTENTION,
+)
 
 ATTENTION = "ssdevice.attention"
 """Metadata of a graph whose whole attention is that of TREE_ATTENTION."""
@@ -107,15 +114,24 @@ def build() -> Path:
 
 
 @contextmanager
-def crew(file: Path, threads: int) -> Iterator[None]:
-    """Sessions opened meanwhile run these kernels on ``threads`` threads of the process; 0: on threads of their own."""
-    library = ctypes.CDLL(str(file))
+def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
+    """Sessions opened meanwhile run these kernels on ``threads`` threads of the process; 0: on threads of their own.
+
+    ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a broken library.
+    """
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        again = "build it again with `ssdevice kernels`, or pass --no-kernels"
+        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {again}") from error
     with _opening:
         library.ssdevice_crew(threads)
+        library.ssdevice_apart(apart)
         try:
             yield
         finally:
             library.ssdevice_crew(0)
+            library.ssdevice_apart(False)
 
 
 def cores() -> int:

@@ -86,8 +86,8 @@ Halves Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float*
 struct Rows : BlockRows {
   std::vector<float> scales, sums, reach;  // [R]: of the row; of its codes; kSure times their norm
 
-  void Fill(const float* x, int64_t count, int64_t inputs) {
-    Quantize(x, count, inputs, this);
+  void Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
+    Quantize(context, x, count, inputs, this);
     sums.assign(static_cast<size_t>(count), 0.0f);
     reach.assign(static_cast<size_t>(count), 0.0f);
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -125,6 +125,39 @@ __attribute__((target("avx2"))) int32_t LowerSumAvx2(const uint8_t* lower, const
 }
 #endif
 
+// Of a group's columns, in units of a row's scale: products as the upper bits let one expect them, and what they are at most.
+struct Bounds {
+  float expected[kColumns], most[kColumns];
+  float top, peak;  // the largest of each
+};
+
+inline __attribute__((always_inline)) float LargestOf(const float* values) {
+  float lanes[kLanes];
+  for (int c = 0; c < kLanes; ++c) lanes[c] = std::max(values[c], values[kLanes + c]);
+  for (int rest = kLanes / 2; rest > 0; rest /= 2)
+    for (int c = 0; c < rest; ++c) lanes[c] = std::max(lanes[c], lanes[c + rest]);
+  return lanes[0];
+}
+
+inline __attribute__((always_inline)) void SetBounds(const Columns& columns, int64_t count, const float* upper, float sum, float reach,
+                                                     Bounds* out) {
+  for (int c = 0; c < kColumns; ++c) {
+    const float d = 16.0f * upper[c] + columns.means[c] * sum;
+    out->expected[c] = d * columns.scales[c];
+    out->most[c] = (d + reach * columns.spreads[c]) * columns.scales[c];
+  }
+  for (int64_t c = count; c < kColumns; ++c) out->expected[c] = out->most[c] = -std::numeric_limits<float>::infinity();
+  out->top = LargestOf(out->expected);
+  out->peak = LargestOf(out->most);
+}
+
+#ifdef SSDEVICE_AVX2
+__attribute__((target("avx2"))) void SetBoundsAvx2(const Columns& columns, int64_t count, const float* upper, float sum, float reach,
+                                                   Bounds* out) {
+  SetBounds(columns, count, upper, sum, reach, out);
+}
+#endif
+
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
   int64_t column = 0;
@@ -156,15 +189,16 @@ struct Call {
   int64_t First(size_t part) const { return head.upper->Groups() * static_cast<int64_t>(part) / static_cast<int64_t>(parts); }
   Best& BestOf(size_t part, int64_t row) { return best[part * static_cast<size_t>(count) + static_cast<size_t>(row)]; }
 
-  // Of a group's columns, in units of a row's scale: products as the upper bits let one expect them, and what they are at most.
-  void Expected(int64_t row, int64_t group, const float* upper, float* expected, float* most) const {
-    const Columns& columns = head.Of(group);
+  Bounds BoundsOf(int64_t row, int64_t group, const float* upper, int64_t columns) const {
     const float sum = rows.sums[static_cast<size_t>(row)], reach = rows.reach[static_cast<size_t>(row)];
-    for (int c = 0; c < kColumns; ++c) {
-      const float d = 16.0f * upper[c] + columns.means[c] * sum;
-      expected[c] = d * columns.scales[c];
-      most[c] = (d + reach * columns.spreads[c]) * columns.scales[c];
-    }
+    Bounds bounds;
+#ifdef SSDEVICE_AVX2
+    const auto set = kAvx2 ? SetBoundsAvx2 : SetBounds;
+#else
+    const auto set = SetBounds;
+#endif
+    set(head.Of(group), columns, upper, sum, reach, &bounds);
+    return bounds;
   }
 
   float Product(int64_t row, int64_t column) const {
@@ -182,14 +216,13 @@ struct Call {
 
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
-    float expected[kColumns], most[kColumns];
     for (int64_t g = First(part); g < First(part + 1); ++g) {
       EachRow<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
         std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
-        Expected(r, g, upper, expected, most);
-        peaks[static_cast<size_t>(r * weights.Groups() + g)] = *std::max_element(most, most + columns);
-        const float* top = std::max_element(expected, expected + columns);
-        BestOf(part, r).Take(*top, g * kColumns + (top - expected));
+        const Bounds bounds = BoundsOf(r, g, upper, columns);
+        peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
+        Best& best = BestOf(part, r);
+        if (bounds.top > best.value) best = {bounds.top, g * kColumns + (std::find(bounds.expected, bounds.expected + columns, bounds.top) - bounds.expected)};
       });
     }
   }
@@ -197,16 +230,16 @@ struct Call {
   void Look(size_t part) {
     thread_local std::vector<int64_t> found;
     const int64_t outputs = head.upper->outputs;
-    float upper[kColumns] = {}, expected[kColumns], most[kColumns];
+    float upper[kColumns] = {};
     for (int64_t r = 0; r < count; ++r) {
       found.clear();
       for (int64_t g = First(part); g < First(part + 1); ++g) {
         if (!(peaks[static_cast<size_t>(r * head.upper->Groups() + g)] >= needed[static_cast<size_t>(r)])) continue;
         const int64_t columns = std::min<int64_t>(kColumns, outputs - g * kColumns);
         std::copy_n(sums.data() + r * outputs + g * kColumns, columns, upper);
-        Expected(r, g, upper, expected, most);
+        const Bounds bounds = BoundsOf(r, g, upper, columns);
         for (int64_t c = 0; c < columns; ++c)
-          if (most[c] >= needed[static_cast<size_t>(r)]) found.push_back(g * kColumns + c);
+          if (bounds.most[c] >= needed[static_cast<size_t>(r)]) found.push_back(g * kColumns + c);
       }
       Best& best = BestOf(part, r) = {};
       for (size_t i = 0; i < found.size(); ++i) {
@@ -225,80 +258,62 @@ struct Call {
   }
 };
 
-// The best column of each row. ``threads`` as in For.
-void BestColumns(const ort::Api& api, ort::KernelContext* context, int threads, const Halves& head, const Rows& rows,
-                 int64_t count, int64_t* y) {
+// The best column of each row.
+void BestColumns(Context& context, const Halves& head, const Rows& rows, int64_t count, int64_t* y) {
   thread_local std::vector<float> room[2];
   Call call(head, rows, count, static_cast<size_t>(std::clamp<int64_t>(head.upper->Groups() / 2, 1, 32)), room);
-  For(api, context, threads, call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Compute(part); }, &call);
+  context.For(call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Compute(part); }, &call);
   for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
-  For(api, context, threads, call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Look(part); }, &call);
+  context.For(call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Look(part); }, &call);
   // A row of zeros has scale 0, and products that are all alike.
   for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
 }
 
-struct Kernel {
-  ort::Api api;
-  Halves halves;
-  int threads = CrewSize();
-};
+class Argmax : public Kernel {
+ public:
+  explicit Argmax(const Info& info) {
+    const Columned given(info);
+    Require(given.inputs <= kMostUnscaled, "its rows are too wide");
+    halves_ = Packed(given.inputs, given.outputs, given.codes, given.scales);
+  }
 
-ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    const Columned given(api, info);
-    Require(api, given.inputs <= kMostUnscaled, "Int8Argmax: its rows are too wide");
-    *out = new Kernel{api, Packed(given.inputs, given.outputs, given.codes, given.scales)};
-  });
-}
-
-ort::Status* Compute(void* self, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const Weights& weights = *kernel.halves.upper;
-    const ort::Value* input = InputOf(api, context, 0);
-    auto sizes = SizesOf(api, input);
-    Require(api, !sizes.empty() && Blocks(sizes.back()) == Blocks(weights.inputs), "the rows have another width than the weights");
-    const int64_t inputs = sizes.back();
-    sizes.back() = 1;
-    const int64_t count = CountOf(sizes);
-    ort::Value* output = nullptr;
-    Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
+  void Compute(Context& context) const override {
+    const Tensor x = context.Input(0);
+    const int64_t inputs = x.shape.Last(), count = x.shape.Rows();
+    Require(Blocks(inputs) == Blocks(halves_.upper->inputs), "the rows have another width than the weights");
+    auto* y = context.Output<int64_t>(0, x.shape.WithLast(1));
     if (count == 0) return;
     thread_local Rows rows;
-    rows.Fill(DataOf<const float>(api, input), count, inputs);
-    BestColumns(api, context, kernel.threads, kernel.halves, rows, count, DataOf<int64_t>(api, output));
-  });
-}
+    rows.Fill(context, x.As<float>(), count, inputs);
+    BestColumns(context, halves_, rows, count, y);
+  }
 
-ort::Status* Embed(void* self, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(self);
-  return Guarded(kernel.api, [&] {
-    const Halves& halves = kernel.halves;
-    const Weights& weights = *halves.upper;
-    LookUp(kernel.api, context, weights, [&](int64_t id, float* y) {
-      const uint8_t *group = weights.Group(id / kColumns), *lower = halves.Lower(id);
+ protected:
+  Halves halves_;
+};
+
+class Tied : public Argmax {
+ public:
+  using Argmax::Argmax;
+
+  void Compute(Context& context) const override {
+    const Weights& weights = *halves_.upper;
+    LookUp(context, weights, [&](int64_t id, float* y) {
+      const uint8_t *group = weights.Group(id / kColumns), *lower = halves_.Lower(id);
       const int64_t c = id % kColumns;
-      const float scale = halves.Of(id / kColumns).scales[c];
+      const float scale = halves_.Of(id / kColumns).scales[c];
       for (int64_t k = 0; k < weights.inputs; ++k) {
         const int h = group[UpperAt(k, c)] >> Shift(k) & 15, l = lower[LowerAt(k)] >> Shift(k) & 15;
         y[k] = static_cast<float>(16 * h + l - kShift) * scale;
       }
     });
-  });
-}
+  }
+};
 
 }  // namespace
 
-const ort::CustomOp* Int8Argmax() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
-      "Int8Argmax", Create, Compute, Destroy<Kernel>, 1, ort::kInt64);
-  return &op;
+Operator Int8Argmax() {
+  return {"Int8Argmax", Make<Argmax>, {Type::kFloat, Type::kInt8, Type::kFloat, Type::kUint8}, 1, Type::kInt64};
 }
 
-const ort::CustomOp* TiedEmbedding() {
-  static const NamedOp op =
-      Operator<ort::kInt32, ort::kInt8, ort::kFloat>("TiedEmbedding", Create, Embed, Destroy<Kernel>);
-  return &op;
-}
+Operator TiedEmbedding() { return {"TiedEmbedding", Make<Tied>, {Type::kInt32, Type::kInt8, Type::kFloat}}; }

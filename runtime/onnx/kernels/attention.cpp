@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "crew.h"
 #include "exponential.h"
 #include "half.h"
 
@@ -237,24 +236,6 @@ struct Call {
   }
 };
 
-struct Kernel {
-  ort::Api api;
-  int64_t heads;
-  float scale;
-  int threads = CrewSize();
-};
-
-ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    Kernel made{api, 0, 0};
-    Check(api.Attribute(info, "kv_heads", &made.heads));
-    Check(api.Attribute(info, "scale", &made.scale));
-    Require(api, made.heads > 0, "TreeAttention: kv_heads is not positive");
-    *out = new Kernel(made);
-  });
-}
-
 // New rows as the cache will hold them.
 const float* Rounded(const float* rows, size_t, std::vector<float>*) { return rows; }
 
@@ -265,62 +246,55 @@ const Half* Rounded(const float* rows, size_t count, std::vector<Half>* room) {
 }
 
 template <typename Element>
-ort::Status* Compute(void* self, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const ort::Value* tensors[6];
-    std::vector<int64_t> shapes[6];
-    for (size_t i = 0; i < 6; ++i) {
-      tensors[i] = InputOf(api, context, i);
-      shapes[i] = SizesOf(api, tensors[i]);
-    }
-    const auto& [q, past_keys, keys, past_values, values, mask] = shapes;
-    const size_t rank = keys.size();
-    Require(api, q.size() == 3 && q[0] == 1 && rank >= 2 && (rank == 2 || keys[0] == 1) && keys == values &&
-                     past_keys.size() == 2 && past_keys == past_values && past_keys[1] == keys[rank - 1],
-            "TreeAttention: the queries do not fit the keys and values");
-    const int64_t width = past_keys[1];
-    Require(api, rank <= 3 && width > 0 && width % kernel.heads == 0 && q[2] % width == 0,
-            "TreeAttention: the queries do not fit the keys and values");
-    const Sizes sizes{q[1], past_keys[0], keys[rank - 2], kernel.heads, q[2] / width, width / kernel.heads};
-    Require(api, CountOf(mask) == sizes.rows * sizes.groups * (sizes.past + sizes.fresh),
-            "TreeAttention: the mask does not fit the rows");
-    const int64_t shape[] = {1, sizes.rows, q[2]};
-    ort::Value* y = nullptr;
-    Check(api.Output(context, 0, shape, 3, &y));
+class Attention : public Kernel {
+ public:
+  explicit Attention(const Info& info) : heads_(info.Int("kv_heads")), scale_(info.Float("scale")) {
+    Require(heads_ > 0, "kv_heads is not positive");
+  }
+
+  void Compute(Context& context) const override {
+    Tensor tensors[6];
+    for (size_t i = 0; i < 6; ++i) tensors[i] = context.Input(i);
+    const auto& [q, past_keys, keys, past_values, values, mask] = tensors;
+    const size_t rank = keys.shape.Rank();
+    const int64_t width = past_keys.shape.Last();
+    Require(q.shape.Rank() == 3 && q.shape[0] == 1 && (rank == 2 || (rank == 3 && keys.shape[0] == 1)) &&
+                keys.shape == values.shape && past_keys.shape.Rank() == 2 && past_keys.shape == past_values.shape &&
+                width == keys.shape.Last() && width > 0 && width % heads_ == 0 && q.shape[2] % width == 0,
+            "the queries do not fit the keys and values");
+    const Sizes sizes{q.shape[1], past_keys.shape[0], keys.shape[rank - 2], heads_, q.shape[2] / width, width / heads_};
+    Require(mask.shape.Count() == sizes.rows * sizes.groups * (sizes.past + sizes.fresh), "the mask does not fit the rows");
+    float* y = context.Output<float>(0, q.shape);
     thread_local std::vector<Element> rounded[2];
     const size_t fresh = static_cast<size_t>(sizes.fresh * width);
     Call<Element> call{sizes,
-                       DataOf<const float>(api, tensors[0]),
-                       DataOf<const float>(api, tensors[5]),
-                       DataOf<const Element>(api, tensors[1]),
-                       Rounded(DataOf<const float>(api, tensors[2]), fresh, &rounded[0]),
-                       DataOf<const Element>(api, tensors[3]),
-                       Rounded(DataOf<const float>(api, tensors[4]), fresh, &rounded[1]),
-                       kernel.scale,
-                       DataOf<float>(api, y)};
+                       q.template As<float>(),
+                       mask.template As<float>(),
+                       past_keys.template As<Element>(),
+                       Rounded(keys.template As<float>(), fresh, &rounded[0]),
+                       past_values.template As<Element>(),
+                       Rounded(values.template As<float>(), fresh, &rounded[1]),
+                       scale_,
+                       y};
     const int64_t units = sizes.rows * sizes.heads;
     if (units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh) >= kAlone) {
-      For(api, context, kernel.threads, static_cast<size_t>(units), Call<Element>::Unit, &call);
+      context.For(static_cast<size_t>(units), Call<Element>::Unit, &call);
     } else {
       for (int64_t unit = 0; unit < units; ++unit) call.Run(unit);
     }
-  });
-}
+  }
+
+ private:
+  int64_t heads_;
+  float scale_;
+};
+
+constexpr Type kNew = Type::kFloat;
 
 }  // namespace
 
-const ort::CustomOp* TreeAttention() {
-  constexpr ort::Type kNew = ort::kFloat, kPast = ort::kFloat;
-  static const NamedOp op =
-      Operator<kNew, kPast, kNew, kPast, kNew, kNew>("TreeAttention", Create, Compute<float>, Destroy<Kernel>);
-  return &op;
-}
+Operator TreeAttention() { return {"TreeAttention", Make<Attention<float>>, {kNew, kNew, kNew, kNew, kNew, kNew}}; }
 
-const ort::CustomOp* HalfTreeAttention() {
-  constexpr ort::Type kNew = ort::kFloat, kPast = ort::kHalf;
-  static const NamedOp op =
-      Operator<kNew, kPast, kNew, kPast, kNew, kNew>("HalfTreeAttention", Create, Compute<Half>, Destroy<Kernel>);
-  return &op;
+Operator HalfTreeAttention() {
+  return {"HalfTreeAttention", Make<Attention<Half>>, {kNew, Type::kHalf, kNew, Type::kHalf, kNew, kNew}};
 }

@@ -134,14 +134,9 @@ class Crew {
 
 }  // namespace
 
-SSDEVICE_EXPORT void ssdevice_crew(int threads) { crew_size.store(threads); }
+// For hosts, which call it before they open a session.
+extern "C" __attribute__((visibility("default"))) void ssdevice_crew(int threads) { crew_size.store(threads); }
 
 int CrewSize() { return crew_size.load(); }
 
-void For(const ort::Api& api, ort::KernelContext* context, int threads, size_t total, Work work, void* data) {
-  if (threads > 0) {
-    Crew::Get().Run(static_cast<size_t>(threads), total, work, data);
-  } else {
-    Check(api.ParallelFor(context, work, total, data));
-  }
-}
+void CrewFor(size_t threads, size_t total, Work work, void* data) { Crew::Get().Run(threads, total, work, data); }

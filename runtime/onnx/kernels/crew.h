@@ -5,12 +5,10 @@
 // Here a call does its work itself, and whoever of the crew is awake helps: nobody waits for a thread that is not there.
 #pragma once
 
-#include "operator.h"
-
-using Work = void (*)(void* data, size_t at);
+#include "kernel.h"
 
 // How many threads, the caller among them, work on the calls of kernels that are made from now on; 0: those of the session.
 int CrewSize();
 
-// Runs work(data, i) for 0 <= i < total with `threads` threads of the crew; 0: with those of the session.
-void For(const ort::Api& api, ort::KernelContext* context, int threads, size_t total, Work work, void* data);
+// Runs work(data, i) for 0 <= i < total with at most so many threads of the crew, the caller among them.
+void CrewFor(size_t threads, size_t total, Work work, void* data);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "operator.h"
+#include "kernel.h"
 
 struct Half {
   uint16_t bits;

@@ -6,8 +6,6 @@
 //   a[r, b] = max |x| / 127,  q = round to even(x * (127 / max |x|)),  d[r, n, b] = sum of q * (code - 8), an integer
 //   y[r, n] = sum over b, in order, of d * (scales[n, b] * a[r, b]), every operation rounded to float
 // Kernels for different CPUs only differ in how they compute d, so all give the same bits.
-//
-// NormInt4Linear and SiluInt4Linear: AddNorm or GatedSilu (rows.cpp), and the linear that reads what it makes, in one node.
 
 #include <cmath>
 #include <cstring>
@@ -99,67 +97,44 @@ __attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, Rows::Par
 }
 #endif
 
-void Quantize(const float* x, int64_t rows, int64_t inputs, Rows* out) {
-  const int blocks = Blocks(inputs);
-  out->parts.resize(static_cast<size_t>(rows) * blocks);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int b = 0; b < blocks; ++b) {
-      Rows::Part* to = &out->parts[static_cast<size_t>(b * rows + r)];
-      const float* from = x + r * inputs + static_cast<int64_t>(b) * kBlock;
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
+void QuantizeRow(const float* x, int64_t inputs, int64_t stride, Rows::Part* to) {
+  for (int64_t at = 0; at < inputs; at += kBlock, to += stride) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, inputs - at));
 #ifdef SSDEVICE_AVX2
-      if (kAvx2 && count == kBlock) {
-        QuantizeBlockAvx2(from, to);
-        continue;
-      }
-#endif
-      QuantizeBlock(from, count, to);
+    if (kAvx2 && count == kBlock) {
+      QuantizeBlockAvx2(x + at, to);
+      continue;
     }
+#endif
+    QuantizeBlock(x + at, count, to);
   }
 }
 
 // ---- The operator ------------------------------------------------------------------------------------------------------
 
-struct Int4 : Linear {
-  Scales scales;
+class Int4 : public Kernel {
+ public:
+  explicit Int4(const Info& info) {
+    const auto [codes, scales] = Constants(info);
+    const Shape& sizes = codes.shape;
+    Require(sizes.Rank() == 3 && sizes[2] == kBlock / 2 && scales.shape.Count() == sizes[0] * sizes[1],
+            "expected codes [N, K / 32, 16] and scales [N, K / 32]");
+    kind_ = ScalesOf(scales.As<float>(), scales.shape.Count());
+    weights_ = Shared(Packed(sizes[0], sizes[1] * kBlock, codes.As<uint8_t>(), scales.As<float>(), kind_));
+  }
+
+  void Compute(Context& context) const override { Multiply(*weights_, context, Int4Products(kind_)); }
+
+ private:
+  Scales kind_;
+  std::shared_ptr<const Weights> weights_;
 };
-
-template <Before kBefore>
-ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    const auto [codes, scales] = Constants(api, info, kBefore);
-    const auto sizes = SizesOf(api, codes), scale_sizes = SizesOf(api, scales);
-    Require(api, sizes.size() == 3 && sizes[2] == kBlock / 2 && CountOf(scale_sizes) == sizes[0] * sizes[1],
-            "Int4Linear: expected codes [N, K / 32, 16] and scales [N, K / 32]");
-    const float* values = DataOf<const float>(api, scales);
-    const Scales kind = ScalesOf(values, CountOf(scale_sizes));
-    Weights made = Packed(sizes[0], sizes[1] * kBlock, DataOf<const uint8_t>(api, codes), values, kind);
-    *out = new Int4{{api, Shared(std::move(made)), kBefore, EpsilonOf(api, info, kBefore)}, kind};
-  });
-}
-
-ort::Status* Compute(void* self, ort::KernelContext* context) {
-  const Int4& kernel = *static_cast<const Int4*>(self);
-  return Multiply<Rows>(kernel, context, Quantize, Int4Products(kernel.scales));
-}
 
 }  // namespace
 
-const ort::CustomOp* Int4Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(
-      "Int4Linear", Create<Before::kNothing>, Compute, Destroy<Int4>);
-  return &op;
+void BlockRows::Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
+  parts.resize(static_cast<size_t>(count) * Blocks(inputs));
+  context.EachRow(count, inputs, [=](int64_t row) { QuantizeRow(x + row * inputs, inputs, count, parts.data() + row); });
 }
 
-const ort::CustomOp* NormInt4Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kFloat>(
-      "NormInt4Linear", Create<Before::kNorm>, Compute, Destroy<Int4>, 2);
-  return &op;
-}
-
-const ort::CustomOp* SiluInt4Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kUint8, ort::kFloat>(
-      "SiluInt4Linear", Create<Before::kSilu>, Compute, Destroy<Int4>);
-  return &op;
-}
+Operator Int4Linear() { return {"Int4Linear", Make<Int4>, {Type::kFloat, Type::kUint8, Type::kFloat}}; }

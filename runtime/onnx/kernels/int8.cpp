@@ -2,8 +2,7 @@
 // standard operators alone, which quantize rows to uint8. Per row r:
 //   a[r] = max |x| * (1 / 127),  q = round to even(x / a[r]),  d[r, n] = sum of q * codes[., n], an integer
 //   y[r, n] = d * scales[n] * a[r], from left to right, every operation rounded to float
-// These are the bits of the standard operators, wherever their products of integers are exact. NormInt8Linear and
-// SiluInt8Linear: AddNorm or GatedSilu (rows.cpp), and the linear that reads what it makes, in one node.
+// These are the bits of the standard operators, wherever their products of integers are exact.
 //
 // Int8Embedding(ids [..] int32, codes [K, N] int8, scales [N]) -> [.., K] float: codes[., id] * scales[id]. A head that is tied to the
 // embedding has the same weights, which are in memory once.
@@ -186,63 +185,45 @@ ProductsOf<Rows> Products() {
   return {kPortableProducts, kTile};
 }
 
-template <Before kBefore>
-ort::Status* Create(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    const Columned given(api, info, kBefore);
-    auto weights = Shared(Packed(given.inputs, given.outputs, given.codes, given.scales));
-    *out = new Linear{api, std::move(weights), kBefore, EpsilonOf(api, info, kBefore)};
-  });
-}
+class Int8 : public Kernel {
+ public:
+  explicit Int8(const Info& info) {
+    const Columned given(info);
+    weights_ = Shared(Packed(given.inputs, given.outputs, given.codes, given.scales));
+  }
 
-ort::Status* Compute(void* self, ort::KernelContext* context) {
-  const Linear& linear = *static_cast<const Linear*>(self);
+  void Compute(Context& context) const override {
 #ifdef SSDEVICE_VNNI
-  if (kVnni) return Multiply<ShiftedRows>(linear, context, Quantize, {kVnniProducts, kWideTile});
+    if (kVnni) return Multiply<ShiftedRows>(*weights_, context, {kVnniProducts, kWideTile});
 #endif
 #ifdef SSDEVICE_DOT
-  if (kDot) return Multiply<ByteRows>(linear, context, Quantize, {kDotProducts, kTile});
+    if (kDot) return Multiply<ByteRows>(*weights_, context, {kDotProducts, kTile});
 #endif
-  return Multiply<Rows>(linear, context, Quantize, Products());
-}
+    Multiply(*weights_, context, Products());
+  }
 
-ort::Status* Embed(void* self, ort::KernelContext* context) {
-  const Linear& kernel = *static_cast<const Linear*>(self);
-  return Guarded(kernel.api, [&] {
-    const Weights& weights = *kernel.weights;
-    LookUp(kernel.api, context, weights, [&](int64_t id, float* y) {
+ protected:
+  std::shared_ptr<const Weights> weights_;
+};
+
+class Embedding : public Int8 {
+ public:
+  using Int8::Int8;
+
+  void Compute(Context& context) const override {
+    const Weights& weights = *weights_;
+    LookUp(context, weights, [&](int64_t id, float* y) {
       const uint8_t* group = weights.Group(id / kColumns);
       const int64_t column = id % kColumns;
       float scale;
       std::memcpy(&scale, group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column), 4);
       for (int64_t k = 0; k < weights.inputs; ++k) y[k] = static_cast<int8_t>(group[At(k, column)]) * scale;
     });
-  });
-}
+  }
+};
 
 }  // namespace
 
-const ort::CustomOp* Int8Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
-      "Int8Linear", Create<Before::kNothing>, Compute, Destroy<Linear>);
-  return &op;
-}
+Operator Int8Linear() { return {"Int8Linear", Make<Int8>, {Type::kFloat, Type::kInt8, Type::kFloat, Type::kUint8}}; }
 
-const ort::CustomOp* NormInt8Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
-      "NormInt8Linear", Create<Before::kNorm>, Compute, Destroy<Linear>, 2);
-  return &op;
-}
-
-const ort::CustomOp* SiluInt8Linear() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kInt8, ort::kFloat, ort::kUint8>(
-      "SiluInt8Linear", Create<Before::kSilu>, Compute, Destroy<Linear>);
-  return &op;
-}
-
-const ort::CustomOp* Int8Embedding() {
-  static const NamedOp op = Operator<ort::kInt32, ort::kInt8, ort::kFloat>(
-      "Int8Embedding", Create<Before::kNothing>, Embed, Destroy<Linear>);
-  return &op;
-}
+Operator Int8Embedding() { return {"Int8Embedding", Make<Embedding>, {Type::kInt32, Type::kInt8, Type::kFloat}}; }

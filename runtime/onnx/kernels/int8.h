@@ -17,6 +17,9 @@ struct RowsAs {
   };
   std::vector<Part> parts;
   std::vector<float> scales;
+
+  // From [count, inputs] floats.
+  void Fill(Context& context, const float* x, int64_t count, int64_t inputs);
 };
 
 template <typename Code>
@@ -65,32 +68,36 @@ __attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, float sca
 }
 #endif
 
-// Fills ``parts`` and ``scales`` from [count, K] floats.
+// Fills ``parts`` and ``scales`` from [count, inputs] floats.
 template <typename Rows>
-void Quantize(const float* x, int64_t count, int64_t inputs, Rows* out) {
-  const int blocks = Blocks(inputs);
-  out->parts.resize(static_cast<size_t>(count) * blocks);
+void Quantize(Context& context, const float* all, int64_t count, int64_t inputs, Rows* out) {
+  out->parts.resize(static_cast<size_t>(count) * Blocks(inputs));
   out->scales.resize(static_cast<size_t>(count));
-  for (int64_t r = 0; r < count; ++r, x += inputs) {
+  context.EachRow(count, inputs, [=](int64_t row) {
+    const float* x = all + row * inputs;
     int64_t done = 0;
     float peak = 0;
 #ifdef SSDEVICE_AVX2
     if (kAvx2) peak = PeakAvx2(x, done = inputs / 8 * 8);
 #endif
-    const float scale = out->scales[static_cast<size_t>(r)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
-    for (int b = 0; b < blocks; ++b) {
-      auto* codes = out->parts[static_cast<size_t>(b * count + r)].codes;
-      const float* from = x + static_cast<int64_t>(b) * kBlock;
-      const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - static_cast<int64_t>(b) * kBlock));
+    const float scale = out->scales[static_cast<size_t>(row)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
+    auto* part = out->parts.data() + row;
+    for (int64_t at = 0; at < inputs; at += kBlock, part += count) {
+      const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - at));
 #ifdef SSDEVICE_AVX2
       if (kAvx2 && full == kBlock) {
-        QuantizeBlockAvx2(from, scale, codes);
+        QuantizeBlockAvx2(x + at, scale, part->codes);
         continue;
       }
 #endif
-      QuantizeBlock(from, full, scale, codes);
+      QuantizeBlock(x + at, full, scale, part->codes);
     }
-  }
+  });
+}
+
+template <typename Code>
+void RowsAs<Code>::Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
+  Quantize(context, x, count, inputs, this);
 }
 
 // Constants [K, N] int8 and [N] float.
@@ -99,14 +106,14 @@ struct Columned {
   const int8_t* codes;
   const float* scales;
 
-  Columned(const ort::Api& api, const ort::KernelInfo* info, Before before = Before::kNothing) {
-    const auto [values, factors] = Constants(api, info, before);
-    const auto sizes = SizesOf(api, values), columns = SizesOf(api, factors);
-    Require(api, sizes.size() == 2 && columns.size() == 1 && columns[0] == sizes[1], "expected codes [K, N] and scales [N]");
+  explicit Columned(const Info& info) {
+    const auto [values, factors] = Constants(info);
+    const Shape& sizes = values.shape;
+    Require(sizes.Rank() == 2 && factors.shape == Shape{sizes[1]}, "expected codes [K, N] and scales [N]");
     inputs = sizes[0];
     outputs = sizes[1];
-    codes = DataOf<const int8_t>(api, values);
-    scales = DataOf<const float>(api, factors);
+    codes = values.As<int8_t>();
+    scales = factors.As<float>();
   }
 };
 
@@ -133,17 +140,14 @@ void EachBlock(const int8_t* codes, int64_t inputs, int64_t outputs, Pack pack) 
 
 // Input 0, ids [..] int32, to output 0, [.., K] float: write(id, y) writes the K numbers of an id.
 template <typename Write>
-void LookUp(const ort::Api& api, ort::KernelContext* context, const Weights& weights, Write write) {
-  const ort::Value* input = InputOf(api, context, 0);
-  auto sizes = SizesOf(api, input);
-  const int64_t count = CountOf(sizes);
-  sizes.push_back(weights.inputs);
-  ort::Value* output = nullptr;
-  Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
-  const int32_t* ids = DataOf<const int32_t>(api, input);
-  float* y = DataOf<float>(api, output);
-  for (int64_t i = 0; i < count; ++i) {
-    Require(api, 0 <= ids[i] && ids[i] < weights.outputs, "an id is none of the vocabulary");
-    write(static_cast<int64_t>(ids[i]), y + i * weights.inputs);
+void LookUp(Context& context, const Weights& weights, Write write) {
+  const Tensor ids = context.Input(0);
+  Shape shape = ids.shape;
+  shape.Append(weights.inputs);
+  float* y = context.Output<float>(0, shape);
+  for (int64_t i = 0; i < ids.shape.Count(); ++i) {
+    const int32_t id = ids.As<int32_t>()[i];
+    Require(0 <= id && id < weights.outputs, "an id is none of the vocabulary");
+    write(static_cast<int64_t>(id), y + i * weights.inputs);
   }
 }

@@ -22,8 +22,6 @@ struct ApiBase {
   const char* (*GetVersionString)();
 };
 
-enum Type : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
-
 class Api {
  public:
   explicit Api(const void* const* table) : table_(table) {}
@@ -46,6 +44,9 @@ class Api {
   Status* ShapeOf(const Value* value, Shape** out) const {
     return At<Status*(const Value*, Shape**)>(65)(value, out);
   }
+  Status* Inputs(const KernelContext* context, size_t* out) const {
+    return At<Status*(const KernelContext*, size_t*)>(88)(context, out);
+  }
   Status* Input(const KernelContext* context, size_t index, const Value** out) const {
     return At<Status*(const KernelContext*, size_t, const Value**)>(90)(context, index, out);
   }
@@ -57,6 +58,9 @@ class Api {
   }
   Status* Attribute(const KernelInfo* info, const char* name, int64_t* out) const {
     return At<Status*(const KernelInfo*, const char*, int64_t*)>(86)(info, name, out);
+  }
+  Status* Attribute(const KernelInfo* info, const char* name, char* out, size_t* size) const {
+    return At<Status*(const KernelInfo*, const char*, char*, size_t*)>(87)(info, name, out, size);
   }
   void Release(Shape* shape) const { At<void(Shape*)>(99)(shape); }
   Status* ConstantInput(const KernelInfo* info, size_t index, int* constant, const Value** out) const {
@@ -81,9 +85,9 @@ struct CustomOp {
   void* (*CreateKernel)(const CustomOp*, const void* const*, const KernelInfo*);
   const char* (*GetName)(const CustomOp*);
   const char* (*GetExecutionProviderType)(const CustomOp*);
-  Type (*GetInputType)(const CustomOp*, size_t);
+  int (*GetInputType)(const CustomOp*, size_t);
   size_t (*GetInputTypeCount)(const CustomOp*);
-  Type (*GetOutputType)(const CustomOp*, size_t);
+  int (*GetOutputType)(const CustomOp*, size_t);
   size_t (*GetOutputTypeCount)(const CustomOp*);
   void (*KernelCompute)(void*, KernelContext*);
   void (*KernelDestroy)(void*);

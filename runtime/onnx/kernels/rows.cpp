@@ -16,13 +16,8 @@
 #include <cmath>
 
 #include "exponential.h"
-#include "rows.h"
 
 namespace {
-
-struct Gate {
-  ort::Api api;
-};
 
 float Silu(float g, float u) {
   const float e = Exp(-std::fabs(g));
@@ -41,35 +36,26 @@ __attribute__((target("avx2,fma"))) void SiluAvx2(const float* gate, const float
 }
 #endif
 
-ort::Status* CreateGate(const ort::CustomOp*, const void* const* table, const ort::KernelInfo*, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    *out = new Gate{api};
-  });
+void GateRow(const float* gate, int64_t width, float* y) {
+  const float* up = gate + width;
+  int64_t done = 0;
+#ifdef SSDEVICE_AVX2
+  if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
+#endif
+  for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
 }
 
-ort::Status* ComputeGate(void* self, ort::KernelContext* context) {
-  const Gate& kernel = *static_cast<const Gate*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const ort::Value* input = InputOf(api, context, 0);
-    auto sizes = SizesOf(api, input);
-    Require(api, !sizes.empty() && sizes.back() % 2 == 0, "GatedSilu: its rows have no two halves");
-    const int64_t width = sizes.back() / 2;
-    sizes.pop_back();
-    const int64_t rows = CountOf(sizes);
-    sizes.push_back(width);
-    ort::Value* output = nullptr;
-    Check(api.Output(context, 0, sizes.data(), sizes.size(), &output));
-    const float* x = DataOf<const float>(api, input);
-    float* y = DataOf<float>(api, output);
-    GateRows(x, rows, width, y);
-  });
-}
+struct Gate : Kernel {
+  explicit Gate(const Info&) {}
 
-struct Split {
-  ort::Api api;
-  int64_t heads, kv_heads;
+  void Compute(Context& context) const override {
+    const Tensor input = context.Input(0);
+    const int64_t width = input.shape.Last() / 2, rows = input.shape.Rows();
+    Require(input.shape.Last() % 2 == 0, "its rows have no two halves");
+    const float* x = input.As<float>();
+    float* y = context.Output<float>(0, input.shape.WithLast(width));
+    context.EachRow(rows, width, [=](int64_t row) { GateRow(x + 2 * row * width, width, y + row * width); });
+  }
 };
 
 void Rotate(const float* x, int64_t heads, int64_t dim, int64_t half, const float* cos, const float* sin, float* y) {
@@ -82,58 +68,37 @@ void Rotate(const float* x, int64_t heads, int64_t dim, int64_t half, const floa
   }
 }
 
-ort::Status* CreateSplit(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    Split made{api, 0, 0};
-    Check(api.Attribute(info, "heads", &made.heads));
-    Check(api.Attribute(info, "kv_heads", &made.kv_heads));
-    Require(api, made.heads > 0 && made.kv_heads > 0, "RotarySplit: a number of heads is not positive");
-    *out = new Split(made);
-  });
-}
+class Split : public Kernel {
+ public:
+  explicit Split(const Info& info) : heads_(info.Int("heads")), kv_heads_(info.Int("kv_heads")) {
+    Require(heads_ > 0 && kv_heads_ > 0, "a number of heads is not positive");
+  }
 
-ort::Status* ComputeSplit(void* self, ort::KernelContext* context) {
-  const Split& kernel = *static_cast<const Split*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const ort::Value* inputs[3];
-    const float* data[3];
-    std::vector<int64_t> sizes[3];
-    for (size_t i = 0; i < 3; ++i) {
-      inputs[i] = InputOf(api, context, i);
-      sizes[i] = SizesOf(api, inputs[i]);
-      data[i] = DataOf<const float>(api, inputs[i]);
-      Require(api, sizes[i].size() == 3 && sizes[i][0] == 1 && sizes[i][1] == sizes[0][1],
-              "RotarySplit: the angles do not fit the rows");
-    }
-    const int64_t rows = sizes[0][1], width = sizes[0][2], all = kernel.heads + 2 * kernel.kv_heads;
-    const int64_t dim = width / all, half = sizes[1][2];
-    Require(api, width % all == 0 && sizes[1] == sizes[2] && 2 * half <= dim, "RotarySplit: the angles do not fit the rows");
-    const int64_t counts[] = {kernel.heads, kernel.kv_heads, kernel.kv_heads};
+  void Compute(Context& context) const override {
+    const Tensor input = context.Input(0), cosines = context.Input(1), sines = context.Input(2);
+    const Shape &whole = input.shape, &angles = cosines.shape;
+    const int64_t all = heads_ + 2 * kv_heads_;
+    Require(whole.Rank() == 3 && whole[0] == 1 && angles.Rank() == 3 && angles[0] == 1 && angles[1] == whole[1] &&
+                angles == sines.shape && whole[2] % all == 0 && 2 * angles[2] <= whole[2] / all,
+            "the angles do not fit the rows");
+    const int64_t rows = whole[1], dim = whole[2] / all, half = angles[2];
+    const int64_t counts[] = {heads_, kv_heads_, kv_heads_};
     float* outputs[3];
-    for (size_t i = 0; i < 3; ++i) {
-      const int64_t shape[] = {1, rows, counts[i] * dim};
-      ort::Value* value = nullptr;
-      Check(api.Output(context, i, shape, 3, &value));
-      outputs[i] = DataOf<float>(api, value);
-    }
-    const float *x = data[0], *cos = data[1], *sin = data[2];
-    for (int64_t row = 0; row < rows; ++row, cos += half, sin += half) {
+    for (size_t i = 0; i < 3; ++i) outputs[i] = context.Output<float>(i, {1, rows, counts[i] * dim});
+    context.EachRow(rows, whole[2], [&](int64_t row) {
+      const float *x = input.As<float>() + row * whole[2], *cos = cosines.As<float>() + row * half, *sin = sines.As<float>() + row * half;
       for (size_t i = 0; i < 3; ++i) {
         const int64_t size = counts[i] * dim;
-        if (i < 2) Rotate(x, counts[i], dim, half, cos, sin, outputs[i]);
-        if (i == 2) std::copy(x, x + size, outputs[i]);
+        float* y = outputs[i] + row * size;
+        if (i < 2) Rotate(x, counts[i], dim, half, cos, sin, y);
+        if (i == 2) std::copy(x, x + size, y);
         x += size;
-        outputs[i] += size;
       }
-    }
-  });
-}
+    });
+  }
 
-struct Norm {
-  ort::Api api;
-  float epsilon;
+ private:
+  int64_t heads_, kv_heads_;
 };
 
 void AddScalar(const float* x, const float* y, int64_t first, int64_t end, float* sum, float* lanes) {
@@ -180,65 +145,29 @@ void Normalize(const float* x, const float* y, const float* weight, int64_t widt
   ScaleScalar(sum, weight, scale, done, width, normed);
 }
 
-ort::Status* CreateNorm(const ort::CustomOp*, const void* const* table, const ort::KernelInfo* info, void** out) {
-  const ort::Api api(table);
-  return Guarded(api, [&] {
-    Norm made{api, 0};
-    Check(api.Attribute(info, "epsilon", &made.epsilon));
-    *out = new Norm(made);
-  });
-}
+class Norm : public Kernel {
+ public:
+  explicit Norm(const Info& info) : epsilon_(info.Float("epsilon")) {}
 
-ort::Status* ComputeNorm(void* self, ort::KernelContext* context) {
-  const Norm& kernel = *static_cast<const Norm*>(self);
-  const ort::Api& api = kernel.api;
-  return Guarded(api, [&] {
-    const ort::Value* inputs[3];
-    std::vector<int64_t> sizes[3];
-    for (size_t i = 0; i < 3; ++i) sizes[i] = SizesOf(api, inputs[i] = InputOf(api, context, i));
-    Require(api, !sizes[0].empty() && sizes[0] == sizes[1] && sizes[2].size() == 1 && sizes[2][0] == sizes[0].back(),
-            "AddNorm: its rows do not fit each other or the weight");
-    ort::Value* outputs[2] = {};
-    for (size_t i = 0; i < 2; ++i) Check(api.Output(context, i, sizes[0].data(), sizes[0].size(), &outputs[i]));
-    const int64_t width = sizes[2][0];
-    sizes[0].pop_back();
-    const float *x = DataOf<const float>(api, inputs[0]), *y = DataOf<const float>(api, inputs[1]);
-    const float* weight = DataOf<const float>(api, inputs[2]);
-    float *normed = DataOf<float>(api, outputs[0]), *sum = DataOf<float>(api, outputs[1]);
-    NormalizeRows(x, y, weight, CountOf(sizes[0]), width, kernel.epsilon, normed, sum);
-  });
-}
+  void Compute(Context& context) const override {
+    const Tensor x = context.Input(0), y = context.Input(1), weight = context.Input(2);
+    const int64_t width = x.shape.Last(), rows = x.shape.Rows();
+    Require(x.shape == y.shape && weight.shape == Shape{width}, "its rows do not fit each other or the weight");
+    auto *normed = context.Output<float>(0, x.shape), *sum = context.Output<float>(1, x.shape);
+    context.EachRow(rows, width, [&](int64_t row) {
+      const int64_t at = row * width;
+      Normalize(x.As<float>() + at, y.As<float>() + at, weight.As<float>(), width, epsilon_, normed + at, sum + at);
+    });
+  }
+
+ private:
+  float epsilon_;
+};
 
 }  // namespace
 
-void GateRows(const float* x, int64_t count, int64_t width, float* y) {
-  for (int64_t row = 0; row < count; ++row, x += 2 * width, y += width) {
-    const float *gate = x, *up = x + width;
-    int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-    if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
-#endif
-    for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
-  }
-}
+Operator AddNorm() { return {"AddNorm", Make<Norm>, {Type::kFloat, Type::kFloat, Type::kFloat}, 2}; }
 
-void NormalizeRows(const float* x, const float* y, const float* weight, int64_t count, int64_t width, float epsilon,
-                   float* normed, float* sum) {
-  for (int64_t row = 0; row < count; ++row, x += width, y += width, normed += width, sum += width)
-    Normalize(x, y, weight, width, epsilon, normed, sum);
-}
+Operator GatedSilu() { return {"GatedSilu", Make<Gate>, {Type::kFloat}}; }
 
-const ort::CustomOp* AddNorm() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat>("AddNorm", CreateNorm, ComputeNorm, Destroy<Norm>, 2);
-  return &op;
-}
-
-const ort::CustomOp* GatedSilu() {
-  static const NamedOp op = Operator<ort::kFloat>("GatedSilu", CreateGate, ComputeGate, Destroy<Gate>);
-  return &op;
-}
-
-const ort::CustomOp* RotarySplit() {
-  static const NamedOp op = Operator<ort::kFloat, ort::kFloat, ort::kFloat>("RotarySplit", CreateSplit, ComputeSplit, Destroy<Split>, 3);
-  return &op;
-}
+Operator RotarySplit() { return {"RotarySplit", Make<Split>, {Type::kFloat, Type::kFloat, Type::kFloat}, 3}; }

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
 from ssdevice.adapters.weights import LEVELS, int8_factors
-from ssdevice.export.onnx.editor import CONTRIB, Editor, tag
+from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
 from ssdevice.export.onnx.graph import finish
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
@@ -20,6 +20,7 @@ from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.plan import Quant
 from ssdevice.model.roles import Part, Role
+from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
 
 Floats = NDArray[np.float32]
 SOURCE = "model.layers.0.self_attn.o_proj"
@@ -73,6 +74,22 @@ def linears_model(rows: int, weights: list[Floats], quant: Quant) -> bytes:
     tables = [stored(f"w{i}", weight) for i, weight in enumerate(weights)]
     nodes = [placeholder(x, table, rows, f"y{i}") for i, table in enumerate(tables)]
     return quantized([x], nodes, [node.outputs[0] for node in nodes], tables, quant)
+
+
+def half_linear_model(rows: int, weight: NDArray[np.float16]) -> bytes:
+    """``x [1, rows, K]`` times ``weight [K, N]``: y."""
+    x, table = value("x", (1, rows, len(weight))), value("w", weight.shape, ir.DataType.FLOAT16)
+    table.const_value = ir.Tensor(weight, name="w")
+    node = ir.node(HALF_LINEAR, [x, table], domain=DOMAIN)
+    y = node.outputs[0]
+    y.name, y.shape, y.type = "y", ir.Shape([1, rows, weight.shape[1]]), ir.TensorType(ir.DataType.FLOAT)
+    imports = {"": OPSET, CONTRIB: 1, DOMAIN: 1}
+    model = ir.Model(
+        ir.Graph([x], [y], nodes=[node], initializers=[table], opset_imports=imports, name="g"), ir_version=11
+    )
+    add_functions(model)
+    content: bytes = ir.to_proto(model).SerializeToString()
+    return content
 
 
 def a_single_int4_row_differs() -> bool:

@@ -1,32 +1,46 @@
 // For processors with NEON's dot product: how many results of a linear differ in a bit from what its source says at the top.
-// Compiled with INT4, INT4_WHOLE (scales of 32 bits), INT8 or ARGMAX, and run under an emulator, where there is no ONNX Runtime to call the kernels.
+// Compiled with INT4, INT4_WHOLE (scales of 32 bits), INT8 or ARGMAX, and run under an emulator, where there is no ONNX Runtime to call
+// the kernels.
 
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 
-#include "crew.h"
-#include "rows.cpp"
+#include "linears.h"
 
-#ifdef INT8
-#include "int8.cpp"
-#else
-#include "int4_products.cpp"
-#ifdef ARGMAX
-#include "argmax.cpp"
-#else
-#include "int4.cpp"
-#endif
-#endif
-
-// Nothing is called through ONNX Runtime here.
-int CrewSize() { return 0; }
-void For(const ort::Api&, ort::KernelContext*, int, size_t total, Work work, void* data) {
-  for (size_t i = 0; i < total; ++i) work(data, i);
-}
+Operator Int4Linear();
+Operator Int8Argmax();
+Operator Int8Linear();
 
 namespace {
 
 using Floats = std::vector<float>;
+
+struct Given : Info {
+  Tensor codes, scales;
+
+  float Float(const char*) const override { return 0; }
+  int64_t Int(const char*) const override { return 0; }
+  std::string Text(const char*) const override { return ""; }
+  Tensor Constant(size_t input) const override { return input == 1 ? codes : scales; }
+};
+
+template <typename Result>
+struct Call : Context {
+  Tensor x;
+  std::vector<Result> y;
+
+  size_t Inputs() override { return 1; }
+  Tensor Input(size_t) override { return x; }
+  void* Output(size_t, const Shape& shape) override {
+    y.resize(static_cast<size_t>(shape.Count()));
+    return y.data();
+  }
+  void For(size_t total, Work work, void* data) override {
+    for (size_t i = 0; i < total; ++i) work(data, i);
+  }
+};
 
 float Peak(const float* x, int64_t count) {
   float peak = 0;
@@ -45,11 +59,18 @@ constexpr int kLeastLevel = -128, kLevels = 256;
 
 int64_t ScalesOf(int64_t outputs, int64_t) { return outputs; }
 
-auto Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
+std::unique_ptr<Kernel> Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
   std::vector<int8_t> codes(levels.size());
   for (int64_t n = 0; n < outputs; ++n)
     for (int64_t k = 0; k < inputs; ++k) codes[k * outputs + n] = static_cast<int8_t>(levels[n * inputs + k]);
-  return Packed(inputs, outputs, codes.data(), scales.data());
+  Given given;
+  given.codes = {codes.data(), {inputs, outputs}};
+  given.scales = {scales.data(), {outputs}};
+#ifdef ARGMAX
+  return Int8Argmax().make(given);
+#else
+  return Int8Linear().make(given);
+#endif
 }
 
 float Expected(const float* x, const int* levels, int64_t inputs, int64_t column, const Floats& scales) {
@@ -57,20 +78,18 @@ float Expected(const float* x, const int* levels, int64_t inputs, int64_t column
   return static_cast<float>(Product(x, scale, levels, inputs, true)) * scales[column] * scale;
 }
 #else
-#ifdef INT4_WHOLE
-constexpr auto kScales = Scales::kWhole;
-#else
-constexpr auto kScales = Scales::kShort;
-#endif
 constexpr int kLeastLevel = -8, kLevels = 16;
 
 int64_t ScalesOf(int64_t outputs, int64_t inputs) { return outputs * (inputs / kBlock); }
 
-Weights Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
+std::unique_ptr<Kernel> Made(int64_t outputs, int64_t inputs, const std::vector<int>& levels, const Floats& scales) {
   std::vector<uint8_t> codes(levels.size() / 2);
   for (size_t i = 0; i < codes.size(); ++i)
-    codes[i] = static_cast<uint8_t>((levels[2 * i] + kZero) | ((levels[2 * i + 1] + kZero) << 4));
-  return Packed(outputs, inputs, codes.data(), scales.data(), kScales);
+    codes[i] = static_cast<uint8_t>((levels[2 * i] - kLeastLevel) | ((levels[2 * i + 1] - kLeastLevel) << 4));
+  Given given;
+  given.codes = {codes.data(), {outputs, inputs / kBlock, kBlock / 2}};
+  given.scales = {scales.data(), {outputs, inputs / kBlock}};
+  return Int4Linear().make(given);
 }
 
 float Expected(const float* x, const int* levels, int64_t inputs, int64_t column, const Floats& scales) {
@@ -85,37 +104,28 @@ float Expected(const float* x, const int* levels, int64_t inputs, int64_t column
 #endif
 
 // How many of [count] rows, or of their products, differ, and of how many.
-template <typename Made>
-std::pair<int64_t, int64_t> Differ(const Made& weights, const Floats& x, int64_t count, int64_t outputs, int64_t inputs,
+std::pair<int64_t, int64_t> Differ(const Kernel& kernel, const Floats& x, int64_t count, int64_t outputs, int64_t inputs,
                                    const std::vector<int>& levels, const Floats& scales) {
   Floats expected(count * outputs);
   for (int64_t i = 0; i < count * outputs; ++i)
     expected[i] = Expected(&x[i / outputs * inputs], &levels[i % outputs * inputs], inputs, i % outputs, scales);
   int64_t wrong = 0;
 #ifdef ARGMAX
-  Rows rows;
-  std::vector<int64_t> best(count);
-  rows.Fill(x.data(), count, inputs);
-  BestColumns(ort::Api(nullptr), nullptr, 0, weights, rows, count, best.data());
+  Call<int64_t> call;
+#else
+  Call<float> call;
+#endif
+  call.x = {x.data(), {1, count, inputs}};
+  kernel.Compute(call);
+#ifdef ARGMAX
   for (int64_t r = 0; r < count; ++r) {
     const float* row = &expected[r * outputs];
-    wrong += best[r] != std::max_element(row, row + outputs) - row;
+    wrong += call.y[r] != std::max_element(row, row + outputs) - row;
   }
-  return {wrong, count};
 #else
-#ifdef INT8
-  ByteRows rows;
-  const ProductsOf<ByteRows> products{kDotProducts, kTile};
-#else
-  BlockRows rows;
-  const ProductsOf<BlockRows> products = Int4Products(kScales);
+  for (int64_t i = 0; i < count * outputs; ++i) wrong += call.y[i] != expected[i];
 #endif
-  Floats y(count * outputs);
-  Quantize(x.data(), count, inputs, &rows);
-  CallOf<decltype(rows)>{weights, rows, products, count, 1, y.data()}.Run(0);
-  for (int64_t i = 0; i < count * outputs; ++i) wrong += y[i] != expected[i];
-  return {wrong, count * outputs};
-#endif
+  return {wrong, call.y.size()};
 }
 
 }  // namespace
@@ -129,19 +139,19 @@ int main() {
     for (int& level : levels) level = static_cast<int>(drawn() % kLevels) + kLeastLevel;
     Floats scales(ScalesOf(outputs, inputs));
     for (float& scale : scales) scale = std::exp(normal(drawn));
-#if !defined(INT8) && !defined(ARGMAX) && !defined(INT4_WHOLE)
-    for (float& scale : scales) {
+#ifdef INT4
+    for (float& scale : scales) {  // bfloat16
       uint32_t bits;
       std::memcpy(&bits, &scale, 4);
       bits &= 0xFFFF0000;
       std::memcpy(&scale, &bits, 4);
     }
 #endif
-    const auto weights = Made(outputs, inputs, levels, scales);
+    const auto kernel = Made(outputs, inputs, levels, scales);
     for (const int64_t count : {1, 2, 3, 4, 5, 7, 11}) {
       Floats x(count * inputs);
       for (float& value : x) value = normal(drawn);
-      const auto [differing, of] = Differ(weights, x, count, outputs, inputs, levels, scales);
+      const auto [differing, of] = Differ(*kernel, x, count, outputs, inputs, levels, scales);
       wrong += differing;
       all += of;
     }

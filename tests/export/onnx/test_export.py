@@ -26,6 +26,7 @@ from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.fused import attention_in_one
 from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.nodes import show_regions
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
@@ -270,6 +271,12 @@ def test_a_wrong_artifact_is_deleted(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_chain_of_one_draft_is_exported(base: Path, tmp_path: Path) -> None:
+    following = write_adapter(tmp_path / "adapter", base, follow_rank=5)
+    result = compared_along_a_chain(base, following, tmp_path / "bundle", "int8", drafts=1)
+    assert result.differences == []
+
+
 @pytest.mark.parametrize(("ending", "code"), [(KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 1)])
 def test_an_interrupted_export_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException, code: int
@@ -291,9 +298,9 @@ def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, wai
     assert main(["verify", str(bundle), "--data", str(rows), *compared, "--quiet"]) == 0
 
 
-def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str) -> Equality:
-    """All modes of an export with a chain of three drafts, on random prompts."""
-    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", "chain:3")
+def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Equality:
+    """All modes of an export with a chain of so many drafts, on random prompts."""
+    flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", f"chain:{drafts}")
     assert main(export(base, folder, *flags)) == 0
     bundle = Bundle.open(folder)
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
@@ -332,7 +339,9 @@ def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: st
     bundle = bundles[name]
     parts = parts_of(bundle.file(STEP))
     assert set(parts.values()) == set(PARTS)
-    graph = onnx.load(str(bundle.file(STEP)), load_external_data=False).graph
+    model = onnx.load(str(bundle.file(STEP)), load_external_data=False)
+    show_regions(model)
+    graph = model.graph
     assert {node.name for node in graph.node} == set(parts)
     attention = [
         parts[node.name] for node in graph.node if node.op_type in ("Softmax", TREE_ATTENTION, HALF_TREE_ATTENTION)
@@ -354,8 +363,8 @@ def test_a_graph_whose_attention_is_not_one_operator_reads_the_same_cache(
     assert result.differences == []
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.manifest.cache_dtype == "float16"
-    kinds = {
-        name: {node.op_type for node in onnx.load(str(bundle.file(name)), load_external_data=False).graph.node}
-        for name in (STEP, PLAIN)
-    }
+    models = {name: onnx.load(str(bundle.file(name)), load_external_data=False) for name in (STEP, PLAIN)}
+    for model in models.values():
+        show_regions(model)
+    kinds = {name: {node.op_type for node in model.graph.node} for name, model in models.items()}
     assert HALF_TREE_ATTENTION in kinds[STEP] and "Softmax" in kinds[PLAIN]

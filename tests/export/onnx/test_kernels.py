@@ -19,11 +19,10 @@ import pytest
 from ssdevice.adapters.weights import int8_factors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
-from ssdevice.errors import BundleError, InputError
+from ssdevice.errors import InputError
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.nodes import READS, show_products
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
@@ -254,13 +253,19 @@ on_arm = pytest.mark.skipif(
 
 
 def says(
-    source: str, folder: Path, *options: str, compiler: str | None = COMPILER, under: Sequence[str] = ()
+    source: str,
+    folder: Path,
+    *options: str,
+    compiler: str | None = COMPILER,
+    under: Sequence[str] = (),
+    beside: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """What a program beside this file returns and prints, ``under`` an emulator."""
+    """What a program beside this file returns and prints, ``under`` an emulator; ``beside``: sources of kernels."""
     flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
     assert compiler is not None
     command = [compiler, *flags, "-Wall", "-Wextra", "-Werror", *options, "-I", str(kernels.SOURCES)]
-    subprocess.run([*command, "-o", str(folder / "program"), str(Path(__file__).with_name(source))], check=True)
+    sources = [str(Path(__file__).with_name(source)), *(str(kernels.SOURCES / name) for name in beside)]
+    subprocess.run([*command, "-o", str(folder / "program"), *sources], check=True)
     done = subprocess.run([*under, str(folder / "program")], capture_output=True, text=True)
     return done.returncode, done.stdout
 
@@ -269,7 +274,8 @@ def says(
 @pytest.mark.parametrize("kind", ["INT4", "INT4_WHOLE", "INT8", "ARGMAX"])
 def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_path: Path) -> None:
     """There is no ONNX Runtime to call them, so a program in products.cpp does."""
-    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=ARM_COMPILER, under=ARM)
+    sources = ("int4.cpp", "int4_products.cpp", "int8.cpp", "argmax.cpp")
+    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=ARM_COMPILER, under=ARM, beside=sources)
     count = 99 if kind == "ARGMAX" else 5973
     assert found == (0, f"0 of {count} differ\n")
 
@@ -316,6 +322,24 @@ def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(width
     np.testing.assert_allclose(standard, ours, atol=1e-4)  # ONNX Runtime's sigmoid is less exact far from 0
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(1152, 256), (256, 1728), (37, 21), (3, 5)])
+def test_a_product_with_a_weight_in_float16_is_that_of_float32_up_to_rounding(inputs: int, outputs: int) -> None:
+    rng = np.random.default_rng(inputs)
+    x = rng.standard_normal((1, 3, inputs)).astype(np.float32)
+    weight = rng.standard_normal((inputs, outputs)).astype(np.float16)
+    weight[0, :2] = 2**-24, 65504
+    model = forms.half_linear_model(3, weight)
+    ours, portable, standard = (
+        session(model, file, 2).run(None, {"x": x})[0] for file in (built("native"), built("portable"), None)
+    )
+    np.testing.assert_array_equal(ours, portable)
+    scale = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
+    for found in (ours, standard):
+        assert (np.abs(found - x.astype(np.float64) @ weight.astype(np.float64)) <= 1e-6 * scale).all()
+    (alone,) = session(forms.half_linear_model(1, weight), built("native")).run(None, {"x": x[:, 1:2]})
+    np.testing.assert_array_equal(alone[0, 0], ours[0, 1])
+
+
 @pytest.mark.parametrize("width", [576, 20, 3])
 def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(width: int) -> None:
     rng = np.random.default_rng(width)
@@ -334,51 +358,6 @@ def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(width: i
     np.testing.assert_allclose(ours[0], expected, rtol=1e-6, atol=1e-6)
     for mine, other in zip(ours, standard, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def joined_model(kind: str, quant: Quant, weight: np.ndarray, rows: int) -> bytes:
-    """A linear that makes its rows itself, as the exporter writes it; its product is named ``w<-rows``."""
-    model = onnx.load_from_string(forms.linears_model(rows, [weight], quant))
-    graph, width = model.graph, weight.shape[1]
-    (node,) = graph.node
-    x, constants = node.input[0], list(node.input[1:])
-    node.output[0] = graph.output[0].name = f"w{READS}rows"
-    float32, shape = onnx.TensorProto.FLOAT, [1, rows, width]
-    node.op_type = kernels.JOINED_LINEARS[kind, node.op_type]
-    if kind == kernels.ADD_NORM:
-        node.attribute.append(onnx.helper.make_attribute("epsilon", 1e-5))
-        node.output.append("sum")
-        graph.output.append(onnx.helper.make_tensor_value_info("sum", float32, shape))
-        graph.input.append(onnx.helper.make_tensor_value_info("y", float32, shape))
-        graph.input.append(onnx.helper.make_tensor_value_info("norm", float32, [width]))
-        constants = ["y", "norm", *constants]
-    else:
-        graph.input[0].type.tensor_type.shape.dim[2].dim_value = 2 * width
-    del node.input[:], model.functions[:]
-    node.input.extend([x, *constants])
-    made = ir.from_proto(model)
-    add_functions(made)
-    content: bytes = ir.to_proto(made).SerializeToString()
-    return content
-
-
-@pytest.mark.parametrize("quant", [Quant.INT4, Quant.INT8])
-@pytest.mark.parametrize("kind", [kernels.ADD_NORM, kernels.GATED_SILU])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_linear_that_makes_its_rows_has_the_bits_of_two_nodes(
-    library: Path, kind: str, quant: Quant, rows: int
-) -> None:
-    rng, width = np.random.default_rng(rows), 576
-    model = joined_model(kind, quant, rng.standard_normal((96, width)).astype(np.float32), rows)
-    apart = onnx.load_from_string(model)
-    show_products(apart.graph)
-    assert len(apart.graph.node) == 2 and apart.graph.node[0].output[0] == apart.graph.node[1].input[0] == "rows"
-    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in apart.graph.input}
-    feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    for file in (library, None):
-        one, two = (session(content, file).run(None, feeds) for content in (model, apart.SerializeToString()))
-        for mine, theirs in zip(one, two, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("rotated", [64, 32])
@@ -539,7 +518,7 @@ def test_a_library_that_is_broken_is_one_line_and_can_be_left_out(
     broken = tmp_path / "kernels.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(kernels, "library", lambda: broken)
-    with pytest.raises(BundleError, match=r"ssdevice kernels"):
+    with pytest.raises(InputError, match=r"file too short.*ssdevice kernels"):
         list(Session.open(tmp_path / "bundle").generate("a b c", max_tokens=2))
     assert main(["run", str(tmp_path / "bundle"), "--prompt", "a b c", "--max-tokens", "2", "--no-kernels"]) == 0
 

@@ -1,0 +1,110 @@
+"""Our operators as one node wherever no other stands between them, for a finished graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ssdevice.export.onnx.editor import OPSET, Editor, shape_of
+from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION
+
+LEAST = 2
+"""Operators of ours in a region: one is better on its own."""
+JOIN = "Concat"
+
+
+def join_regions(edit: Editor) -> None:
+    """Put operators into regions, each with a function of its own; ``nodes.show_regions`` undoes it.
+
+    A node's level is how often a path to it changes between nodes that regions take and others, at most. A region is
+    all that it takes of one level, so no path leads out of it and back.
+    """
+    graph = edit.graph
+    levels: dict[ir.Node, int] = {}
+    found: defaultdict[int, list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        inside = _fits(node)
+        makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) in levels]
+        level = max((levels[maker] + (_fits(maker) != inside) for maker in makers), default=int(inside))
+        levels[node] = level
+        if inside:
+            found[level].append(node)
+    for nodes in found.values():
+        if sum(node.domain == DOMAIN for node in nodes) >= LEAST:
+            _join(edit, nodes)
+    graph.sort()
+
+
+def _fits(node: ir.Node) -> bool:
+    """Whether a region takes the node: one of our operators, or rows after rows."""
+    if node.domain == DOMAIN:
+        return node.op_type in IN_REGIONS
+    if node.op_type != JOIN or node.outputs[0].dtype != ir.DataType.FLOAT:
+        return False
+    shape, axis = shape_of(node.outputs[0]), node.attributes.get_int("axis", 0)
+    return shape is not None and axis >= 0 and all(size == 1 for size in shape[:axis])
+
+
+def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
+    """One node in place of several, with a function that has theirs."""
+    own = set(nodes)
+    made = [value for node in nodes for value in node.outputs]
+    read = [value for node in nodes for value in node.inputs if value is not None and value.producer() not in own]
+    inputs = list(dict.fromkeys(read))
+    outputs = [value for value in made if value.is_graph_output() or any(use.node not in own for use in value.uses())]
+    inside = [value for value in made if value not in outputs]
+    text = "\n".join([f"{len(inputs)} {len(outputs)}", *_steps(nodes, [*inputs, *outputs, *inside])])
+
+    model = edit.model
+    overload = str(len(model.functions))
+    function = _function(overload, nodes, inputs, outputs)
+    model.functions[function.identifier()] = function
+    region = ir.Node(
+        DOMAIN,
+        REGION,
+        inputs,
+        [ir.Attr("text", ir.AttributeType.STRING, text)],
+        overload=overload,
+        num_outputs=len(outputs),
+    )
+    edit.graph.insert_after(nodes[-1], region)
+    for old, new in zip(outputs, region.outputs, strict=True):
+        name, new.type, new.shape = old.name, old.type, old.shape
+        edit.replace_value(old, new)
+        old.name, new.name = None, name
+    edit.graph.remove(nodes, safe=True)
+
+
+def _steps(nodes: Sequence[ir.Node], values: Sequence[ir.Value]) -> list[str]:
+    """A line for each node, as region.cpp reads it."""
+    numbers = {value: str(number) for number, value in enumerate(values)}
+    lines = []
+    for node in nodes:
+        kinds = (ir.AttributeType.INT, ir.AttributeType.FLOAT)
+        plain = [f"{name}={a.value!r}" for name, a in sorted(node.attributes.items()) if a.type in kinds]
+        reads, makes = ([numbers[value] for value in side if value is not None] for side in (node.inputs, node.outputs))
+        lines.append(" ".join([node.op_type, *plain, ":", *reads, ">", *makes]))
+    return lines
+
+
+def _function(
+    overload: str, nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
+) -> ir.Function:
+    """The nodes as a function whose values have the names that they have in the graph."""
+    inner = {value: ir.Value(name=value.name) for value in inputs}
+    copies = []
+    for node in nodes:
+        made = [ir.Value(name=value.name) for value in node.outputs]
+        read = [inner[value] if value is not None else None for value in node.inputs]
+        attributes = list(node.attributes.values())
+        copies.append(ir.Node(node.domain, node.op_type, read, attributes, outputs=made, name=node.name))
+        inner.update(zip(node.outputs, made, strict=True))
+    graph = ir.Graph(
+        [inner[value] for value in inputs],
+        [inner[value] for value in outputs],
+        nodes=copies,
+        opset_imports={"": OPSET, DOMAIN: 1},
+    )
+    return ir.Function(DOMAIN, REGION, overload, graph=graph, attributes=[])

@@ -1,0 +1,98 @@
+// Products with weights in float16, for the few that are not quantized: half of what float32 would read.
+//
+// HalfLinear(x [.., R, K] float, weight [K, N] half) -> [.., R, N] float. Products of inputs k, k + 4, k + 8 .. are added by fused
+// multiply-adds in order, for each k < 4, and the four sums pairwise.
+
+#include <cmath>
+
+#include "half.h"
+#include "linears.h"
+
+namespace {
+
+constexpr int kChains = 4;  // an addition takes four cycles
+
+// For each group of columns [K, kColumns] halves.
+Weights Packed(int64_t inputs, int64_t outputs, const Half* from) {
+  Weights made("HalfLinear", outputs, inputs, sizeof(Half) * kColumns * static_cast<size_t>(Whole(static_cast<size_t>(inputs), kChains)));
+  for (int64_t k = 0; k < inputs; ++k)
+    for (int64_t n = 0; n < outputs; ++n)
+      reinterpret_cast<Half*>(made.Group(n / kColumns))[k * kColumns + n % kColumns] = from[k * outputs + n];
+  return made;
+}
+
+void Portable(const float* x, int64_t inputs, const Half* weights, float* out) {
+  float sums[kChains][kColumns] = {};
+  for (int64_t k = 0; k < inputs; ++k, weights += kColumns)
+    for (int c = 0; c < kColumns; ++c) sums[k % kChains][c] = std::fma(x[k], FloatOf(weights[c]), sums[k % kChains][c]);
+  for (int c = 0; c < kColumns; ++c) out[c] = (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
+}
+
+#ifdef SSDEVICE_AVX2
+__attribute__((target("avx2,fma,f16c"))) inline void Add(float x, const Half* weights, __m256 (&sums)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) {
+    const __m256 wide = _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(weights + kLanes * v)));
+    sums[v] = _mm256_fmadd_ps(_mm256_set1_ps(x), wide, sums[v]);
+  }
+}
+
+__attribute__((target("avx2,fma,f16c"))) void Avx2(const float* x, int64_t inputs, const Half* weights, float* out) {
+  __m256 sums[kChains][kVectors];
+  for (auto& chain : sums)
+    for (__m256& sum : chain) sum = _mm256_setzero_ps();
+  int64_t k = 0;
+  for (; k + kChains <= inputs; k += kChains) {
+    const Half* from = weights + k * kColumns;
+    Prefetch(reinterpret_cast<const uint8_t*>(from) + kAhead, kChains * kColumns * sizeof(Half));
+    SSDEVICE_UNROLL for (int i = 0; i < kChains; ++i) Add(x[k + i], from + i * kColumns, sums[i]);
+  }
+  for (; k < inputs; ++k) Add(x[k], weights + k * kColumns, sums[k % kChains]);
+  for (int v = 0; v < kVectors; ++v)
+    _mm256_storeu_ps(out + kLanes * v, _mm256_add_ps(_mm256_add_ps(sums[0][v], sums[1][v]), _mm256_add_ps(sums[2][v], sums[3][v])));
+}
+#endif
+
+class HalfWeighted : public Kernel {
+ public:
+  explicit HalfWeighted(const Info& info) {
+    const Tensor weight = info.Constant(1);
+    Require(weight.data && weight.shape.Rank() == 2, "its weight is no constant [K, N]");
+    weights_ = Shared(Packed(weight.shape[0], weight.shape[1], weight.As<Half>()));
+  }
+
+  void Compute(Context& context) const override {
+    const Tensor x = context.Input(0);
+    Require(x.shape.Last() == weights_->inputs, "the rows have another width than the weights");
+    Call call{*weights_, x.As<float>(), x.shape.Rows(), context.Output<float>(0, x.shape.WithLast(weights_->outputs))};
+    context.For(static_cast<size_t>(weights_->Groups()), [](void* all, size_t group) { static_cast<Call*>(all)->Run(static_cast<int64_t>(group)); }, &call);
+  }
+
+ private:
+  struct Call {
+    const Weights& weights;
+    const float* x;
+    int64_t rows;
+    float* y;
+
+    void Run(int64_t group) const {
+      const int64_t first = group * kColumns, columns = std::min<int64_t>(kColumns, weights.outputs - first);
+      const Half* from = reinterpret_cast<const Half*>(weights.Group(group));
+      float out[kColumns];
+#ifdef SSDEVICE_AVX2
+      const auto product = kAvx2 && kF16c && __builtin_cpu_supports("fma") ? Avx2 : Portable;
+#else
+      const auto product = Portable;
+#endif
+      for (int64_t r = 0; r < rows; ++r) {
+        product(x + r * weights.inputs, weights.inputs, from, out);
+        std::copy(out, out + columns, y + r * weights.outputs + first);
+      }
+    }
+  };
+
+  std::shared_ptr<const Weights> weights_;
+};
+
+}  // namespace
+
+Operator HalfLinear() { return {"HalfLinear", Make<HalfWeighted>, {Type::kFloat, Type::kHalf}}; }

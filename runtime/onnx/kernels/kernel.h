@@ -1,0 +1,157 @@
+// An operator and its kernels: what they compute, apart from who calls them. ONNX Runtime does (library.cpp), and so does a
+// region, which runs several of them in one node (region.cpp).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// What may be compiled; what is used is decided on the machine. Tests compile less, to run what other CPUs run.
+#if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
+#pragma GCC diagnostic push  // GCC warns of variables that its own header leaves unset (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#define SSDEVICE_AVX2 1
+#ifndef SSDEVICE_WITHOUT_VNNI
+#define SSDEVICE_VNNI 1
+#endif
+#endif
+#if defined(__aarch64__) && !defined(SSDEVICE_PORTABLE)
+#include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD)  // every Mac
+#define SSDEVICE_DOT 1
+#elif defined(__linux__) && !defined(__clang__)  // GCC compiles single functions for it
+#include <sys/auxv.h>
+#define SSDEVICE_DOT 1
+#endif
+#endif
+
+inline void Require(bool holds, const char* otherwise) {
+  if (!holds) throw std::runtime_error(otherwise);
+}
+
+class Shape {
+ public:
+  static constexpr size_t kMost = 6;
+
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> sizes) {
+    for (const int64_t size : sizes) Append(size);
+  }
+
+  size_t Rank() const { return rank_; }
+  const int64_t* Sizes() const { return sizes_; }
+  int64_t operator[](size_t axis) const { return sizes_[axis]; }
+  int64_t Last() const { return rank_ ? sizes_[rank_ - 1] : 0; }
+  bool operator==(const Shape& other) const {
+    return rank_ == other.rank_ && std::equal(sizes_, sizes_ + rank_, other.sizes_);
+  }
+
+  void Append(int64_t size) {
+    Require(rank_ < kMost, "a tensor has too many dimensions");
+    sizes_[rank_++] = size;
+  }
+  Shape With(size_t axis, int64_t size) const {
+    Require(axis < rank_, "a tensor has too few dimensions");
+    Shape other = *this;
+    other.sizes_[axis] = size;
+    return other;
+  }
+  Shape WithLast(int64_t size) const { return With(rank_ - 1, size); }
+  int64_t Count() const {
+    int64_t count = 1;
+    for (size_t i = 0; i < rank_; ++i) count *= sizes_[i];
+    return count;
+  }
+  int64_t Rows() const { return WithLast(1).Count(); }
+
+ private:
+  size_t rank_ = 0;
+  int64_t sizes_[kMost] = {};
+};
+
+struct Tensor {
+  const void* data = nullptr;
+  Shape shape;
+
+  template <typename T>
+  const T* As() const {
+    return static_cast<const T*>(data);
+  }
+};
+
+using Work = void (*)(void* data, size_t at);
+
+// A call of a kernel: the inputs and outputs of its node.
+class Context {
+ public:
+  virtual ~Context() = default;
+  virtual size_t Inputs() = 0;
+  virtual Tensor Input(size_t index) = 0;
+  virtual void* Output(size_t index, const Shape& shape) = 0;
+  // Runs work(data, i) for 0 <= i < total, on several threads if there are.
+  virtual void For(size_t total, Work work, void* data) = 0;
+
+  template <typename T>
+  T* Output(size_t index, const Shape& shape) {
+    return static_cast<T*>(Output(index, shape));
+  }
+
+  // Runs run(row) for every row of so many numbers, on several threads if that is faster.
+  template <typename Run>
+  void EachRow(int64_t rows, int64_t width, Run run) {
+    constexpr int64_t kAlone = 1 << 12;  // numbers that one thread has done when a second has begun
+    if (rows < 2 || rows * width < kAlone) {
+      for (int64_t row = 0; row < rows; ++row) run(row);
+    } else {
+      For(static_cast<size_t>(rows), [](void* each, size_t row) { (*static_cast<Run*>(each))(static_cast<int64_t>(row)); }, &run);
+    }
+  }
+};
+
+// What a kernel is made from: the attributes of its node, of which none may be missing, and inputs that are constant.
+class Info {
+ public:
+  virtual ~Info() = default;
+  virtual float Float(const char* name) const = 0;
+  virtual int64_t Int(const char* name) const = 0;
+  virtual std::string Text(const char* name) const = 0;
+  // Without data if the input is none.
+  virtual Tensor Constant(size_t input) const = 0;
+};
+
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual void Compute(Context& context) const = 0;
+};
+
+// The numbers are those of ONNX.
+enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
+
+struct Operator {
+  const char* name;
+  std::unique_ptr<Kernel> (*make)(const Info& info);
+  std::vector<Type> inputs;  // all required; kAny: one or more of any types
+  size_t outputs = 1;        // exactly so many, or one or more if there may be any inputs
+  Type output = Type::kFloat;
+
+  bool Variadic() const { return inputs.back() == Type::kAny; }
+};
+
+template <typename Made>
+std::unique_ptr<Kernel> Make(const Info& info) {
+  return std::make_unique<Made>(info);
+}
+
+// All operators of the library.
+const std::vector<Operator>& Operators();
