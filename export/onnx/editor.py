@@ -186,10 +186,10 @@ def source_of(node: ir.Node, index: int = 0) -> ir.Value:
     return value
 
 
-def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
-    """The node that makes a value, if it is of one of these kinds."""
+def producer(value: ir.Value | None, kind: str) -> ir.Node | None:
+    """The node that makes a value, if it is of this kind."""
     node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type in kinds else None
+    return node if node is not None and node.op_type == kind else None
 
 
 def clean(model: ir.Model) -> None:

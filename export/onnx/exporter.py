@@ -26,13 +26,7 @@ from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.cache import half_cache
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import (
-    added_norm,
-    attention_in_one,
-    best_column,
-    gated_silu,
-    rotary_split,
-)
+from ssdevice.export.onnx.fused import added_norm, attention_in_one, best_column, gated_silu, rotary_split
 from ssdevice.export.onnx.graph import apply, finish, simplify
 from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.linears import SMALL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,10 +57,10 @@ class _Body:
         self.nodes.append(made)
         return made.outputs[0]
 
-    def call(self, name: str, *inputs: ir.Value, form: Iterable[str], outputs: int = 1) -> Sequence[ir.Value]:
-        """The outputs of one of our operators, with the function's own attributes in ``form``."""
-        self.add(name, *inputs, domain=DOMAIN, outputs=outputs, **{given: ref(given) for given in form})
-        return self.nodes[-1].outputs
+    def call(self, name: str, *inputs: ir.Value, form: Iterable[str]) -> ir.Value:
+        """The output of one of our operators, with the function's own attributes in ``form``."""
+        same: dict[str, Any] = {given: ref(given) for given in form}
+        return self.add(name, *inputs, domain=DOMAIN, **same)
 
     def ints(self, given: str) -> ir.Value:
         """The function's attribute ``given`` as a vector."""
@@ -123,7 +123,7 @@ def int8_linear() -> ir.Function:
 def int8_argmax() -> ir.Function:
     """``Int8Argmax(x [.., R, K], codes [K, N] int8, scales [N], zero uint8) -> [.., R, 1]`` int64; see int8_linear."""
     body = _Body(INT8_ARGMAX, "x codes scales zero", **ROWS_FORM)
-    (product,) = body.call(INT8_LINEAR, *body.inputs, form=ROWS_FORM)
+    product = body.call(INT8_LINEAR, *body.inputs, form=ROWS_FORM)
     body.add("TopK", product, body.add("Constant", value_ints=[1]), outputs=2, axis=-1)
     return body.function(body.nodes[-1].outputs[1])
 
@@ -205,7 +205,7 @@ def half_tree_attention() -> ir.Function:
     half, single = ir.DataType.FLOAT16, ir.DataType.FLOAT
     old = [body.add("Cast", past, to=int(single)) for past in (past_keys, past_values)]
     new = [body.add("Cast", body.add("Cast", rows, to=int(half)), to=int(single)) for rows in (keys, values)]
-    return body.function(*body.call(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, form=ATTENTION_FORM))
+    return body.function(body.call(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, form=ATTENTION_FORM))
 
 
 def half_linear() -> ir.Function:

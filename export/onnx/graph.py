@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Shape, clean, constant_of, producer, shape_of
-from ssdevice.export.onnx.nodes import READS
 from ssdevice.export.onnx.views import (
     gathers_first,
     joined_reshapes,
@@ -27,6 +26,8 @@ VOCABULARY = 256
 """An argmax over fewer values is not worth a TopK."""
 LOGITS = "logits"
 """Name, inside the graphs, of the main rows' logits: what decides the tokens."""
+READS = "<-"
+"""In the name of a product's output, between the weight's name and that of the rows it reads."""
 JOIN, WIDTH = "|", ":"
 """In that name, for a merged product that no node splits: between weights, and before the columns of each."""
 Rule = Callable[[Editor, ir.Node], bool]

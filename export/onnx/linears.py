@@ -147,20 +147,22 @@ def _split(edit: Editor, linear: Linear, whole: ir.Value, before: ir.Node) -> Se
 
 def plain_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
     """A float32 MatMul."""
-    name = transposed_name(linear)
-    known = edit.graph.initializers.get(name)
-    weight = known if known is not None else edit.constant(linear.weight(), name)
+    weight = _named(edit, transposed_name(linear), linear.weight)
     return edit.insert(before, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
 
 
 def half_product(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
     """A product with a weight in float16; see ``fits_half``."""
-    name = f"{linear.name}.float16"
-    known = edit.graph.initializers.get(name)
-    weight = known if known is not None else edit.constant(linear.weight().astype(np.float16), name)
+    weight = _named(edit, f"{linear.name}.float16", lambda: linear.weight().astype(np.float16))
     return edit.insert(
         before, HALF_LINEAR, [linear.source, weight], out_shape(linear), ir.DataType.FLOAT, domain=DOMAIN
     )
+
+
+def _named(edit: Editor, name: str, content: Callable[[], Array]) -> ir.Value:
+    """The initializer of this name, which is made for the first product that reads it."""
+    known = edit.graph.initializers.get(name)
+    return known if known is not None else edit.constant(content(), name)
 
 
 def fits_half(linear: Linear) -> bool:

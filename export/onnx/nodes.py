@@ -10,9 +10,6 @@ from ssdevice.runtime.onnx.kernels import INT8_ARGMAX, INT8_LINEAR, REGION
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
 
-READS = "<-"
-"""In the name of a product's output, between the weight's name and that of the rows it reads."""
-
 
 def makers(graph: GraphProto) -> dict[str, NodeProto]:
     """The node that computes each value."""

@@ -142,11 +142,11 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
             continue
         quantized = quant is not Quant.FP32 and not linear.stays_float
         slot = book.slot(linear, pairs, quantized) if book is not None else None
-        half = quant is not Quant.FP32 and linear.stays_float and slot is None and fits_half(linear)
-        if quant is not Quant.FP32 and linear.stays_float:
+        kept = quant is not Quant.FP32 and linear.stays_float
+        if kept:
             store.kept[linear.name] = linear.inputs * linear.outputs
         product: Product
-        if half:
+        if kept and slot is None and fits_half(linear):
             product = half_product
         elif not quantized:
             product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -22,15 +22,14 @@ def join_regions(edit: Editor) -> None:
     all that it takes of one level, so no path leads out of it and back.
     """
     graph = edit.graph
-    levels: dict[ir.Node, int] = {}
+    levels: dict[ir.Node, int] = {}  # odd for nodes that a region takes
     found: defaultdict[int, list[ir.Node]] = defaultdict(list)
     for node in graph:
-        inside = _fits(node)
-        makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) in levels]
-        level = max((levels[maker] + (_fits(maker) != inside) for maker in makers), default=int(inside))
-        levels[node] = level
+        inside = int(_fits(node))
+        before = [levels[maker] for value in node.inputs if value is not None and (maker := value.producer()) in levels]
+        levels[node] = max((level + (level % 2 != inside) for level in before), default=inside)
         if inside:
-            found[level].append(node)
+            found[levels[node]].append(node)
     for nodes in found.values():
         if sum(node.domain == DOMAIN for node in nodes) >= LEAST:
             _join(edit, nodes)
@@ -54,8 +53,7 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() not in own]
     inputs = list(dict.fromkeys(read))
     outputs = [value for value in made if value.is_graph_output() or any(use.node not in own for use in value.uses())]
-    inside = [value for value in made if value not in outputs]
-    text = "\n".join([f"{len(inputs)} {len(outputs)}", *_steps(nodes, [*inputs, *outputs, *inside])])
+    text = "\n".join([f"{len(inputs)} {len(outputs)}", *_steps(nodes, dict.fromkeys([*inputs, *outputs, *made]))])
 
     model = edit.model
     overload = str(len(model.functions))
@@ -77,7 +75,7 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     edit.graph.remove(nodes, safe=True)
 
 
-def _steps(nodes: Sequence[ir.Node], values: Sequence[ir.Value]) -> list[str]:
+def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:
     """A line for each node, as region.cpp reads it."""
     numbers = {value: str(number) for number, value in enumerate(values)}
     lines = []

@@ -10,10 +10,10 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, Geometry, past_key, past_value
-from ssdevice.export.onnx.graph import JOIN, LOGITS, WIDTH
+from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
-from ssdevice.export.onnx.nodes import READS, show_products
+from ssdevice.export.onnx.nodes import show_products
 from ssdevice.export.parity.products import Array, Call, Product
 from ssdevice.memory import free_memory
 

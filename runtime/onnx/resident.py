@@ -35,7 +35,7 @@ OPENING = 1.5
 """How often ONNX Runtime holds its largest weight once more while it packs."""
 
 LINEARS = (kernels.HALF_LINEAR, kernels.INT4_LINEAR, kernels.INT8_LINEAR, kernels.INT8_ARGMAX)
-INT4_SCALES = {(kernels.INT4_LINEAR, 2)}
+INT4_SCALES = (kernels.INT4_LINEAR, 2)
 """The operator and its input that are scales of blocks."""
 EMBEDDINGS = (kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING)
 OURS = (*LINEARS, *EMBEDDINGS)
@@ -60,11 +60,11 @@ class Weight:
         if not self.read_by((*LINEARS, *PRODUCTS)):
             return 0
         # MatMulNBits also keeps the amount that each block's zero adds, a float like the block's scale.
-        return self.size * (2 if INT4_SCALES & self.readers else 1)
+        return self.size * (2 if INT4_SCALES in self.readers else 1)
 
     def held(self) -> int:
         """Bytes that our kernels hold of it, which keep INT4's scales as the bfloat16 numbers that they are."""
-        return self.size // 2 if INT4_SCALES & self.readers else self.size
+        return self.size // 2 if INT4_SCALES in self.readers else self.size
 
     def mapped(self, tokens: int) -> int:
         """Bytes of it that calls read from the file."""

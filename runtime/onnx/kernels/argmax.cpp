@@ -217,7 +217,7 @@ struct Call {
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
     for (int64_t g = First(part); g < First(part + 1); ++g) {
-      EachRow<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
+      EachProduct<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
         std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
         const Bounds bounds = BoundsOf(r, g, upper, columns);
         peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
@@ -261,10 +261,11 @@ struct Call {
 // The best column of each row.
 void BestColumns(Context& context, const Halves& head, const Rows& rows, int64_t count, int64_t* y) {
   thread_local std::vector<float> room[2];
-  Call call(head, rows, count, static_cast<size_t>(std::clamp<int64_t>(head.upper->Groups() / 2, 1, 32)), room);
-  context.For(call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Compute(part); }, &call);
+  Call call(head, rows, count, static_cast<size_t>(PartsOf(head.upper->Groups())), room);
+  const auto parts = static_cast<int64_t>(call.parts);
+  context.Each(parts, [&](int64_t part) { call.Compute(static_cast<size_t>(part)); });
   for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
-  context.For(call.parts, [](void* all, size_t part) { static_cast<Call*>(all)->Look(part); }, &call);
+  context.Each(parts, [&](int64_t part) { call.Look(static_cast<size_t>(part)); });
   // A row of zeros has scale 0, and products that are all alike.
   for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
 }

@@ -190,8 +190,6 @@ struct Call {
   float* y;
   int64_t number = ++calls;
 
-  static void Unit(void* call, size_t unit) { static_cast<const Call*>(call)->Run(static_cast<int64_t>(unit)); }
-
   // The query heads of one row that share a key head.
   void Run(int64_t unit) const {
     thread_local Seen<Element> seen;
@@ -277,11 +275,8 @@ class Attention : public Kernel {
                        scale_,
                        y};
     const int64_t units = sizes.rows * sizes.heads;
-    if (units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh) >= kAlone) {
-      context.For(static_cast<size_t>(units), Call<Element>::Unit, &call);
-    } else {
-      for (int64_t unit = 0; unit < units; ++unit) call.Run(unit);
-    }
+    const int64_t products = units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh);
+    context.Each(units, [&](int64_t unit) { call.Run(unit); }, products < kAlone);
   }
 
  private:

@@ -41,6 +41,4 @@ __attribute__((target("avx2,fma"))) inline __m256 Exp(__m256 x) {
   const __m256 power = _mm256_mul_ps(y, _mm256_castsi256_ps(bits));
   return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(kLeastExp), _CMP_LT_OQ), power);
 }
-
-inline const bool kFusedAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif

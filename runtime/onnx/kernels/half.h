@@ -57,8 +57,6 @@ inline Half HalfOf(float value) {
 #endif
 
 #ifdef SSDEVICE_AVX2
-inline const bool kF16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-
 __attribute__((target("avx2,f16c"))) inline void HalvesAvx2(const float* from, int64_t count, Half* to) {
   for (int64_t i = 0; i < count; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),

@@ -62,34 +62,25 @@ class HalfWeighted : public Kernel {
 
   void Compute(Context& context) const override {
     const Tensor x = context.Input(0);
-    Require(x.shape.Last() == weights_->inputs, "the rows have another width than the weights");
-    Call call{*weights_, x.As<float>(), x.shape.Rows(), context.Output<float>(0, x.shape.WithLast(weights_->outputs))};
-    context.For(static_cast<size_t>(weights_->Groups()), [](void* all, size_t group) { static_cast<Call*>(all)->Run(static_cast<int64_t>(group)); }, &call);
+    const int64_t inputs = weights_->inputs, outputs = weights_->outputs, rows = x.shape.Rows();
+    Require(x.shape.Last() == inputs, "the rows have another width than the weights");
+    float* y = context.Output<float>(0, x.shape.WithLast(outputs));
+#ifdef SSDEVICE_AVX2
+    const auto product = kFusedAvx2 && kF16c ? Avx2 : Portable;
+#else
+    const auto product = Portable;
+#endif
+    context.Each(weights_->Groups(), [&](int64_t group) {
+      const int64_t first = group * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
+      float out[kColumns];
+      for (int64_t r = 0; r < rows; ++r) {
+        product(x.As<float>() + r * inputs, inputs, reinterpret_cast<const Half*>(weights_->Group(group)), out);
+        std::copy(out, out + columns, y + r * outputs + first);
+      }
+    });
   }
 
  private:
-  struct Call {
-    const Weights& weights;
-    const float* x;
-    int64_t rows;
-    float* y;
-
-    void Run(int64_t group) const {
-      const int64_t first = group * kColumns, columns = std::min<int64_t>(kColumns, weights.outputs - first);
-      const Half* from = reinterpret_cast<const Half*>(weights.Group(group));
-      float out[kColumns];
-#ifdef SSDEVICE_AVX2
-      const auto product = kAvx2 && kF16c && __builtin_cpu_supports("fma") ? Avx2 : Portable;
-#else
-      const auto product = Portable;
-#endif
-      for (int64_t r = 0; r < rows; ++r) {
-        product(x + r * weights.inputs, weights.inputs, from, out);
-        std::copy(out, out + columns, y + r * weights.outputs + first);
-      }
-    }
-  };
-
   std::shared_ptr<const Weights> weights_;
 };
 

@@ -35,6 +35,12 @@
 #endif
 #endif
 
+#ifdef SSDEVICE_AVX2
+inline const bool kAvx2 = __builtin_cpu_supports("avx2");
+inline const bool kFusedAvx2 = kAvx2 && __builtin_cpu_supports("fma");
+inline const bool kF16c = kAvx2 && __builtin_cpu_supports("f16c");
+#endif
+
 inline void Require(bool holds, const char* otherwise) {
   if (!holds) throw std::runtime_error(otherwise);
 }
@@ -106,15 +112,21 @@ class Context {
     return static_cast<T*>(Output(index, shape));
   }
 
-  // Runs run(row) for every row of so many numbers, on several threads if that is faster.
+  // For, with whatever can be called; ``alone``: by this thread, in order.
+  template <typename Run>
+  void Each(int64_t total, Run run, bool alone = false) {
+    if (alone) {
+      for (int64_t i = 0; i < total; ++i) run(i);
+    } else {
+      For(static_cast<size_t>(total), [](void* all, size_t i) { (*static_cast<Run*>(all))(static_cast<int64_t>(i)); }, &run);
+    }
+  }
+
+  // Each for rows of so many numbers, alone if that is faster.
   template <typename Run>
   void EachRow(int64_t rows, int64_t width, Run run) {
     constexpr int64_t kAlone = 1 << 12;  // numbers that one thread has done when a second has begun
-    if (rows < 2 || rows * width < kAlone) {
-      for (int64_t row = 0; row < rows; ++row) run(row);
-    } else {
-      For(static_cast<size_t>(rows), [](void* each, size_t row) { (*static_cast<Run*>(each))(static_cast<int64_t>(row)); }, &run);
-    }
+    Each(rows, run, rows < 2 || rows * width < kAlone);
   }
 };
 

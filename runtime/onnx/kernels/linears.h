@@ -22,10 +22,6 @@ inline const bool kVnni =
     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
 #endif
 
-#ifdef SSDEVICE_AVX2
-inline const bool kAvx2 = __builtin_cpu_supports("avx2");
-#endif
-
 #ifdef SSDEVICE_DOT
 constexpr int kQuarters = kColumns / 4;  // vectors of four columns
 #ifdef __ARM_FEATURE_DOTPROD
@@ -84,7 +80,7 @@ struct ProductsOf {
 
 // Multiplies all rows with a group, tile by tile, and calls take(row, products, columns): how many of kColumns there are.
 template <typename Rows, typename Take>
-void EachRow(const Weights& weights, int64_t group, const Rows& rows, ProductsOf<Rows> products, int64_t count, Take take) {
+void EachProduct(const Weights& weights, int64_t group, const Rows& rows, ProductsOf<Rows> products, int64_t count, Take take) {
   const int64_t tiles = (count + products.tile - 1) / products.tile;
   const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - group * kColumns);
   float out[kWideTile][kColumns];
@@ -95,27 +91,8 @@ void EachRow(const Weights& weights, int64_t group, const Rows& rows, ProductsOf
   }
 }
 
-// A call's work, cut into parts of neighbouring groups of columns.
-template <typename Rows>
-struct CallOf {
-  const Weights& weights;
-  const Rows& rows;
-  ProductsOf<Rows> products;
-  int64_t count;
-  int parts;
-  float* y;
-
-  static void Part(void* call, size_t part) { static_cast<const CallOf*>(call)->Run(static_cast<int>(part)); }
-
-  void Run(int part) const {
-    const int64_t groups = weights.Groups();
-    for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
-      EachRow(weights, g, rows, products, count, [&](int64_t r, const float* out, int64_t columns) {
-        std::copy(out, out + columns, y + r * weights.outputs + g * kColumns);
-      });
-    }
-  }
-};
+// Into how many parts of neighbouring groups of columns a call's work is cut.
+inline int64_t PartsOf(int64_t groups) { return std::clamp<int64_t>(groups / 2, 1, 32); }
 
 // The two constants of a linear, inputs 1 and 2.
 struct Constants {
@@ -134,9 +111,15 @@ void Multiply(const Weights& weights, Context& context, ProductsOf<Rows> product
   const int64_t count = x.shape.Rows();
   float* y = context.Output<float>(0, x.shape.WithLast(weights.outputs));
   if (count == 0) return;
-  thread_local Rows rows;
+  thread_local Rows room;
+  Rows& rows = room;  // that of this thread, for all that work on it
   rows.Fill(context, x.As<float>(), count, x.shape.Last());
-  const int parts = static_cast<int>(std::clamp<int64_t>(weights.Groups() / 2, 1, 32));
-  CallOf<Rows> call{weights, rows, products, count, parts, y};
-  context.For(static_cast<size_t>(parts), CallOf<Rows>::Part, &call);
+  const int64_t groups = weights.Groups(), parts = PartsOf(groups);
+  context.Each(parts, [&](int64_t part) {
+    for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
+      EachProduct(weights, g, rows, products, count, [&](int64_t r, const float* out, int64_t columns) {
+        std::copy(out, out + columns, y + r * weights.outputs + g * kColumns);
+      });
+    }
+  });
 }
