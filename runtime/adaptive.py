@@ -11,11 +11,14 @@ from statistics import median
 from time import perf_counter
 
 from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.loop import Advance
 
 BUDGET, TRIAL = 12.0, 4.0
 """Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause."""
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
-"""Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won BUDGET."""
+"""Tokens decoded plainly before the next trial. It grows from trial to trial, unless steps have won in the end."""
+MOST = 2 * BUDGET
+"""What steps can have won or lost in the end, at most, so that a text of another kind can change it."""
 CALIBRATED, STALE = 4, 64
 """Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again."""
 TIMES, ENOUGH = 8, 3
@@ -28,33 +31,32 @@ class _Cost:
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=TIMES)
         self._opened = False
+        self.seconds = 0.0
 
     @property
     def known(self) -> bool:
         return len(self._times) >= ENOUGH
 
-    @property
-    def seconds(self) -> float:
-        return median(self._times)
-
     def add(self, seconds: float) -> None:
         if self._opened:
             self._times.append(seconds)
+            self.seconds = median(self._times)
         self._opened = True
 
 
 class Adaptive:
-    """An ``Advance`` (see ``ssdevice.runtime.loop``) that measures what steps and plain calls cost and what steps emit.
+    """An ``Advance`` that measures what steps and plain calls cost and what steps emit.
 
     Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
-    (a cumulative sum test). It serves one answer after another and remembers what it learned. ``clock``: in seconds.
+    (a cumulative sum test). It serves one answer after another and remembers what it learned. ``step``: how a step
+    is made. ``clock``: in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, step: Advance, clock: Callable[[], float] = perf_counter) -> None:
+        self._step_once, self._clock = step, clock
         self._plain, self._step = _Cost(), _Cost()
         self._lost = 0.0  # plain calls that steps have lost since their best moment
-        self._won = 0.0  # plain calls that they have won since the last pause
+        self._won = 0.0  # plain calls that they have won in the end, or lost
         self._steps = 0  # since the last plain call
         self._pause = FIRST_PAUSE
         self._paused = 0  # tokens to decode plainly from now on
@@ -79,20 +81,16 @@ class Adaptive:
 
     def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
-        tokens = conversation.step(last)
+        tokens = self._step_once(conversation, last)
         self._step.add(self._clock() - start)
         self._steps += 1
         if self._plain.known and self._steps > 1:  # the first draft after a plain call is an old one
             gained = len(tokens) - self._step.seconds / self._plain.seconds
             self._lost = max(0.0, self._lost - gained)
-            self._won += gained
-            if self._lost > (BUDGET if self._pause == FIRST_PAUSE else TRIAL):
-                self._pause_steps()
-            elif self._won > BUDGET:
+            self._won = max(-MOST, min(MOST, self._won + gained))
+            if self._won > 0:
                 self._pause = FIRST_PAUSE
+            if self._lost > (BUDGET if self._pause == FIRST_PAUSE else TRIAL):
+                self._lost, self._paused = 0.0, self._pause
+                self._pause = min(GROWTH * self._pause, LONGEST_PAUSE)
         return tokens
-
-    def _pause_steps(self) -> None:
-        self._lost = self._won = 0.0
-        self._paused = self._pause
-        self._pause = min(GROWTH * self._pause, LONGEST_PAUSE)

@@ -35,7 +35,9 @@ class Conversation:
 
     ``length``: number of committed rows; going back means lowering it. ``drafts [γ, k] int32``: the draft of the last
     prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
-    the speed. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
+    the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
+    them is undefined, and a prefill replaces the list. ``beside``: a conversation whose memory this one may use, see
+    ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then), and
     InputError once the engine is closed.
@@ -51,7 +53,8 @@ class Conversation:
         self._inputs: dict[str, NDArray[np.int32]] = {
             name: np.zeros([int(size) for size in shape], np.int32) for name, shape in integers.items()
         }
-        self.drafts = self._inputs[DRAFTS]
+        self.drafts = self.verified = self._inputs[DRAFTS]
+        self.text: list[int] = []
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def prefill(self, chunk: Sequence[int]) -> int:
@@ -63,6 +66,7 @@ class Conversation:
         out = self._call(PREFILL)
         token = int(out[NEXT_ROOT].item(0))
         self._keep(PREFILL, out, [token], count)
+        self.text = [*self.text[: self.length], *chunk]
         return token
 
     def step(self, last: int) -> list[int]:
@@ -72,12 +76,14 @@ class Conversation:
         the next draft, which follows the last of these tokens.
         """
         self._inputs[ROOT][0] = last
+        self.verified = self.drafts.copy()
         out = self._call(STEP)
         count, most = int(out[COUNT].item(0)), self.geometry.tree.emitted
         if not 1 <= count <= most:
             raise BundleError(f"{self.engine.source}: {STEP} returned {count} tokens, expected 1 to {most}")
         tokens: list[int] = out[TOKENS].ravel()[:count].tolist()
         self._keep(STEP, out, tokens, count)
+        self.text[self.length :] = [last, *tokens[:-1]]
         return tokens
 
     def step_plain(self, last: int) -> int:
@@ -86,6 +92,7 @@ class Conversation:
         out = self._call(PLAIN)
         token = int(out[TOKENS].item(0))
         self._keep(PLAIN, out, [token], 1)
+        self.text[self.length :] = [last]
         return token
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:

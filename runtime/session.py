@@ -17,6 +17,7 @@ from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
+from ssdevice.runtime.lookup import Lookup
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -237,9 +238,8 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
-        adaptive = self._adaptive.setdefault(conversation, Adaptive()) if mode == ADAPTIVE else None
+        adaptive = self._adaptive.setdefault(conversation, Adaptive(Lookup())) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
-        drafts = None
         try:
             while answer.reason is None:
                 if self._running is not answer:
@@ -247,7 +247,7 @@ class Session:
                 clock, native = perf_counter(), conversation.cache.native_seconds
                 run = next(steps)
                 drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
-                run.drafts = drafts if drafted else None
+                run.drafts = conversation.verified if drafted and answer.tokens else None
                 if run.reason is not None and run.reason is not Reason.STOP:
                     run.text += output.finish()
                 answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
@@ -255,7 +255,6 @@ class Session:
                     self._tokens = list(prompt)
                 self._tokens.extend(run.tokens)
                 yield run
-                drafts = conversation.drafts.copy()
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:

@@ -22,6 +22,7 @@ from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.engine import Inputs, Outputs
 from ssdevice.runtime.generation import Run
+from ssdevice.runtime.lookup import Lookup
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import ChatFormat
@@ -75,7 +76,7 @@ class RecordingCache(ScriptedCache):
 
 
 def record() -> dict[str, Any]:
-    """Random conversations, long adaptive ones, chats, and answers cancelled after every number of runs."""
+    """Random conversations, long adaptive ones, also with repeating text, chats, and answers cancelled at every run."""
     rng = Random(0)
     tokenizer = open_tokenizer(())
     vocab = tokenizer.tokenizer.get_vocab_size()
@@ -89,6 +90,8 @@ def record() -> dict[str, Any]:
         geometry = make_geometry(Tree.parse(TREES[number % 3]), vocab=vocab, context=600, chunk=32)
         long = {"prompt": [5, 6, 7], "max_tokens": 500, "stop": [], "mode": ADAPTIVE, "runs_wanted": None}
         found.append(_conversation(number, geometry, [long] * 4))
+        with patch.object(scripted, "next_token", _repeating):
+            found.append(_conversation(number, geometry, [long, {**long, "prompt": [9, 5, 6, 7]}] * 2))
     geometry = make_geometry(Tree.parse(TREES[0]), vocab=vocab, context=60)
     with patch.object(scripted, "next_token", _word_of(tokenizer)):
         for number in range(20):
@@ -107,6 +110,11 @@ def record() -> dict[str, Any]:
 def open_tokenizer(stop_ids: tuple[int, ...]) -> ChatTokenizer:
     """base-7m's tokenizer and template, with these stop tokens and the one that the template puts after an answer."""
     return ChatTokenizer.from_bytes(TOKENIZER.read_bytes(), ChatFormat(BASE_7M.read_text("utf-8"), {}, (1, *stop_ids)))
+
+
+def _repeating(context: Sequence[int], vocab: int) -> int:
+    """A model whose text soon repeats itself, so that drafts can be looked up."""
+    return next_token(context[-2:], 7)
 
 
 def _word_of(tokenizer: ChatTokenizer) -> Callable[[Sequence[int], int], int]:
@@ -156,7 +164,7 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
     if number % 4 == 0:
         engine.functions -= {PLAIN}
     session = Session(engine, open_tokenizer(stop_ids))
-    session._adaptive[session._conversation] = Adaptive(made.clock)
+    session._adaptive[session._conversation] = Adaptive(Lookup(), made.clock)
     answers = []
     for request in requests:
         if PLAIN not in engine.functions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, A
     assert sum(f"stepstep{long}" in kind for kind in kinds) > 5
     assert sum(f"{long}stepstep" in kind for kind in kinds) > 5
     assert any("step_plain" * (GROWTH * FIRST_PAUSE) in kind for kind in kinds)
+
+
+def test_recorded_adaptive_answers_look_drafts_up(answers: list[dict[str, Any]]) -> None:
+    steps = [
+        (before["outputs"]["next_drafts"], call["inputs"]["drafts"])
+        for answer in answers
+        for before, call in pairwise(answer["calls"])
+        if answer["mode"] == "adaptive" and before["function"] == call["function"] == "step"
+    ]
+    assert sum(drafted != verified for drafted, verified in steps) > 20
 
 
 def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str, Any]]) -> None:

@@ -27,9 +27,11 @@ public enum Mode: String, CaseIterable, Sendable {
 struct Adaptive: Sendable {
     /// Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause.
     static let (budget, trial) = (12.0, 4.0)
-    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, until steps have won
-    /// `budget`.
+    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, unless steps have won in the
+    /// end.
     static let (firstPause, longestPause, growth) = (32, 1024, 4)
+    /// What steps can have won or lost in the end, at most, so that a text of another kind can change it.
+    static let most = 2 * budget
     /// Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again.
     static let (calibrated, stale) = (4, 64)
 
@@ -37,7 +39,7 @@ struct Adaptive: Sendable {
     private var step = Times()
     /// Plain calls that steps have lost since their best moment.
     private var lost = 0.0
-    /// Plain calls that they have won since the last pause.
+    /// Plain calls that they have won in the end, or lost.
     private var won = 0.0
     /// Since the last plain call.
     private var steps = 0
@@ -62,13 +64,11 @@ struct Adaptive: Sendable {
         guard plain.isKnown, steps > 1 else { return }
         let gained = Double(tokens) - step.median / plain.median
         lost = max(0, lost - gained)
-        won += gained
+        won = max(-Self.most, min(Self.most, won + gained))
+        if won > 0 { pause = Self.firstPause }
         if lost > (pause == Self.firstPause ? Self.budget : Self.trial) {
-            (lost, won) = (0, 0)
-            paused = pause
+            (lost, paused) = (0, pause)
             pause = min(Self.growth * pause, Self.longestPause)
-        } else if won > Self.budget {
-            pause = Self.firstPause
         }
     }
 }

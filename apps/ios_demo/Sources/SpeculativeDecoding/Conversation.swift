@@ -34,6 +34,7 @@ public actor Conversation {
     /// What the next step verifies, γ rows of k ids.
     private var drafts: [Int32]
     private var adaptive = Adaptive()
+    private var lookup = Lookup()
     /// Time that the last call of the engine took.
     private var seconds = 0.0
     private var owner = 0
@@ -90,6 +91,7 @@ public actor Conversation {
             messages = []
         }
         length = shared
+        lookup.begin()
         tokens = Array(prompt.prefix(shared))
         (self.prompt, self.turn, said) = (prompt, turn, "")
         return (owner, shared)
@@ -124,9 +126,13 @@ public actor Conversation {
             }
             return Call(tokens: [token], drafts: nil, seconds: seconds)
         }
+        if mode == .adaptive { lookup.improve(&drafts, k: geometry.k, after: tokens) }
         let verified = drafts
         let tokens = try step(last, by: answer)
-        if mode == .adaptive { adaptive.addStep(tokens: tokens.count, seconds: seconds) }
+        if mode == .adaptive {
+            lookup.learn(tokens)
+            adaptive.addStep(tokens: tokens.count, seconds: seconds)
+        }
         let plainly = mode == .plainStep
         return Call(tokens: plainly ? [tokens[0]] : tokens, drafts: plainly ? nil : verified, seconds: seconds)
     }

@@ -1,0 +1,94 @@
+"""Drafts that repeat the text, beside those of the streams: prompt lookup (LLMA, 2304.04487).
+
+Where the last tokens occurred before, what followed them then is a draft that costs nothing. Streams are right more
+often in an app's own format, lookup in open text, names and quotations, so the better one is used. Drafts only affect
+the speed, never the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ssdevice.runtime.conversation import Conversation
+
+SHORTEST, LONGEST = 3, 16
+"""Tokens that must have occurred before, and how many are compared to find the occurrence with the longest match."""
+RECENT = 8
+"""Occurrences that are compared, the last ones first."""
+START, MOST = -2, 8
+"""The lead that lookup begins with, and the largest that it can have, so that another text can soon change it."""
+FAR, REST = -16, 1024
+"""A lead of the streams at which lookup rests, and for how many steps: it takes as long as a small model's layer."""
+
+NGram = tuple[int, ...]
+
+
+class Lookup:
+    """An ``Advance`` (see ``ssdevice.runtime.loop``): a step whose drafts may repeat the text of its conversation.
+
+    ``lead``: how much more often lookup was right than the first candidate of a stream, where the two differed. Drafts
+    are looked up while it is positive, and learned from in any case. It lasts from one answer to the next.
+    """
+
+    def __init__(self) -> None:
+        self.lead = START
+        self._rest = 0
+        self._text: list[int] = []
+        self._ends: dict[NGram, list[int]] = {}  # where a tuple of SHORTEST tokens ends and another token follows
+        self._indexed = 0  # tokens of the text whose tuples are in there
+        self._differing: tuple[int, int, int] | None = None  # the first such draft: its depth, lookup's, the stream's
+
+    def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
+        """The tokens after ``last``, from a step."""
+        if self._rest:
+            self._rest -= 1
+            return conversation.step(last)
+        self._draft(conversation, last)
+        tokens = conversation.step(last)
+        if self._differing is not None and self._differing[0] < len(tokens):
+            depth, looked_up, streamed = self._differing
+            lead = self.lead + (looked_up == tokens[depth]) - (streamed == tokens[depth])
+            self.lead = min(MOST, lead)
+            if lead <= FAR:
+                self.lead, self._rest = START, REST
+        return tokens
+
+    def _draft(self, conversation: Conversation, last: int) -> None:
+        """Replace drafts by those that repeat the text. A replaced candidate becomes the next best."""
+        text = conversation.text
+        if text is not self._text or self._indexed > conversation.length:  # a new prompt, or back in the text
+            self._text, self._indexed = text, 0
+            self._ends.clear()
+        text[conversation.length :] = [last]
+        self._index()
+        self._differing = None
+        for depth, candidates in enumerate(conversation.drafts.tolist()):
+            best, found = candidates[0], self._next()
+            if found is not None and found != best:
+                if self._differing is None:
+                    self._differing = depth, found, best
+                if self.lead > 0:
+                    others = [token for token in candidates if token != found]
+                    conversation.drafts[depth] = [found, *others][: len(candidates)]
+                    best = found
+            text.append(best)
+        del text[conversation.length :]
+
+    def _index(self) -> None:
+        text = self._text
+        for end in range(max(self._indexed, SHORTEST), len(text)):
+            self._ends.setdefault(tuple(text[end - SHORTEST : end]), []).append(end)
+        self._indexed = len(text)
+
+    def _next(self) -> int | None:
+        """The token that followed the longest match of the text's end; the last occurrence wins a tie."""
+        text, best, longest = self._text, None, SHORTEST - 1
+        for end in reversed(self._ends.get(tuple(text[-SHORTEST:]), ())[-RECENT:]):
+            length, most = 0, min(end, LONGEST)
+            while length < most and text[end - 1 - length] == text[-1 - length]:
+                length += 1
+            if length > longest:
+                best, longest = text[end], length
+                if length == LONGEST:
+                    break
+        return best

@@ -1,0 +1,113 @@
+"""Drafts that repeat the text: used where they are right more often than streams, and they change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ssdevice.runtime.lookup import MOST, Lookup
+from ssdevice.runtime.loop import Advance, decode, plain
+from ssdevice.text.stream import Emission
+from ssdevice.tree import Tree
+from tests.runtime import scripted
+from tests.runtime.scripted import ScriptedCache, ScriptedEngine, make_geometry, random_drafter
+
+VOCAB = 11
+WIDE = Tree.of([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+TURN = [1, 5, 2, 7, 7, 3, 9, 4]
+
+
+@pytest.fixture
+def turning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that says TURN over and over, whatever came before."""
+    monkeypatch.setattr(scripted, "next_token", lambda context, vocab: TURN[len(context) % len(TURN)])
+
+
+def wrong(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:
+    """Drafts that the model never says."""
+    return np.full((cache.geometry.gamma, cache.geometry.k), VOCAB - 1, np.int32)
+
+
+def runs(engine: ScriptedEngine, advance: Advance, prompt: Sequence[int], most: int = 40) -> Iterator[tuple[int, ...]]:
+    conversation = engine.new_conversation()
+    answer = decode(conversation, prompt, advance, lambda run: Emission("", len(run), False), most)
+    return (run.tokens for run in answer)
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(3), WIDE])
+def test_text_that_repeats_is_drafted_where_streams_are_wrong(turning: None, tree: Tree) -> None:
+    engine, lookup = ScriptedEngine(make_geometry(tree, vocab=VOCAB, context=80), wrong), Lookup()
+    sizes = [len(run) for run in runs(engine, lookup, [0], 60)]
+    assert lookup.lead == MOST and set(sizes[:8]) == {1} and set(sizes[-5:-1]) == {tree.depth + 1}
+    # What was learned lasts; the first turn of a new prompt still has nothing to repeat.
+    sizes = [len(run) for run in runs(engine, lookup, [0], 60)]
+    assert set(sizes[: len(TURN)]) == {1} and len(sizes) < 2 * len(TURN) + 10
+
+
+def test_streams_that_are_right_are_left_alone(turning: None) -> None:
+    """The prompt says 8 after what the model follows with 7, so lookup is wrong at first."""
+    said = [*TURN[:3], 8] * 3
+    engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), random_drafter(0, 1.0))
+    lookup = Lookup()
+    start = len(TURN) - len(said) % len(TURN)
+    sizes = [len(run) for run in runs(engine, lookup, [*[6] * start, *said], 40)]
+    assert lookup.lead < 0 and set(sizes[1:-1]) == {4}
+
+
+@settings(deadline=None)
+@given(
+    tree=st.sampled_from([Tree.chain(1), Tree.chain(4), WIDE]),
+    words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=3),
+    oracle=st.sampled_from([0.0, 0.5, 1.0]),
+    lead=st.integers(-2, 2),
+)
+def test_answers_are_those_of_plain_decoding(
+    tree: Tree, words: list[int], prompts: list[list[int]], oracle: float, lead: int
+) -> None:
+    lookup = Lookup()
+    lookup.lead = lead
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripted, "next_token", lambda context, vocab: words[(sum(context) + len(context)) % len(words)])
+        engine = ScriptedEngine(make_geometry(tree, vocab=VOCAB, context=60), random_drafter(1, oracle))
+        for prompt in prompts:
+            truth = [token for run in runs(engine, plain, prompt) for token in run]
+            assert [token for run in runs(engine, lookup, prompt) for token in run] == truth
+
+
+def test_going_back_in_the_text_is_no_error(turning: None) -> None:
+    engine, lookup = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=80), wrong), Lookup()
+    conversation = engine.new_conversation()
+    last = conversation.prefill([1])
+    for length in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 4, 5):
+        conversation.length = length
+        last = lookup(conversation, last)[0]
+    assert lookup._indexed == 6
+
+
+def test_lookup_rests_while_streams_are_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three words at random the last three say nothing, and the drafter knows which comes next."""
+    engine = ScriptedEngine(make_geometry(Tree.chain(1), vocab=3, context=3000), random_drafter(0, 1.0))
+    lookup, looked = Lookup(), []
+    monkeypatch.setattr(lookup, "_next", lambda own=lookup._next: looked.append(lookup.lead) or own())
+    sizes = [len(run) for run in runs(engine, lookup, [0], 2500)]
+    assert 0 < len(looked) < 200 and max(looked) <= 0 and set(sizes[1:-1]) == {2}
+
+
+def test_a_replaced_candidate_becomes_the_next_best(turning: None) -> None:
+    engine, lookup = ScriptedEngine(make_geometry(WIDE, vocab=VOCAB, context=80), wrong), Lookup()
+    conversation = engine.new_conversation()
+    token = conversation.prefill(TURN[:4])
+    conversation.length = 4
+    conversation.text[:] = [3, 4, 5, 6, 3, 4, 5]
+    conversation.length, lookup.lead = len(conversation.text) - 1, 1
+    conversation.drafts[:] = [[9, 8], [3, 2], [7, 5]]
+    conversation.cache.length = conversation.length
+    conversation.cache.held[: conversation.length] = conversation.text[:-1]
+    lookup(conversation, conversation.text[-1])
+    assert token and conversation.verified.tolist() == [[6, 9], [3, 2], [4, 7]]
