@@ -1,18 +1,26 @@
-"""Our operators as one node wherever no other stands between them, for a finished graph."""
+"""Operators as one node wherever no other stands between them, for a finished graph."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import OPSET, Editor, shape_of
-from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION
+from ssdevice.export.onnx.editor import OPSET, Editor, constant_of, shape_of
+from ssdevice.export.onnx.graph import LOGITS
+from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION, STANDARD
 
 LEAST = 2
-"""Operators of ours in a region: one is better on its own."""
-JOIN = "Concat"
+"""Operators in a region: one is better on its own."""
+SMALL = 1 << 12
+"""Elements of matrices whose product a region takes, at most."""
+MOST = 6
+"""Dimensions."""
+TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL}
+"""Of what operators of ONNX read and make there. Only those of MOVES take float16."""
+MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Shape", "Slice")
 
 
 def join_regions(edit: Editor) -> None:
@@ -22,6 +30,7 @@ def join_regions(edit: Editor) -> None:
     all that it takes of one level, so no path leads out of it and back.
     """
     graph = edit.graph
+    graph.sort()
     levels: dict[ir.Node, int] = {}  # odd for nodes that a region takes
     found: defaultdict[int, list[ir.Node]] = defaultdict(list)
     for node in graph:
@@ -31,19 +40,40 @@ def join_regions(edit: Editor) -> None:
         if inside:
             found[levels[node]].append(node)
     for nodes in found.values():
-        if sum(node.domain == DOMAIN for node in nodes) >= LEAST:
+        if len(nodes) >= LEAST:
             _join(edit, nodes)
     graph.sort()
 
 
 def _fits(node: ir.Node) -> bool:
-    """Whether a region takes the node: one of our operators, or rows after rows."""
+    """Whether a region takes the node."""
     if node.domain == DOMAIN:
         return node.op_type in IN_REGIONS
-    if node.op_type != JOIN or node.outputs[0].dtype != ir.DataType.FLOAT:
+    return not node.domain and node.op_type in STANDARD and None not in node.inputs and _fits_standard(node)
+
+
+def _fits_standard(node: ir.Node) -> bool:
+    """Whether standard.cpp takes an operator's attributes and inputs."""
+    kind, given = node.op_type, {name: attribute.value for name, attribute in node.attributes.items()}
+    for name, wanted in STANDARD[kind].items():
+        if name not in given or wanted not in (None, given[name]):
+            return False
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    shapes, types = [shape_of(value) for value in values], [value.dtype for value in values]
+    if any(shape is None or len(shape) > MOST for shape in shapes) or not TYPES.issuperset(types):
         return False
-    shape, axis = shape_of(node.outputs[0]), node.attributes.get_int("axis", 0)
-    return shape is not None and axis >= 0 and all(size == 1 for size in shape[:axis])
+    if given.get("allowzero"):
+        return False
+    if ir.DataType.FLOAT16 in types and (kind not in MOVES or (kind == "Cast" and types[0] != ir.DataType.FLOAT)):
+        return False
+    if kind == "ArgMax":
+        return values[0].name != LOGITS  # whoever compares logits looks for what chooses of them
+    if kind == "MatMul":
+        return all(shape and len(shape) == 2 and None not in shape and prod(shape) <= SMALL for shape in shapes)  # type: ignore[arg-type]
+    if kind in ("Slice", "Range"):
+        step = constant_of(node.inputs[-1])
+        return len(values) == (6 if kind == "Slice" else 4) and step is not None and step.size == 1 and bool(step > 0)
+    return True
 
 
 def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
@@ -52,13 +82,14 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     made = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() not in own]
     inputs = list(dict.fromkeys(read))
-    outputs = [value for value in made if value.is_graph_output() or any(use.node not in own for use in value.uses())]
+    outputs = [value for value in made if _leaves(value, own)]
     text = "\n".join([f"{len(inputs)} {len(outputs)}", *_steps(nodes, dict.fromkeys([*inputs, *outputs, *made]))])
 
     model = edit.model
     overload = str(len(model.functions))
     function = _function(overload, nodes, inputs, outputs)
     model.functions[function.identifier()] = function
+    model.opset_imports[DOMAIN] = 1
     region = ir.Node(
         DOMAIN,
         REGION,
@@ -73,6 +104,11 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
         edit.replace_value(old, new)
         old.name, new.name = None, name
     edit.graph.remove(nodes, safe=True)
+
+
+def _leaves(value: ir.Value, own: set[ir.Node]) -> bool:
+    """Whether others read a value of these nodes. Whoever compares logits finds them by name."""
+    return value.is_graph_output() or value.name == LOGITS or any(use.node not in own for use in value.uses())
 
 
 def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ssdevice.contract import LENGTH, Geometry, past_key, past_value
+from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, Geometry, past_key, past_value
 from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
-from ssdevice.export.onnx.nodes import show_products
+from ssdevice.export.onnx.nodes import ancestors, makers, show_products
 from ssdevice.export.parity.products import Array, Call, Product
 from ssdevice.memory import free_memory
 
@@ -103,6 +103,10 @@ def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, s
         elif READS in name and not name.endswith(f"{READS}{LOGITS}"):
             weight, _, source = name.partition(READS)
             marks.append((weight, source, name))
+    # Main rows before streams, as the model calls a linear for them; regions may have them the other way round.
+    chosen = [value.name for value in model.graph.output if value.name in (TOKENS, NEXT_ROOT)]
+    main = {name for node in ancestors(makers(model.graph), chosen) for name in node.output}
+    marks.sort(key=lambda mark: mark[2] not in main)
     outputs = {value.name for value in model.graph.output}
     for name in dict.fromkeys(name for _, source, result in marks for name in (source, result)):
         if name not in outputs:

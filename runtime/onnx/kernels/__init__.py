@@ -48,17 +48,41 @@ HALF_TREE_ATTENTION = "HalfTreeAttention"
 """The same over a cache in float16."""
 
 REGION = "Region"
-"""Operators of ours in one node; region.cpp says how its attribute ``text`` lists them."""
+"""Several operators in one node; region.cpp says how its attribute ``text`` lists them."""
 IN_REGIONS = (
     ADD_NORM,
     GATED_SILU,
     HALF_LINEAR,
     HALF_TREE_ATTENTION,
     INT4_LINEAR,
+    INT8_EMBEDDING,
     INT8_LINEAR,
     ROTARY_SPLIT,
+    TIED_EMBEDDING,
     TREE_ATTENTION,
 )
+"""Operators of ours that a region takes."""
+STANDARD: dict[str, dict[str, int | None]] = {
+    "Add": {},
+    "And": {},
+    "ArgMax": {"axis": -1, "keepdims": 0},
+    "Cast": {"to": None},
+    "Concat": {"axis": None},
+    "Equal": {},
+    "Expand": {},
+    "Gather": {"axis": None},
+    "Less": {},
+    "LessOrEqual": {},
+    "MatMul": {},
+    "Mul": {},
+    "Range": {},
+    "Reshape": {},
+    "Shape": {"start": None, "end": None},
+    "Slice": {},
+    "Sub": {},
+    "Where": {},
+}
+"""Those of ONNX (standard.cpp, moves.cpp), with the attributes that they must have; None: with any value."""
 
 ATTENTION = "ssdevice.attention"
 """Metadata of a graph whose whole attention is that of TREE_ATTENTION."""

@@ -6,10 +6,6 @@
 
 #include "kernel.h"
 
-struct Half {
-  uint16_t bits;
-};
-
 #if defined(__aarch64__) && !defined(SSDEVICE_PORTABLE)
 inline float FloatOf(Half half) {
   __fp16 value;

@@ -37,6 +37,7 @@ class Api {
     return At<Status*(SessionOptions*, Domain*)>(28)(options, domain);
   }
   Status* Data(const Value* value, void** out) const { return At<Status*(const Value*, void**)>(51)(value, out); }
+  Status* ElementType(const Shape* shape, int* out) const { return At<Status*(const Shape*, int*)>(60)(shape, out); }
   Status* Rank(const Shape* shape, size_t* out) const { return At<Status*(const Shape*, size_t*)>(61)(shape, out); }
   Status* Sizes(const Shape* shape, int64_t* out, size_t rank) const {
     return At<Status*(const Shape*, int64_t*, size_t)>(62)(shape, out, rank);

@@ -85,9 +85,36 @@ class Shape {
   int64_t sizes_[kMost] = {};
 };
 
+// float16, as half.h reads and writes it.
+struct Half {
+  uint16_t bits;
+};
+
+// The numbers are those of ONNX.
+enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kHalf = 10 };
+
+inline constexpr Type TypeOf(float) { return Type::kFloat; }
+inline constexpr Type TypeOf(uint8_t) { return Type::kUint8; }
+inline constexpr Type TypeOf(int8_t) { return Type::kInt8; }
+inline constexpr Type TypeOf(int32_t) { return Type::kInt32; }
+inline constexpr Type TypeOf(int64_t) { return Type::kInt64; }
+inline constexpr Type TypeOf(bool) { return Type::kBool; }
+inline constexpr Type TypeOf(Half) { return Type::kHalf; }
+
+inline size_t BytesOf(Type type) {
+  switch (type) {
+    case Type::kInt64: return 8;
+    case Type::kFloat: case Type::kInt32: return 4;
+    case Type::kHalf: return 2;
+    case Type::kUint8: case Type::kInt8: case Type::kBool: return 1;
+    default: throw std::runtime_error("a tensor has elements of an unknown type");
+  }
+}
+
 struct Tensor {
   const void* data = nullptr;
   Shape shape;
+  Type type = Type::kAny;
 
   template <typename T>
   const T* As() const {
@@ -103,13 +130,13 @@ class Context {
   virtual ~Context() = default;
   virtual size_t Inputs() = 0;
   virtual Tensor Input(size_t index) = 0;
-  virtual void* Output(size_t index, const Shape& shape) = 0;
+  virtual void* Output(size_t index, const Shape& shape, Type type) = 0;
   // Runs work(data, i) for 0 <= i < total, on several threads if there are.
   virtual void For(size_t total, Work work, void* data) = 0;
 
   template <typename T>
   T* Output(size_t index, const Shape& shape) {
-    return static_cast<T*>(Output(index, shape));
+    return static_cast<T*>(Output(index, shape, TypeOf(T{})));
   }
 
   // For, with whatever can be called; ``alone``: by this thread, in order.
@@ -147,17 +174,14 @@ class Kernel {
   virtual void Compute(Context& context) const = 0;
 };
 
-// The numbers are those of ONNX.
-enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
-
 struct Operator {
   const char* name;
   std::unique_ptr<Kernel> (*make)(const Info& info);
-  std::vector<Type> inputs;  // all required; kAny: one or more of any types
-  size_t outputs = 1;        // exactly so many, or one or more if there may be any inputs
-  Type output = Type::kFloat;
+  std::vector<Type> inputs;  // all required
+  size_t outputs = 1;
+  Type output = Type::kFloat;  // kAny: any numbers of inputs and outputs of any types
 
-  bool Variadic() const { return inputs.back() == Type::kAny; }
+  bool Variadic() const { return output == Type::kAny; }
 };
 
 template <typename Made>
@@ -165,5 +189,6 @@ std::unique_ptr<Kernel> Make(const Info& info) {
   return std::make_unique<Made>(info);
 }
 
-// All operators of the library.
+// All operators of the library, and those of ONNX that a region takes besides (standard.cpp, moves.cpp).
 const std::vector<Operator>& Operators();
+const std::vector<Operator>& StandardOperators();

@@ -59,7 +59,9 @@ Tensor TensorOf(const ort::Api& api, const ort::Value* value) {
   Check(api.ShapeOf(value, &shape));
   size_t rank = 0;
   int64_t sizes[Shape::kMost];
-  ort::Status* status = api.Rank(shape, &rank);
+  int type = 0;
+  ort::Status* status = api.ElementType(shape, &type);
+  if (status == nullptr) status = api.Rank(shape, &rank);
   if (status == nullptr && rank <= Shape::kMost) status = api.Sizes(shape, sizes, rank);
   api.Release(shape);
   Check(status);
@@ -69,6 +71,7 @@ Tensor TensorOf(const ort::Api& api, const ort::Value* value) {
   void* data = nullptr;
   Check(api.Data(value, &data));
   tensor.data = data;
+  tensor.type = static_cast<Type>(type);
   return tensor;
 }
 
@@ -121,12 +124,12 @@ class NodeContext : public Context {
     Check(api_.Input(context_, index, &value));
     return TensorOf(api_, value);
   }
-  void* Output(size_t index, const Shape& shape) override {
+  void* Output(size_t index, const Shape& shape, Type type) override {
     ort::Value* value = nullptr;
     Check(api_.Output(context_, index, shape.Sizes(), shape.Rank(), &value));
-    void* data = nullptr;
-    Check(api_.Data(value, &data));
-    return data;
+    const Tensor out = TensorOf(api_, value);
+    Require(out.type == type, "the graph says another type of an output than there is");
+    return const_cast<void*>(out.data);
   }
   void For(size_t total, Work work, void* data) override {
     if (threads_ > 0) return CrewFor(static_cast<size_t>(threads_), total, work, data);
@@ -185,7 +188,7 @@ Op AsOp(const Operator& own) {
   op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
   op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
   op.CreateKernelV2 = Create;
   op.KernelComputeV2 = Compute;
   op.GetStartVersion = [](const ort::CustomOp*) { return 1; };

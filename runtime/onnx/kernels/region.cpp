@@ -1,9 +1,9 @@
 // Several operators in one node: between two nodes ONNX Runtime works for some two microseconds.
 //
-// Region(inputs of any types ..; text) -> float tensors ..: the steps that ``text`` lists, one after another. Its first line has the
+// Region(inputs of any types ..; text) -> outputs of any types ..: the steps that ``text`` lists, one after another. Its first line has the
 // numbers of inputs and outputs, I and O. Every other line is a step: an operator's name, those of its attributes that are numbers,
 // and the values that it reads and makes, as in "AddNorm epsilon=1e-05 : 0 7 1 > 8 9". Values 0 .. I - 1 are the node's inputs, the
-// next O its outputs, and all others are known inside only. A step is an operator of the library or Concat.
+// next O its outputs, and all others are known inside only. A step is an operator of the library or of standard.cpp.
 
 #include <locale>
 #include <map>
@@ -13,39 +13,20 @@
 
 namespace {
 
-// Concat of floats, along an axis before which all sizes are one.
-class Concat : public Kernel {
- public:
-  explicit Concat(const Info& info) : axis_(static_cast<size_t>(info.Int("axis"))) {}
-
-  void Compute(Context& context) const override {
-    const size_t count = context.Inputs();
-    const Shape shape = context.Input(0).shape;
-    int64_t total = 0;
-    for (size_t i = 0; i < count; ++i) {
-      const Shape other = context.Input(i).shape;
-      Require(other.With(axis_, 1) == shape.With(axis_, 1), "its inputs do not fit each other");
-      total += other[axis_];
-    }
-    const Shape joined = shape.With(axis_, total);
-    for (size_t i = 0; i < axis_; ++i) Require(joined[i] == 1, "a size before its axis is not one");
-    float* y = context.Output<float>(0, joined);
-    for (size_t i = 0; i < count; ++i) {
-      const Tensor part = context.Input(i);
-      y = std::copy_n(part.As<float>(), part.shape.Count(), y);
-    }
-  }
-
- private:
-  size_t axis_;
-};
-
 struct Step {
   std::string name;
   std::map<std::string, std::string> attributes;
   std::vector<size_t> inputs, outputs;
+  const Operator* op = nullptr;
   std::unique_ptr<Kernel> kernel;
 };
+
+// A value as an input of a step.
+const Tensor& Taken(const Step& step, size_t input, const Tensor& value) {
+  const Type type = input < step.op->inputs.size() ? step.op->inputs[input] : Type::kAny;
+  Require(type == Type::kAny || type == value.type, "an input has another type than its operator takes");
+  return value;
+}
 
 template <typename T>
 bool Read(std::istringstream& from, T* out) {
@@ -91,7 +72,8 @@ class StepInfo : public Info {
   }
   Tensor Constant(size_t input) const override {
     const size_t value = step_.inputs.at(input);
-    return value < inputs_ ? whole_.Constant(value) : Tensor{};
+    const Tensor known = value < inputs_ ? whole_.Constant(value) : Tensor{};
+    return known.data ? Taken(step_, input, known) : known;
   }
 
  private:
@@ -100,14 +82,15 @@ class StepInfo : public Info {
   size_t inputs_;
 };
 
-std::unique_ptr<Kernel> KernelOf(const Step& step, const Info& info) {
-  if (step.name == "Concat") return Make<Concat>(info);
-  for (const Operator& op : Operators())
-    if (step.name == op.name && !op.Variadic()) {
-      Require(op.output == Type::kFloat && op.inputs.size() == step.inputs.size() && op.outputs == step.outputs.size(),
-              "a step does not fit its operator");
-      return op.make(info);
-    }
+// The operator of a step. One that lists no inputs takes any number of them.
+const Operator& OperatorOf(const Step& step) {
+  for (const auto* operators : {&Operators(), &StandardOperators()})
+    for (const Operator& op : *operators)
+      if (step.name == op.name && step.name != "Region") {
+        const bool fits = op.inputs.empty() || op.inputs.size() == step.inputs.size();
+        Require(fits && op.outputs == step.outputs.size(), "a step does not fit its operator");
+        return op;
+      }
   throw std::runtime_error("there is no operator of this name");
 }
 
@@ -129,7 +112,11 @@ class Fused : public Kernel {
     Require(Read(lines, &inputs_) && Read(lines, &outputs_) && std::getline(lines, line), "its first line cannot be read");
     while (std::getline(lines, line)) steps_.push_back(StepOf(line));
     CheckNumbers();
-    for (Step& step : steps_) Named(step, [&] { step.kernel = KernelOf(step, StepInfo(step, info, inputs_)); });
+    for (Step& step : steps_)
+      Named(step, [&] {
+        step.op = &OperatorOf(step);
+        step.kernel = step.op->make(StepInfo(step, info, inputs_));
+      });
     for (size_t i = 0; i < inputs_; ++i) constants_.push_back(info.Constant(i));
     Assign();
   }
@@ -196,12 +183,12 @@ class StepContext : public Context {
   Tensor Input(size_t index) override {
     const size_t value = step_->inputs[index];
     if (values_[value].data == nullptr && value < fused_.inputs_) values_[value] = whole_.Input(value);
-    return values_[value];
+    return Taken(*step_, index, values_[value]);
   }
-  void* Output(size_t index, const Shape& shape) override {
+  void* Output(size_t index, const Shape& shape, Type type) override {
     const size_t value = step_->outputs[index], inside = fused_.inputs_ + fused_.outputs_;
-    void* data = value < inside ? whole_.Output(value - fused_.inputs_, shape) : Room(fused_.rooms_[value], shape.Count());
-    values_[value] = {data, shape};
+    void* data = value < inside ? whole_.Output(value - fused_.inputs_, shape, type) : Room(fused_.rooms_[value], shape, type);
+    values_[value] = {data, shape, type};
     return data;
   }
   void For(size_t total, Work work, void* data) override { whole_.For(total, work, data); }
@@ -213,10 +200,11 @@ class StepContext : public Context {
     if (values.size() < count) values.resize(count);
     return values;
   }
-  static float* Room(size_t number, int64_t count) {
-    thread_local std::vector<std::vector<float>> rooms;
+  static void* Room(size_t number, const Shape& shape, Type type) {
+    thread_local std::vector<std::vector<uint64_t>> rooms;
+    const size_t words = (static_cast<size_t>(shape.Count()) * BytesOf(type) + 7) / 8;
     if (rooms.size() <= number) rooms.resize(number + 1);
-    if (rooms[number].size() < static_cast<size_t>(count)) rooms[number].resize(static_cast<size_t>(count));
+    if (rooms[number].size() < words) rooms[number].resize(words);
     return rooms[number].data();
   }
 
@@ -233,4 +221,4 @@ void Fused::Compute(Context& context) const {
 
 }  // namespace
 
-Operator Region() { return {"Region", Make<Fused>, {Type::kAny}}; }
+Operator Region() { return {"Region", Make<Fused>, {Type::kAny}, 1, Type::kAny}; }

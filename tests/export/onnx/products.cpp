@@ -33,7 +33,7 @@ struct Call : Context {
 
   size_t Inputs() override { return 1; }
   Tensor Input(size_t) override { return x; }
-  void* Output(size_t, const Shape& shape) override {
+  void* Output(size_t, const Shape& shape, Type) override {
     y.resize(static_cast<size_t>(shape.Count()));
     return y.data();
   }

@@ -23,6 +23,7 @@ from ssdevice.errors import InputError
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.nodes import show_regions
 from ssdevice.export.onnx.parts import PARTS, parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
@@ -233,7 +234,9 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
     halves = compared_along_a_chain(base, adapter, tmp_path / "halves", "int4")
     assert whole.differences == halves.differences == [] and halves.largest_change == 0
     for name, file in app_graphs(Bundle.open(tmp_path / "halves"), None)[0].items():
-        kinds = {node.op_type for node in onnx.load(str(file), load_external_data=False).graph.node}
+        model = onnx.load(str(file), load_external_data=False)
+        show_regions(model)
+        kinds = {node.op_type for node in model.graph.node}
         assert {kernels.INT8_ARGMAX, kernels.TIED_EMBEDDING} <= kinds
         assert not kinds & {kernels.INT8_LINEAR, kernels.INT8_EMBEDDING, "TopK"}, name
     texts = {

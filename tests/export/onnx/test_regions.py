@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -86,12 +88,34 @@ def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it() -> 
                     np.testing.assert_array_equal(mine, theirs)
 
 
+def test_nodes_may_stand_in_any_order() -> None:
+    joined, turned = norms_around_a_standard_operator(), norms_around_a_standard_operator()
+    nodes = list(turned.graph)
+    for node in nodes[::-1]:
+        turned.graph.remove(node)
+        turned.graph.append(node)
+    for model in (joined, turned):
+        join_regions(Editor(model))
+    assert [each.op_type for each in turned.graph] == [each.op_type for each in joined.graph]
+
+
 def test_one_operator_stays_alone() -> None:
     x = forms.value("x", (1, ROWS, WIDTH))
     (out,) = node(kernels.GATED_SILU, [x], "out", WIDTH // 2)
     graph = ir.Graph([x], [out], nodes=[maker(out)], opset_imports={"": OPSET, kernels.DOMAIN: 1})
     join_regions(Editor(ir.Model(graph, ir_version=11)))
     assert [each.op_type for each in graph] == [kernels.GATED_SILU]
+
+
+def region(text: str) -> bytes:
+    """A model of one region that takes three inputs, floats ``[1, 2, 8]``, and gives floats."""
+    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 8]) for name in "xyz"]
+    output = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
+    one = onnx.helper.make_node(kernels.REGION, list("xyz"), ["out"], domain=kernels.DOMAIN, text=text)
+    graph = onnx.helper.make_graph([one], "g", inputs, [output])
+    imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(kernels.DOMAIN, 1)]
+    model: bytes = onnx.helper.make_model(graph, opset_imports=imports, ir_version=11).SerializeToString()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -111,19 +135,105 @@ def test_one_operator_stays_alone() -> None:
         ("-1 1\nAddNorm epsilon=1e-5 : 0 1 2 > 3 4", "fewer inputs or outputs"),
         ("3 1\nAddNorm epsilon=1e-5 : 0 1 2 > 2 4", "makes what there is already"),
         ("3 1\nAddNorm epsilon=1e-5 : 0 1 2 >", "reads or makes nothing"),
-        ("2 1\nAdd : 0 1 > 2", "no operator of this name"),
+        ("2 1\nNeg : 0 > 2", "fewer inputs or outputs"),
+        ("1 1\nNeg : 0 > 1", "no operator of this name"),
         ("1 1\nRegion text=1 : 0 > 1", "no operator of this name"),
-        ("1 1\nInt8Argmax : 0 0 0 0 > 1", "does not fit its operator"),
+        ("1 1\nAdd : 0 > 1", "does not fit its operator"),
+        ("1 1\nConcat : 0 > 1", "an attribute is missing"),
+        ("1 1\nInt8Argmax : 0 0 0 0 > 1", "no constants"),
         ("3 1\nInt4Linear : 0 1 2 > 3", "no constants"),
         ("3 1\n\nGatedSilu : 0 > 3", "a line is empty"),
     ],
 )
 def test_a_text_that_is_none_is_refused(text: str, said: str) -> None:
-    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 8]) for name in "xyz"]
-    output = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
-    region = onnx.helper.make_node(kernels.REGION, list("xyz"), ["out"], domain=kernels.DOMAIN, text=text)
-    graph = onnx.helper.make_graph([region], "g", inputs, [output])
-    imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(kernels.DOMAIN, 1)]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=11)
     with pytest.raises(Exception, match=said):
-        session(model.SerializeToString(), built("native"))
+        session(region(text), built("native"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 1\nShape start=0 end=1 : 0 > 1", "another type of an output"),
+        ("1 1\nShape start=0 end=1 : 0 > 2\nGatedSilu : 2 > 1", "another type than its operator takes"),
+        ("1 1\nShape start=0 end=9 : 0 > 2\nCast to=1 : 2 > 1", "no such axis"),
+        ("2 1\nAnd : 0 1 > 2", "not true or false"),
+        ("2 1\nGather axis=0 : 0 1 > 2", "indices are no integers"),
+        ("1 1\nCast to=7 : 0 > 2\nGather axis=7 : 0 2 > 1", "no such axis"),
+        ("2 1\nCast to=7 : 0 > 3\nReshape : 1 3 > 2", "a tensor has too many dimensions"),
+        ("1 1\nCast to=99 : 0 > 1", "inputs of this type"),
+        ("1 1\nShape start=0 end=1 : 0 > 2\nAdd : 0 2 > 1", "two types"),
+    ],
+)
+def test_a_step_that_does_not_take_its_inputs_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        session(region(text), built("native")).run(None, {name: np.ones((1, 2, 8), np.float32) for name in "xyz"})
+
+
+def drawn(kind: type[np.generic], *shape: int) -> np.ndarray:
+    """Small numbers of this type."""
+    return np.random.default_rng(sum(shape)).integers(-4, 5, shape).astype(kind)
+
+
+F, H, N, J, B = np.float32, np.float16, np.int32, np.int64, np.bool_
+PAIRS = [((3, 1, 4), (2, 1)), ((), (5,)), ((2, 3), (2, 3)), ((1,), ()), ((2, 1, 3, 1), (4, 1, 5)), ((0, 3), (1, 3))]
+IDS = (np.array(1, J), np.array([2, -3, 0], N), np.array([[0], [1]], J))
+BOUNDS = ((1, 1 << 62, 1, 1), (-4, -1, 1, 1), (0, 9, 1, 2), (2, 1, 0, 1), (-99, 2, 0, 1))
+RANGES = ((0, 7, 1), (-3, 8, 2), (5, 5, 1))
+Step = tuple[str, dict[str, object], list[np.ndarray]]
+
+
+def steps() -> Iterator[Step]:
+    """Every operator that regions take, with inputs of all its types."""
+    for a, b in PAIRS:
+        for t in (F, N, J):
+            for kind in ("Add", "Sub", "Mul", "Less", "LessOrEqual", "Equal"):
+                yield kind, {}, [drawn(t, *a), drawn(t, *b)]
+            yield "Where", {}, [drawn(B, *a), drawn(t, *b), drawn(t, 1)]
+        yield "And", {}, [drawn(B, *a), drawn(B, *b)]
+    for t in (F, H, N, J, B):
+        if t is not H:
+            yield from (("Cast", {"to": to}, [drawn(t, 3, 7)]) for to in (1, 6, 7, 9))
+        for axis in (0, 1):
+            yield "Concat", {"axis": axis}, [drawn(t, 2, 3, 4), drawn(t, 2, 3, 4)]
+            yield from (("Gather", {"axis": axis}, [drawn(t, 3, 4), ids]) for ids in IDS)
+        yield "Expand", {}, [drawn(t, 2, 1, 3), np.array([4, 1, 5, 1], J)]
+        yield "Reshape", {}, [drawn(t, 2, 3, 4), np.array([0, -1, 2], J)]
+        yield "Shape", {"start": 1, "end": 3}, [drawn(t, 2, 3, 4)]
+    yield "Cast", {"to": 10}, [np.linspace(-7e4, 7e4, 77, dtype=F)]
+    yield "Concat", {"axis": 1}, [drawn(F, 2, 1, 4), drawn(F, 2, 0, 4), drawn(F, 2, 3, 4)]
+    yield from (("Slice", {}, [drawn(F, 3, 9), *(np.array([b], J) for b in bounds)]) for bounds in BOUNDS)
+    yield from (("Range", {}, [np.array(each, t) for each in bounds]) for t in (N, J) for bounds in RANGES)
+    yield "MatMul", {}, [drawn(F, 5, 4), drawn(F, 4, 1)]
+    yield from (("ArgMax", {"axis": -1, "keepdims": 0}, [drawn(F, *shape)]) for shape in ((1, 9), (2, 3, 40)))
+
+
+def test_operators_of_onnx_give_in_regions_what_they_give_alone() -> None:
+    """All in one graph, each with a view after it; without kernels the functions are run."""
+    nodes, feeds, values, outs = [], {}, [], []
+    constants = [onnx.numpy_helper.from_array(np.array([-1], J), "flat")]
+    all_steps = list(steps())
+    for number, (kind, attributes, arrays) in enumerate(all_steps):
+        names = [f"i{number}_{i}" for i in range(len(arrays))]
+        for name, array in zip(names, arrays, strict=True):
+            if kind in ("Expand", "Range", "Reshape", "Slice") and name != names[0]:
+                constants.append(onnx.numpy_helper.from_array(array, name))
+                continue
+            feeds[name] = array
+            element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            values.append(onnx.helper.make_tensor_value_info(name, element, array.shape))
+        nodes.append(onnx.helper.make_node(kind, names, [f"m{number}"], **attributes))
+        nodes.append(onnx.helper.make_node("Reshape", [f"m{number}", "flat"], [f"o{number}"]))
+        outs.append(f"o{number}")
+    outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in outs]
+    graph = onnx.helper.make_graph(nodes, "g", values, outputs, constants)
+    plain = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=11)
+    plain = onnx.shape_inference.infer_shapes(plain, strict_mode=True)
+    joined = ir.from_proto(plain)
+    join_regions(Editor(joined))
+    assert [each.op_type for each in joined.graph] == [kernels.REGION]
+    expected = session(plain.SerializeToString(), None).run(outs, feeds)
+    for library in (built("native"), built("portable"), None):
+        found = session(ir.to_proto(joined).SerializeToString(), library).run(outs, feeds)
+        for step, mine, theirs in zip(all_steps, found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=str(step), strict=True)
+    assert {kind for kind, *_ in all_steps} == set(kernels.STANDARD)

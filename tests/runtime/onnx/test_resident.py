@@ -28,10 +28,12 @@ def test_weights_are_those_that_onnx_reads(precision: str) -> None:
     import onnx
 
     file = tiny.tiny_bundle(precision).file(PREFILL)
-    graph = onnx.load(str(file), load_external_data=False).graph
+    model = onnx.load(str(file), load_external_data=False)
+    graph = model.graph
     stored = [{entry.key: entry.value for entry in tensor.external_data} for tensor in graph.initializer]
     assert [weight.size for weight in read_weights(file)] == [int(where["length"]) for where in stored if where]
-    used = {(node.op_type, index) for node in graph.node for index, _ in enumerate(node.input)}
+    nodes = [*graph.node, *(node for function in model.functions for node in function.node)]
+    used = {(node.op_type, index) for node in nodes for index, _ in enumerate(node.input)}
     assert all(weight.readers <= used for weight in read_weights(file))
 
 
