@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by-reach", action=argparse.BooleanOptionalAction,
         help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
              "mode and with --freeze-lora; else all count alike)")  # fmt: skip
+    add("--soft-labels", type=float, default=0.0, metavar="SHARE",
+        help="share of a stream's loss that learns the model's own probabilities, not the next token "
+             "(default 0)")  # fmt: skip
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
     add("--segment", type=int, default=64, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
@@ -154,7 +157,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         batch_size=args.batch_size, accumulate=args.accumulate, lr=args.lr, warmup=args.warmup,
         weight_decay=args.weight_decay,
         alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, by_reach=args.by_reach,
-        max_length=args.max_length, segment=args.segment, precision=args.precision,
+        soft_labels=args.soft_labels, max_length=args.max_length, segment=args.segment, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
         seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,

@@ -30,12 +30,14 @@ class LossWeights:
     """α0 for the main stream and αj for every speculative stream.
 
     ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
-    asked; not in the paper.
+    asked; not in the paper. ``soft``: the share of a stream's loss that is the cross entropy with the model's own
+    probabilities, over the draft vocabulary, instead of with the token that follows.
     """
 
     main: float
     stream: float
     by_reach: bool = False
+    soft: float = 0.0
 
 
 class StreamingLoss(nn.Module):
@@ -64,19 +66,19 @@ class StreamingLoss(nn.Module):
         prompts: Tensor,
         lengths: Tensor,
         counts: Tensor | None = None,
-        known: tuple[Tensor, list[KeyValue]] | None = None,
+        known: tuple[Tensor, Tensor, list[KeyValue]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
 
         ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the method ``counts``).
-        ``known``: hidden states at layer N - N_s and the MSA layers' rows, if α0 = 0 and they are already computed.
+        ``known``: what ``run_main`` gives, if α0 = 0 and it is already computed.
         """
         nodes = completion_rows(prompts, lengths)
         if counts is None:
             counts = self.counts(tokens, prompts, lengths)
         main = counts.new_zeros(())
         if known is not None and not self.weights.main:
-            middle, rows = known
+            middle, final, rows = known
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
                 middle, final, rows = self.run_main(tokens)
@@ -86,7 +88,7 @@ class StreamingLoss(nn.Module):
         if self.model.streams is not None and self.weights.stream:
             segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
-                arguments = (middle, part, tokens, lengths, rows)
+                arguments = (middle, final if self.weights.soft else None, part, tokens, lengths, rows)
                 if (len(segments) > 1 or self.recompute) and torch.is_grad_enabled():
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
@@ -143,7 +145,13 @@ class StreamingLoss(nn.Module):
         return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum")
 
     def _segment(
-        self, middle: Tensor, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Sequence[KeyValue]
+        self,
+        middle: Tensor,
+        final: Tensor | None,
+        nodes: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Sequence[KeyValue],
     ) -> Tensor:
         """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none): weighted, and plain."""
         gamma = self.model.gamma
@@ -153,8 +161,21 @@ class StreamingLoss(nn.Module):
         logits = self.model.draft_logits(self._finished(s, keep, nodes, tokens)).float()
         each = cross_entropy(logits, ahead.flatten(1)[keep], reduction="none")
         stream = torch.arange(gamma, device=s.device).expand(ahead.shape).flatten(1)[keep]
-        both = torch.stack([each * self._reach(each, keep)[keep] if self.weights.by_reach else each, each])
+        learned = each
+        if final is not None:
+            taught = -(self._taught(final, nodes, keep) * torch.log_softmax(logits, -1)).sum(-1)
+            learned = torch.lerp(each, taught, self.weights.soft)
+        if self.weights.by_reach:
+            learned = learned * self._reach(each, keep)[keep]
+        both = torch.stack([learned, each])
         return each.new_zeros(2, gamma).index_add(1, stream, both)
+
+    @torch.no_grad()
+    def _taught(self, final: Tensor, nodes: Tensor, keep: Tensor) -> Tensor:
+        """The model's own probabilities ``[kept, n]`` of what streams choose among, where those to ``keep`` guess."""
+        at = stream_positions(nodes.clamp(min=0), self.model.gamma)[keep]
+        row = torch.arange(len(keep), device=keep.device)[:, None].expand(keep.shape)[keep]
+        return torch.softmax(self.model.draft_logits(self.model.backbone.finish(final[row, at])).float(), -1)
 
     def _reach(self, each: Tensor, keep: Tensor) -> Tensor:
         """How likely all streams before a guess are right, ``[B, n * γ]``; ``each``: losses of guesses to ``keep``."""

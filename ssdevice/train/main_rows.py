@@ -13,8 +13,8 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.train.batches import Batch, Sample
 from ssdevice.train.loss import StreamingLoss
 
-Rows = tuple[Tensor, list[KeyValue]]
-"""Hidden states ``[B, S, D]`` at layer N - N_s and the MSA layers' (keys, values), as ``StreamingLoss`` takes them."""
+Rows = tuple[Tensor, Tensor, list[KeyValue]]
+"""What ``StreamingLoss.run_main`` gives; the final states are kept only if streams learn from them."""
 
 
 class MainRows:
@@ -28,16 +28,17 @@ class MainRows:
     def of(self, samples: Sequence[Sample], batch: Batch) -> Rows:
         """The main rows of ``batch``, which is ``samples`` collated."""
         if not all(sample in self.kept for sample in samples):
-            middle, _, rows = self.loss.run_main(batch.tokens)
-            self._keep(samples, [middle, *chain.from_iterable(rows)])
-            return middle, rows
+            middle, final, rows = self.loss.run_main(batch.tokens)
+            self._keep(samples, [middle, *([final] if self.loss.weights.soft else ()), *chain.from_iterable(rows)])
+            return middle, final, rows
         width = batch.tokens.shape[1]
         middle, *flat = (
             # Rows beyond a sample's length are always masked.
             torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(batch.tokens.device)
             for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
         )
-        return middle, list(zip(flat[::2], flat[1::2], strict=True))
+        final = flat.pop(0) if self.loss.weights.soft else middle
+        return middle, final, list(zip(flat[::2], flat[1::2], strict=True))
 
     def _keep(self, samples: Sequence[Sample], parts: Sequence[Tensor]) -> None:
         """Keep the rows of each sample in ``parts``, all ``[B, .., S, n]``."""

@@ -47,14 +47,15 @@ class TrainOptions:
 
     ``steps``: 0 for ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
     ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1, or 0 and 1 if main rows stay as they are. ``by_reach``:
-    see LossWeights; None: if main rows stay as they are. ``limit``: use only the first rows (0: all). ``init``: adapter
-    folder to continue from; with ``self_distill`` its completions are learned. ``freeze_lora``: in shared mode, train
-    only what streams have of their own. ``self_distill``: train on the model's own greedy completions.
-    ``self_prompt``: no data, the model also writes the prompts. ``answer_tokens``: longest generated answer (None: the
-    longest completion of the data, or ANSWER_TOKENS). ``batch_size``: per process. ``draft_vocabulary``: number of
-    tokens that streams choose among (0: all, None: see vocabulary.default_size). ``precision``: of matrix products;
-    auto is bf16 if the hardware has it. ``base_precision``: of the frozen base in memory. ``recompute``: gradient
-    checkpointing. ``keep_gb``: memory for the main rows that lossless training keeps between epochs.
+    see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights. ``limit``: use only the
+    first rows (0: all). ``init``: adapter folder to continue from; with ``self_distill`` its completions are
+    learned. ``freeze_lora``: in shared mode, train only what streams have of their own. ``self_distill``: train on
+    the model's own greedy completions. ``self_prompt``: no data, the model also writes the prompts.
+    ``answer_tokens``: longest generated answer (None: the longest completion of the data, or ANSWER_TOKENS).
+    ``batch_size``: per process. ``draft_vocabulary``: number of tokens that streams choose among (0: all, None: see
+    vocabulary.default_size). ``precision``: of matrix products; auto is bf16 if the hardware has it.
+    ``base_precision``: of the frozen base in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for
+    the main rows that lossless training keeps between epochs.
     """
 
     model: str
@@ -79,6 +80,7 @@ class TrainOptions:
     alpha_main: float | None = None
     alpha_stream: float | None = None
     by_reach: bool | None = None
+    soft_labels: float = 0.0
     max_length: int = 512
     segment: int = 64
     precision: str = "auto"
@@ -120,6 +122,8 @@ class TrainOptions:
         }.items():  # fmt: skip
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{option} {value}: expected a finite number, 0 or more")
+        if not 0 <= self.soft_labels <= 1:
+            raise ConfigError(f"--soft-labels {self.soft_labels}: expected a share from 0 to 1")
         for option, value in {"--lr": self.lr, "--epochs": 1 if self.steps else self.epochs}.items():
             if not 0 < value < math.inf:
                 raise ConfigError(f"{option} {value}: expected a finite number above 0")

@@ -81,7 +81,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(model, init, samples, tokenizer, report)
-        weights = LossWeights(*options.alphas, options.weighs_by_reach)
+        weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels)
         loss = StreamingLoss(model, weights, options.nodes, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report, fresh=not _trained(init))

@@ -61,13 +61,19 @@ def test_targets_beyond_the_sequence_are_ignored() -> None:
     assert ahead[1, 4].item() == IGNORE and ahead[1, 7].item() == IGNORE
 
 
-@pytest.mark.parametrize("by_reach", [False, True])
+@pytest.mark.parametrize(("by_reach", "soft"), [(False, 0.0), (True, 0.0), (True, 0.3)])
 @pytest.mark.parametrize("follow_rank", [0, 5])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode, follow_rank: int, by_reach: bool) -> None:
+def test_loss_equals_the_sum_over_nodes_of_equation_5(
+    mode: Mode, follow_rank: int, by_reach: bool, soft: float
+) -> None:
     model = tiny_model(mode, follow_rank=follow_rank)
     tokens, prompts, lengths = batch()
-    total, per_stream = StreamingLoss(model, LossWeights(1.0, 0.1, by_reach), nodes=8)(tokens, prompts, lengths)
+    weights = LossWeights(1.0, 0.1, by_reach, soft)
+    total, per_stream = StreamingLoss(model, weights, nodes=8)(tokens, prompts, lengths)
+    with torch.no_grad():
+        _, states, _ = StreamingLoss(model, weights).run_main(tokens)
+        own = torch.softmax(model.draft_logits(model.backbone.finish(states)), -1)  # at every place
 
     losses: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
     weighted: list[list[torch.Tensor]] = [[] for _ in range(GAMMA + 1)]
@@ -93,7 +99,9 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(mode: Mode, follow_rank: i
                     assert model.streams is not None
                     logits = model.draft_logits(model.streams.after(backbone.finish(s[:, j]), before))
                     losses[j + 1].append(cross_entropy(logits, tokens[row, t + 2 + j][None]))
-                    weighted[j + 1].append(losses[j + 1][-1] * (reach if by_reach else 1.0))
+                    taught = -(own[row, t + 1 + j] * torch.log_softmax(logits[0], -1)).sum()
+                    learned = (1 - soft) * losses[j + 1][-1] + soft * taught
+                    weighted[j + 1].append(learned * (reach if by_reach else 1.0))
                     reach *= float(torch.softmax(logits[0], -1)[tokens[row, t + 2 + j]])
     expected = torch.stack([torch.stack(each).mean() for each in losses])
     torch.testing.assert_close(per_stream, expected, rtol=1e-4, atol=1e-5)
