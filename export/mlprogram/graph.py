@@ -42,6 +42,13 @@ def functional(program: ExportedProgram) -> ExportedProgram:
                 node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
         elif node.target in (aten.reshape.default, aten.flatten.using_ints):
             node.target, node.args = aten.view.default, (node.args[0], list(node.meta["val"].shape))
+        elif node.target is aten.chunk.default:
+            source, dim = node.args[0], node.args[2] if len(node.args) > 2 else 0
+            sizes = [part.shape[dim] for part in node.meta["val"]]
+            node.target, node.args = aten.split_with_sizes.default, (source, sizes, dim)
+        elif node.target is aten.clamp_.default:  # olmo's, on a linear's result, which has no views
+            node.target = aten.clamp.default
+            node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
     output.args = ((*written, *output.args[0]),)
     signature = ExportGraphSignature(signature.input_specs, [*outputs, *signature.output_specs])
     return ExportedProgram(
