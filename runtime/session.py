@@ -74,7 +74,6 @@ class Session:
         self._conversation = engine.new_conversation()
         self._adaptive: WeakKeyDictionary[Conversation, Adaptive] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
-        self._tokens: list[int] = []  # all but the last are in the cache
         self._messages: Messages = []  # replaced by a new list whenever the conversation continues
 
     @classmethod
@@ -145,7 +144,7 @@ class Session:
         """Forget the conversation."""
         self._conversation.length = 0
         self._running = None
-        self._tokens, self._messages = [], []
+        self._messages = []
 
     def generate(
         self,
@@ -214,7 +213,7 @@ class Session:
             raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
-        shared = _shared(self._tokens, prompt) if turn else 0
+        shared = _shared(self._conversation, prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
         return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn)
 
@@ -233,8 +232,7 @@ class Session:
         """
         if self._conversation is not conversation or (turn and self._messages is not turn.before):
             raise InputError(LOST)
-        conversation.length = shared = _shared(self._tokens, prompt)
-        self._tokens = list(prompt[:shared])
+        conversation.length = shared = _shared(conversation, prompt)
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
@@ -251,9 +249,6 @@ class Session:
                 if run.reason is not None and run.reason is not Reason.STOP:
                     run.text += output.finish()
                 answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
-                if len(answer.tokens) == 1:
-                    self._tokens = list(prompt)
-                self._tokens.extend(run.tokens)
                 yield run
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
@@ -295,10 +290,7 @@ def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:
                 yield run.text
 
 
-def _shared(tokens: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt are in the cache. At least its last one must be computed, to predict the next.
-
-    ``tokens``: those of the conversation so far, of which the last is not in the cache.
-    """
-    most = max(0, min(len(tokens), len(prompt)) - 1)
-    return next((i for i in range(most) if tokens[i] != prompt[i]), most)
+def _shared(conversation: Conversation, prompt: Sequence[int]) -> int:
+    """How many tokens of a prompt are in the cache. At least its last one must be computed, to predict the next."""
+    most = max(0, min(conversation.length, len(prompt) - 1))
+    return next((i for i in range(most) if conversation.text[i] != prompt[i]), most)

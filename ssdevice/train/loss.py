@@ -66,12 +66,13 @@ class StreamingLoss(nn.Module):
         prompts: Tensor,
         lengths: Tensor,
         counts: Tensor | None = None,
-        known: tuple[Tensor, Tensor, list[KeyValue]] | None = None,
+        known: tuple[Tensor, Tensor | None, list[KeyValue]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
 
         ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the method ``counts``).
-        ``known``: what ``run_main`` gives, if α0 = 0 and it is already computed.
+        ``known``: what ``run_main`` gives, if α0 = 0 and it is already computed; final states only if streams learn
+        from them.
         """
         nodes = completion_rows(prompts, lengths)
         if counts is None:

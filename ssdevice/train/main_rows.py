@@ -13,8 +13,8 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.train.batches import Batch, Sample
 from ssdevice.train.loss import StreamingLoss
 
-Rows = tuple[Tensor, Tensor, list[KeyValue]]
-"""What ``StreamingLoss.run_main`` gives; the final states are kept only if streams learn from them."""
+Rows = tuple[Tensor, Tensor | None, list[KeyValue]]
+"""What ``StreamingLoss.run_main`` gives; None for final states from which no stream learns."""
 
 
 class MainRows:
@@ -37,8 +37,8 @@ class MainRows:
             torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(batch.tokens.device)
             for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
         )
-        final = flat.pop(0) if self.loss.weights.soft else middle
-        return middle, final, list(zip(flat[::2], flat[1::2], strict=True))
+        kept = flat.pop(0) if self.loss.weights.soft else None
+        return middle, kept, list(zip(flat[::2], flat[1::2], strict=True))
 
     def _keep(self, samples: Sequence[Sample], parts: Sequence[Tensor]) -> None:
         """Keep the rows of each sample in ``parts``, all ``[B, .., S, n]``."""

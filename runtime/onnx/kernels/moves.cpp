@@ -7,6 +7,43 @@
 
 namespace {
 
+// A number, or every number, of a vector of indices.
+int64_t IndexAt(const Tensor& from, int64_t at) {
+  Require(from.type == Type::kInt32 || from.type == Type::kInt64, "indices are no integers");
+  Require(at < from.shape.Count(), "an index is missing");
+  return from.type == Type::kInt32 ? from.As<int32_t>()[at] : from.As<int64_t>()[at];
+}
+
+Shape ShapeFrom(const Tensor& sizes) {
+  Shape shape;
+  for (int64_t i = 0; i < sizes.shape.Count(); ++i) shape.Append(IndexAt(sizes, i));
+  return shape;
+}
+
+void RequireSizes(const Shape& shape) {
+  for (size_t i = 0; i < shape.Rank(); ++i) Require(shape[i] >= 0, "a size is negative");
+}
+
+int64_t Product(const Shape& shape, size_t first, size_t end) {
+  int64_t product = 1;
+  for (size_t i = first; i < end; ++i) product *= shape[i];
+  return product;
+}
+
+size_t AxisOf(int64_t axis, const Shape& shape) {
+  if (axis < 0) axis += static_cast<int64_t>(shape.Rank());
+  Require(axis >= 0 && axis < static_cast<int64_t>(shape.Rank()), "there is no such axis");
+  return static_cast<size_t>(axis);
+}
+
+// A step along an axis.
+template <void (*Do)(Context&, int64_t)>
+struct Along : Kernel {
+  explicit Along(const Info& info) : axis(info.Int("axis")) {}
+  void Compute(Context& context) const override { Do(context, axis); }
+  int64_t axis;
+};
+
 void Copy(Context& context, const Tensor& from, const Shape& shape) {
   Require(shape.Count() == from.shape.Count(), "the shape has another number of elements");
   const size_t bytes = static_cast<size_t>(shape.Count()) * BytesOf(from.type);
@@ -33,10 +70,9 @@ void Expand(Context& context) {
   const Shape whole = Repeated(x.shape, ShapeFrom(context.Input(1)));
   RequireSizes(whole);
   void* y = context.Output(0, whole, x.type);
-  const int64_t width = whole.Rank() ? whole.Last() : 1;
   AsElement(x.type, [&](auto element) {
     using T = decltype(element);
-    EachLine<1>(whole, {x.shape}, [&](int64_t to, const int64_t* from, const int64_t* step) {
+    EachLine<1>(whole, {x.shape}, [&](int64_t to, const int64_t* from, const int64_t* step, int64_t width) {
       for (int64_t i = 0; i < width; ++i) static_cast<T*>(y)[to + i] = x.As<T>()[from[0] + i * step[0]];
     });
   });
@@ -161,8 +197,6 @@ void Range(Context& context) {
     for (int64_t i = 0; i < count; ++i) y[i] = static_cast<decltype(number)>(first + i * step);
   });
 }
-
-constexpr Type kAny = Type::kAny;
 
 }  // namespace
 

@@ -14,8 +14,7 @@ void Pairs(Context& context, Op op) {
   const Tensor a = context.Input(0), b = context.Input(1);
   const Shape whole = Repeated(a.shape, b.shape);
   T* y = context.Output<T>(0, whole);
-  const int64_t width = whole.Rank() ? whole.Last() : 1;
-  EachLine<2>(whole, {a.shape, b.shape}, [&](int64_t to, const int64_t* from, const int64_t* step) {
+  EachLine<2>(whole, {a.shape, b.shape}, [&](int64_t to, const int64_t* from, const int64_t* step, int64_t width) {
     const T2 *first = a.As<T2>() + from[0], *second = b.As<T2>() + from[1];
     for (int64_t i = 0; i < width; ++i) y[to + i] = op(first[i * step[0]], second[i * step[1]]);
   });
@@ -48,10 +47,9 @@ void Where(Context& context) {
   Require(when.type == Type::kBool && x.type == y.type, "its inputs have other types");
   const Shape whole = Repeated(when.shape, Repeated(x.shape, y.shape));
   void* out = context.Output(0, whole, x.type);
-  const int64_t width = whole.Rank() ? whole.Last() : 1;
   AsElement(x.type, [&](auto element) {
     using T = decltype(element);
-    EachLine<3>(whole, {when.shape, x.shape, y.shape}, [&](int64_t to, const int64_t* from, const int64_t* step) {
+    EachLine<3>(whole, {when.shape, x.shape, y.shape}, [&](int64_t to, const int64_t* from, const int64_t* step, int64_t width) {
       const bool* holds = when.As<bool>() + from[0];
       const T *first = x.As<T>() + from[1], *second = y.As<T>() + from[2];
       for (int64_t i = 0; i < width; ++i) static_cast<T*>(out)[to + i] = holds[i * step[0]] ? first[i * step[1]] : second[i * step[2]];
@@ -87,8 +85,6 @@ void ArgMax(Context& context) {
     y[r] = std::max_element(row, row + width) - row;
   }
 }
-
-constexpr Type kAny = Type::kAny;
 
 }  // namespace
 

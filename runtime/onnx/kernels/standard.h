@@ -1,9 +1,9 @@
-// What the operators of ONNX in standard.cpp and moves.cpp share: repeated shapes, types, axes and indices.
+// What the operators of ONNX in standard.cpp and moves.cpp share: repeated shapes and types.
 #pragma once
 
 #include "kernel.h"
 
-// The lines of the last axis of tensors that are repeated to a shape: run(first of the result, firsts, steps) for each.
+// The lines of the last axis of tensors that are repeated to a shape: run(first of the result, firsts, steps, how many) for each.
 template <size_t N, typename Run>
 void EachLine(const Shape& whole, const Shape (&parts)[N], Run run) {
   const size_t rank = whole.Rank();
@@ -19,7 +19,7 @@ void EachLine(const Shape& whole, const Shape (&parts)[N], Run run) {
     steps[n] = rank ? strides[n][rank - 1] : 0;
   }
   for (int64_t first = 0, end = whole.Count(); first < end; first += width) {
-    run(first, firsts, steps);
+    run(first, firsts, steps, width);
     for (size_t axis = rank; axis-- > 1;) {  // the next line: the axes before the last count as digits do
       const size_t outer = axis - 1;
       const bool carry = ++place[outer] == whole[outer];
@@ -63,35 +63,6 @@ void AsElement(Type type, Run run) {
   run(uint8_t{});
 }
 
-// A number, or every number, of a vector of indices.
-inline int64_t IndexAt(const Tensor& from, int64_t at) {
-  Require(from.type == Type::kInt32 || from.type == Type::kInt64, "indices are no integers");
-  Require(at < from.shape.Count(), "an index is missing");
-  return from.type == Type::kInt32 ? from.As<int32_t>()[at] : from.As<int64_t>()[at];
-}
-
-inline Shape ShapeFrom(const Tensor& sizes) {
-  Shape shape;
-  for (int64_t i = 0; i < sizes.shape.Count(); ++i) shape.Append(IndexAt(sizes, i));
-  return shape;
-}
-
-inline void RequireSizes(const Shape& shape) {
-  for (size_t i = 0; i < shape.Rank(); ++i) Require(shape[i] >= 0, "a size is negative");
-}
-
-inline int64_t Product(const Shape& shape, size_t first, size_t end) {
-  int64_t product = 1;
-  for (size_t i = first; i < end; ++i) product *= shape[i];
-  return product;
-}
-
-inline size_t AxisOf(int64_t axis, const Shape& shape) {
-  if (axis < 0) axis += static_cast<int64_t>(shape.Rank());
-  Require(axis >= 0 && axis < static_cast<int64_t>(shape.Rank()), "there is no such axis");
-  return static_cast<size_t>(axis);
-}
-
 // A step without attributes.
 template <void (*Do)(Context&)>
 struct Plain : Kernel {
@@ -99,10 +70,4 @@ struct Plain : Kernel {
   void Compute(Context& context) const override { Do(context); }
 };
 
-// A step along an axis.
-template <void (*Do)(Context&, int64_t)>
-struct Along : Kernel {
-  explicit Along(const Info& info) : axis(info.Int("axis")) {}
-  void Compute(Context& context) const override { Do(context, axis); }
-  int64_t axis;
-};
+constexpr Type kAny = Type::kAny;

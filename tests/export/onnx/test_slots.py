@@ -134,7 +134,7 @@ def test_an_answer_ends_when_the_app_is_switched(bundle: Bundle) -> None:
         session.use("base")
         with pytest.raises(InputError, match="ended by"):
             next(runs)
-        assert session._tokens == []
+        assert session._conversation.text[: session._conversation.length] == []
 
 
 def test_sessions_share_the_base_and_the_adapters(bundle: Bundle) -> None:
