@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
     add("--keep-gb", type=float, default=4.0, metavar="GB",
-        help="memory for the main rows that lossless training keeps between epochs (default 4)")  # fmt: skip
+        help="memory for the main rows that lossless training on a CPU keeps between epochs (default 4)")  # fmt: skip
     add("--gradient-checkpointing", action="store_true", help="take less memory and a third more time")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")

@@ -20,6 +20,9 @@ from ssdevice.model.visibility import additive, causal
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
 """``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's number and place."""
 SLOTS = 64
+"""Answers in progress at once."""
+MOST_SLOTS = 1024
+"""With CUDA, where a step takes as long for this many as for SLOTS, if its memory has room for them."""
 PREFILL_TOKENS = 2048
 """Padded tokens per prefill: this bounds the memory of the attention scores."""
 REFILL = 4
@@ -57,12 +60,13 @@ def decode(
     stop: Set[int],
     most: Sequence[int],
     choose: Choose = greedy,
-    slots: int = SLOTS,
+    slots: int | None = None,
     names: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
 
-    ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
+    ``slots``: answers in progress at once (default: what suits the device). ``names``: the request numbers that
+    ``choose`` gets (default: the prompts' indices).
     """
     return _Batch(backbone, prompts, stop, most, choose, slots, names or range(len(prompts))).run()
 
@@ -77,19 +81,29 @@ class _Batch:
         stop: Set[int],
         most: Sequence[int],
         choose: Choose,
-        slots: int,
+        slots: int | None,
         names: Sequence[int],
     ) -> None:
         self.backbone, self.prompts, self.stop, self.most = backbone, prompts, stop, most
         self.choose, self.names = choose, names
         self.waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
-        self.slots = min(slots, len(prompts))
         self.device = next(backbone.parameters()).device
         self.requests: list[int] = []  # by slot
         self.answers: list[list[int]] = []
         self.cache: list[KeyValue] = []
         rows = max((len(p) + m for p, m in zip(prompts, most, strict=True)), default=0)
         self.rows = -(-rows // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE
+        self.slots = min(self._most_slots() if slots is None else slots, len(prompts))
+
+    def _most_slots(self) -> int:
+        """How many answers fit into half of the free memory of a CUDA device, with their rows and logits in float32."""
+        if self.device.type != "cuda":
+            return SLOTS
+        backbone = self.backbone
+        numbers = 2 * backbone.num_layers * backbone.kv_heads * backbone.head_dim * self.rows
+        numbers += 4 * int(backbone.config.vocab_size)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(1, min(MOST_SLOTS, free // 2 // (4 * numbers)))
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[int, list[int]]]:

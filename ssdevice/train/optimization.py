@@ -31,7 +31,9 @@ def optimize(
     steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
     run = _Run(loss, options, steps)
     run.resume(options.out)
-    kept = MainRows(loss, int(options.keep_gb * 1e9)) if options.frozen and not options.alphas[0] else None
+    # An accelerator computes them sooner than it fetches them.
+    keeps = options.frozen and not options.alphas[0] and place.device.type == "cpu"
+    kept = MainRows(loss, int(options.keep_gb * 1e9)) if keeps else None
     if fresh and not run.step:
         _fit_start(loss, options, place, order, pad, kept, report)
     parallel = place.parallel(loss)

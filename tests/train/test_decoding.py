@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssdevice.model.loading import build
-from ssdevice.train.decoding import decode, sampling
+from ssdevice.train.decoding import MOST_SLOTS, SLOTS, _Batch, decode, greedy, sampling
 from tests.model.tiny import VOCAB, tiny_model
 
 STOP = {3, 7}
@@ -35,6 +35,19 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
         found = dict(decode(backbone, given, STOP, [MOST] * len(given), slots=slots))
         assert [found[i] for i in range(len(given))] == expected, f"{slots} slots"
     assert len({len(answer) for answer in expected}) > 3, "answers that end at different lengths were compared"
+
+
+def test_cuda_has_as_many_slots_as_half_of_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine of the tests has CUDA: the count alone is tested, which only asks the device for its memory."""
+    backbone = build(tiny_model("llama").eval(), None, 64).backbone
+    batch = _Batch(backbone, [[1, 2]] * 2000, STOP, [MOST] * 2000, greedy, None, range(2000))
+    assert batch.slots == SLOTS
+    batch.device = torch.device("cuda")
+    row = 2 * backbone.num_layers * backbone.kv_heads * backbone.head_dim
+    slot = 4 * (row * batch.rows + 4 * VOCAB)
+    for free, expected in ((2 * 100 * slot + 1, 100), (1 << 40, MOST_SLOTS), (0, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert batch._most_slots() == expected
 
 
 def test_a_sampled_answer_depends_on_its_name_only() -> None:
