@@ -21,6 +21,8 @@ MOST = 2 * BUDGET
 """What steps can have won or lost in the end, at most, so that a text of another kind can change it."""
 CALIBRATED, STALE = 4, 64
 """Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again."""
+CLEAR, LONGER = 0.5, 4
+"""Plain calls that a step gains where there is no doubt; plain decoding is measured so many times less often then."""
 TIMES, ENOUGH = 8, 3
 """Times of a call of which the median is taken, and of how many at least."""
 
@@ -58,6 +60,7 @@ class Adaptive:
         self._lost = 0.0  # plain calls that steps have lost since their best moment
         self._won = 0.0  # plain calls that they have won in the end, or lost
         self._steps = 0  # since the last plain call
+        self._gained = 0.0  # plain calls that these steps have won, or lost
         self._pause = FIRST_PAUSE
         self._paused = 0  # tokens to decode plainly from now on
         self.speculated = False
@@ -65,7 +68,9 @@ class Adaptive:
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step or from a plain call."""
-        self.speculated = self._paused == 0 and self._steps < (STALE if self._plain.known else CALIBRATED)
+        clear = self._gained > CLEAR * self._steps
+        until = (LONGER * STALE if clear else STALE) if self._plain.known else CALIBRATED
+        self.speculated = self._paused == 0 and self._steps < until
         return self._by_step(conversation, last) if self.speculated else self._plainly(conversation, last)
 
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
@@ -76,7 +81,7 @@ class Adaptive:
         conversation.drafts[:-1] = conversation.drafts[1:].copy()
         self._paused = max(0, self._paused - 1)
         if self._plain.known:
-            self._steps = 0
+            self._steps, self._gained = 0, 0.0
         return (token,)
 
     def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
@@ -86,6 +91,7 @@ class Adaptive:
         self._steps += 1
         if self._plain.known and self._steps > 1:  # the first draft after a plain call is an old one
             gained = len(tokens) - self._step.seconds / self._plain.seconds
+            self._gained += gained
             self._lost = max(0.0, self._lost - gained)
             self._won = max(-MOST, min(MOST, self._won + gained))
             if self._won > 0:

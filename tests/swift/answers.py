@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from ssdevice.bundle.folder import Bundle
+from ssdevice.data import read_examples
 from ssdevice.runtime import Session
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CONTEXT, CHUNK, MAX_TOKENS = 192, 16, 24
+NAMES = (
+    "Blue Spice", "Clowns", "Cocum", "Cotto", "Giraffe", "Green Man", "Loch Fyne", "Strada", "The Eagle", "The Mill",
+    "The Punter", "The Vaults", "Wildwood",
+)  # fmt: skip
+KINDS = ("coffee shop", "restaurant", "pub")
+FOODS = ("English", "Italian", "Japanese", "Indian", "Fast food")
+PRICES = ("cheap", "moderate", "more than £30", "less than £20")
+AREAS = ("riverside", "city centre")
+EACH = 15
+"""Prompts of each app that has streams: two here, the rest from what the repository ships or from NAMES."""
 PROMPTS = {
     "sql": (
         "CREATE TABLE singer (name, age, country)\nHow many singers are older than 40?",
         "CREATE TABLE city (name, people, country)\nWhich cities of Österreich have more than 100000 people?",
+        *(example.prompt for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=EACH - 2)),
     ),
     "e2e": (
         "name[Alimentum], area[city centre], familyFriendly[no]",
         "name[Zizzi], eatType[pub], food[日本], customer rating[5 out of 5] 🙂",
+        *(
+            f"name[{name}], eatType[{kind}], food[{food}], priceRange[{price}], area[{area}]"
+            for name, kind, food, price, area in zip(NAMES, cycle(KINDS), cycle(FOODS), cycle(PRICES), cycle(AREAS))
+        ),
     ),
     "base": ("List the names of all customers.",),
 }

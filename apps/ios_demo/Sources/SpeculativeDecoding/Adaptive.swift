@@ -34,6 +34,8 @@ struct Adaptive: Sendable {
     static let most = 2 * budget
     /// Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again.
     static let (calibrated, stale) = (4, 64)
+    /// Plain calls that a step gains where there is no doubt; plain decoding is measured so many times less often then.
+    static let (clear, longer) = (0.5, 4)
 
     private var plain = Times()
     private var step = Times()
@@ -43,17 +45,23 @@ struct Adaptive: Sendable {
     private var won = 0.0
     /// Since the last plain call.
     private var steps = 0
+    /// Plain calls that these steps have won, or lost.
+    private var gained = 0.0
     private var pause = firstPause
     /// Tokens to decode plainly from now on.
     private var paused = 0
 
     /// Whether the next call is a step.
-    var speculates: Bool { paused == 0 && steps < (plain.isKnown ? Self.stale : Self.calibrated) }
+    var speculates: Bool {
+        let clear = gained > Self.clear * Double(steps)
+        let known = clear ? Self.longer * Self.stale : Self.stale
+        return paused == 0 && steps < (plain.isKnown ? known : Self.calibrated)
+    }
 
     mutating func addPlain(seconds: Double) {
         plain.add(seconds)
         paused = max(0, paused - 1)
-        if plain.isKnown { steps = 0 }
+        if plain.isKnown { (steps, gained) = (0, 0) }
     }
 
     /// `tokens`: how many the step emitted.
@@ -62,9 +70,10 @@ struct Adaptive: Sendable {
         steps += 1
         // The first draft after a plain call is an old one.
         guard plain.isKnown, steps > 1 else { return }
-        let gained = Double(tokens) - step.median / plain.median
-        lost = max(0, lost - gained)
-        won = max(-Self.most, min(Self.most, won + gained))
+        let gain = Double(tokens) - step.median / plain.median
+        gained += gain
+        lost = max(0, lost - gain)
+        won = max(-Self.most, min(Self.most, won + gain))
         if won > 0 { pause = Self.firstPause }
         if lost > (pause == Self.firstPause ? Self.budget : Self.trial) {
             (lost, paused) = (0, pause)
