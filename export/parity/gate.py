@@ -34,7 +34,7 @@ from ssdevice.export.parity.reference import (
     random_prompt,
     run_prefill,
 )
-from ssdevice.export.parity.spread import Spread
+from ssdevice.export.parity.spread import DRAWS, Spread
 from ssdevice.export.plan import AppPlan
 from ssdevice.model.mapped import released_after
 from ssdevice.progress import Report
@@ -87,7 +87,7 @@ class Gate:
         self.spread.rows(where, *(as_stored(rows, mine.dtype) for rows in sides))
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
-        """Whether two ids agree. If not, ``Spread.judge`` decides later whether that was a near-tie."""
+        """Whether two ids agree. If not, ``Spread.fault`` tells later whether that was a near-tie."""
         if mine == theirs:
             return True
         if not 0 <= mine < len(logits):
@@ -147,8 +147,21 @@ def check_each(
 
 def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:
     """Prefill in chunks, plain steps, then a step for every depth and ``steps`` in all; see ``check``."""
+    gate = _run(job, artifact, jitter, steps, seed=1)
+    for seed in range(2, DRAWS + 1):
+        if gate.spread.fault(jitter) is None:
+            break
+        gate.spread.widen(_run(job, TorchDriver(job), jitter, steps, seed).spread)
+    fault = gate.spread.fault(jitter)
+    if fault is not None:
+        raise ParityError(fault)
+    return gate.facts()
+
+
+def _run(job: ExportJob, artifact: Driver, jitter: float, steps: int, seed: int) -> Gate:
+    """The calls of ``compare``, with a twin whose changes are drawn from ``seed``."""
     g = job.plan.geometry
-    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed=1), artifact, g, job.report)
+    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed), artifact, g, job.report)
     nodes = _end_nodes(g.tree)[:steps] if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
@@ -159,8 +172,7 @@ def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_ST
         _compare_plain(gate, prompt, root)
     if nodes:
         _compare_steps(gate, prompt, root, nodes)
-    gate.spread.judge(jitter)
-    return gate.facts()
+    return gate
 
 
 def _end_nodes(tree: Tree) -> list[int]:
