@@ -147,14 +147,13 @@ def check_each(
 
 def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:
     """Prefill in chunks, plain steps, then a step for every depth and ``steps`` in all; see ``check``."""
-    gate = _run(job, artifact, jitter, steps, seed=1)
-    for seed in range(2, DRAWS + 1):
-        if gate.spread.fault(jitter) is None:
-            break
+    seed = 1
+    gate = _run(job, artifact, jitter, steps, seed)
+    while (fault := gate.spread.fault(jitter)) is not None:
+        if seed == DRAWS:
+            raise ParityError(fault)
+        seed += 1
         gate.spread.widen(_run(job, TorchDriver(job), jitter, steps, seed).spread)
-    fault = gate.spread.fault(jitter)
-    if fault is not None:
-        raise ParityError(fault)
     return gate.facts()
 
 

@@ -87,8 +87,8 @@ class Spread:
 
     def widen(self, other: Spread) -> None:
         """Take the differences of another draw's twin where they are larger, and its changes of logits."""
-        if self.twin is not None and self.size is not None and other.twin is not None and other.size is not None:
-            self.twin = np.maximum(self.twin, other.twin * (self.size / np.maximum(other.size, 1e-12)))
+        if self.twin is not None and self.size is not None:
+            self.twin = np.maximum(self.twin, np.square(other.relative()[1]) * self.size)
         self.changes += other.changes
 
     def fault(self, jitter: float) -> str | None:

@@ -20,13 +20,11 @@ KINDS = ("coffee shop", "restaurant", "pub")
 FOODS = ("English", "Italian", "Japanese", "Indian", "Fast food")
 PRICES = ("cheap", "moderate", "more than £30", "less than £20")
 AREAS = ("riverside", "city centre")
-EACH = 15
-"""Prompts of each app that has streams: two here, the rest from what the repository ships or from NAMES."""
 PROMPTS = {
     "sql": (
         "CREATE TABLE singer (name, age, country)\nHow many singers are older than 40?",
         "CREATE TABLE city (name, people, country)\nWhich cities of Österreich have more than 100000 people?",
-        *(example.prompt for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=EACH - 2)),
+        *(example.prompt for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=len(NAMES))),
     ),
     "e2e": (
         "name[Alimentum], area[city centre], familyFriendly[no]",
