@@ -296,12 +296,19 @@ def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
-    """The requested tree, or the chain of the streams that all apps have; without streams only the root."""
+    """The requested tree, or the chain of the streams that all apps have; without streams only the root.
+
+    A tree without streams is a chain: its drafts repeat the text.
+    """
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
-        if options.tree is not None and options.tree.size > 1:
-            raise ConfigError("--tree needs an adapter with streams: without one there is nothing to draft with")
-        return Tree.root_only()
+        tree = options.tree or Tree.root_only()
+        if tree.size > 1 and (not tree.is_chain or len(apps) > 1):
+            raise ConfigError(
+                "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "
+                "such as chain:3 and a bundle of one app"
+            )
+        return tree
     if options.tree is None:
         return Tree.chain(min(gammas.values()))
     if options.tree.size == 1:

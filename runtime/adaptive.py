@@ -51,7 +51,7 @@ class Adaptive:
 
     Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
     (a cumulative sum test). It serves one answer after another and remembers what it learned. ``step``: how a step
-    is made. ``clock``: in seconds.
+    is made; if it returns no tokens, there is no draft and the call is a plain one. ``clock``: in seconds.
     """
 
     def __init__(self, step: Advance, clock: Callable[[], float] = perf_counter) -> None:
@@ -71,22 +71,29 @@ class Adaptive:
         clear = self._gained > CLEAR * self._steps
         until = (LONGER * STALE if clear else STALE) if self._plain.known else CALIBRATED
         self.speculated = self._paused == 0 and self._steps < until
-        return self._by_step(conversation, last) if self.speculated else self._plainly(conversation, last)
-
-    def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
-        start = self._clock()
-        token = conversation.step_plain(last)
-        self._plain.add(self._clock() - start)
+        if self.speculated:
+            tokens = self._by_step(conversation, last)
+            self.speculated = bool(tokens)
+            return tokens or self._plainly(conversation, last)
+        token = self._plainly(conversation, last)
         # What follows the draft's first tokens still fits, if that is what the model said.
         conversation.drafts[:-1] = conversation.drafts[1:].copy()
         self._paused = max(0, self._paused - 1)
         if self._plain.known:
             self._steps, self._gained = 0, 0.0
+        return token
+
+    def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
+        start = self._clock()
+        token = conversation.step_plain(last)
+        self._plain.add(self._clock() - start)
         return (token,)
 
     def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
         tokens = self._step_once(conversation, last)
+        if not tokens:
+            return tokens
         self._step.add(self._clock() - start)
         self._steps += 1
         if self._plain.known and self._steps > 1:  # the first draft after a plain call is an old one

@@ -92,3 +92,16 @@ class Lookup:
                 if length == LONGEST:
                     break
         return best
+
+
+class LookupAlone(Lookup):
+    """Lookup for a model without streams. Where the text does not repeat itself, nothing is drafted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lead = MOST
+
+    def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
+        """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""
+        self._draft(conversation, last)
+        return conversation.step(last) if self._differing is not None and self._differing[0] == 0 else ()

@@ -17,7 +17,7 @@ from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
-from ssdevice.runtime.lookup import Lookup
+from ssdevice.runtime.lookup import Lookup, LookupAlone
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -34,11 +34,12 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class _Opened:
-    """An app that a session has used."""
+    """An app that a session has used. ``streams``: whether it has any; without, drafts only repeat the text."""
 
     engine: Engine
     conversation: Conversation
     instruction: str
+    streams: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Session:
         self._running: Generation | None = None  # the answer that owns the cache
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
+        self.streams = True
         self._adaptive: WeakKeyDictionary[Conversation, Adaptive] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
         self._messages: Messages = []  # replaced by a new list whenever the conversation continues
@@ -102,7 +104,8 @@ class Session:
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
         session.bundle, session._options = opened, options
-        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
+        session.streams = found.mode is not None
+        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction, session.streams)
         return session
 
     @property
@@ -120,6 +123,7 @@ class Session:
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
+        self.streams = opened.streams
         self.reset()
 
     def preload(self, *apps: str) -> None:
@@ -135,9 +139,10 @@ class Session:
         if self.bundle is None:
             raise InputError(f"app {app!r}: this session was not opened from a bundle")
         if app not in self._apps:
-            instruction = self.bundle.app(app).instruction
+            found = self.bundle.app(app)
             with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
-                self._apps[app] = _Opened(engine, engine.new_conversation(self._conversation), instruction)
+                conversation = engine.new_conversation(self._conversation)
+                self._apps[app] = _Opened(engine, conversation, found.instruction, found.mode is not None)
         return self._apps[app]
 
     def reset(self) -> None:
@@ -236,7 +241,10 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
-        adaptive = self._adaptive.setdefault(conversation, Adaptive(Lookup())) if mode == ADAPTIVE else None
+        adaptive = None
+        if mode == ADAPTIVE:
+            step = Lookup() if self.streams else LookupAlone()
+            adaptive = self._adaptive.setdefault(conversation, Adaptive(step))
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
             while answer.reason is None:

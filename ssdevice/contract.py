@@ -7,7 +7,8 @@ cache that is passed in::
     prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
     step_plain(root[1], length[1], cache)               -> tokens[1], cache'
 
-Without streams there is no ``step``, and ``prefill`` has no drafts.
+Without streams there is no ``step``, and ``prefill`` has no drafts; or the caller drafts, and ``next_drafts`` are
+zeros.
 
 The KV cache has one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
 ``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both by layer

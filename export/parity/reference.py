@@ -92,7 +92,9 @@ class TorchDriver:
         # The system gives NumPy's zeros memory when they are written; the gate writes few rows of a long context.
         self.cache = Cache(torch.from_numpy(np.zeros((g.layers, 2, 1, g.kv_heads, size, g.head_dim), np.float32)))
         self.main: Array = np.zeros((0, g.vocab), np.float32)
-        self.streams: Array = np.zeros((0, g.vocab), np.float32)
+        # Logits of the drafts; those of a model without streams are zeros for certain.
+        self.streams: Array = np.full((0 if self.model.streams else g.gamma, g.vocab), -np.inf, np.float32)
+        self.streams[:, :1] = 0.0
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         """See Driver."""

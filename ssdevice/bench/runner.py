@@ -148,15 +148,16 @@ class BenchResult:
         return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
 
 
-def available_modes(functions: Collection[str]) -> list[str]:
+def available_modes(functions: Collection[str], streams: bool) -> list[str]:
     """The modes of an app with these functions, a plain one first.
 
-    ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts.
+    ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts. Without ``streams`` all drafts
+    repeat the text, as those of the adaptive mode may.
     """
     names = ["plain"] if PLAIN in functions else []
     if STEP not in functions:
         return names
-    return [*names, "plain_step", SPECULATIVE, *([ADAPTIVE] if names else [])]
+    return [*names, "plain_step", *([SPECULATIVE] if streams else []), *([ADAPTIVE] if names else [])]
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
@@ -174,7 +175,10 @@ def measure_beside(
 ) -> list[BenchResult]:
     """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
     kept, prompts = _prompts(sessions, examples, options)
-    modes = [{name: Measured(name) for name in available_modes(session.engine.functions)} for session in sessions]
+    modes = [
+        {name: Measured(name) for name in available_modes(session.engine.functions, session.streams)}
+        for session in sessions
+    ]
     lanes = [(i, name) for i, names in enumerate(modes) for name in names]
     acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:

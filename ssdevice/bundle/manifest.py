@@ -224,10 +224,10 @@ class Manifest(Ruled):
             if getattr(self.model, name) != getattr(g, name):
                 raise ConfigError(f"model.{name} is {getattr(self.model, name)}, geometry.{name} {getattr(g, name)}")
         streams = self.mode is not None
-        if streams != (g.gamma > 0) or (self.msa_layers and not streams):
+        if (streams and not g.gamma) or (self.msa_layers and not streams):
             raise ConfigError(
                 f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: "
-                "a bundle with streams has a mode and a gamma, one without has 0, 0 and null"
+                "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
             )
         if self.msa_layers >= g.layers:
             raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {g.layers} layers")

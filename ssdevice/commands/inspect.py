@@ -157,10 +157,7 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
         "model": f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
         f"hidden {model['hidden_size']}, vocabulary {model['vocab']}",
         "weights": f"sha256 {model['sha256']}",
-        "decoding": f"{found['mode']}, γ = {found['gamma']}, k = {found['k']}, {found['msa_layers']} MSA layers, "
-        f"{found['schedule']} schedule"
-        if found["gamma"]
-        else "plain: no streams",
+        "decoding": _decoding(found),
         "tree": f"{found['tree_size']} nodes: {found['tree']}",
         "context": f"{found['context']} tokens, prefill in chunks of {found['chunk']}",
         "functions": ", ".join(found["functions"]),
@@ -203,6 +200,13 @@ def _resident_table(found: dict[str, Any]) -> Table:
     for term in (t for t in next(iter(modes.values())) if t != "kernels"):
         table.add_row(TERMS.get(term, term), *(_size(terms[term]) for terms in modes.values()))
     return table
+
+
+def _decoding(found: dict[str, Any]) -> str:
+    if found["mode"] is not None:
+        sizes = f"γ = {found['gamma']}, k = {found['k']}, {found['msa_layers']} MSA layers"
+        return f"{found['mode']}, {sizes}, {found['schedule']} schedule"
+    return f"no streams: {found['gamma']} drafts repeat the text" if found["gamma"] else "plain: no streams"
 
 
 def _size(count: int) -> str:

@@ -34,6 +34,9 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lookup", type=positive, nargs="+", default=[2, 10], metavar="N", help="tokens of prompt lookup (2 and 10)"
     )
+    group.add_argument(
+        "--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams"
+    )
     group.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
     group.add_argument(
         "--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable"
@@ -48,7 +51,8 @@ def measure_peers(
     Prompts are those of the first bundle's app: its chat template and its instruction, for every engine alike. Raises
     InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
     """
-    from ssdevice.bench.peers import ours
+    from ssdevice.bench.comparable import check_same
+    from ssdevice.bench.peers import ours, two_models
     from ssdevice.bench.peers.arm import PEERS, Setup
     from ssdevice.bench.peers.compare import compare, offers
     from ssdevice.bench.peers.table import as_json
@@ -60,6 +64,10 @@ def measure_peers(
             raise InputError(f"no peer {name[:60]!r}; there are {', '.join(PEERS)}")
     bundles = [open_bundle(args, folder) for folder in folders]
     _check_weights(bundles, args.peers)
+    drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
+    if drafter is not None:
+        vocabularies = [each.manifest.model.vocab for each in (drafter, bundles[0])]
+        check_same(f"--draft-model {args.draft_model}", "the bundle", ("vocabulary", *vocabularies))
     first = bundles[0]
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
@@ -80,6 +88,8 @@ def measure_peers(
     for folder, bundle in zip(folders, bundles, strict=True):
         label = f"ssdevice {folder.resolve().name if len(names) == len(folders) else folder}"
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
+        if drafter is not None:
+            offered += two_models.offers(bundle, drafter, engine_options(args), setup, label)
         notes.append(f"{label}: {_note(bundle.app(args.app))}")
     offered += offers(setup, args.without, show)
     if setup.gguf.is_file() and "llama.cpp" not in args.without:

@@ -27,7 +27,7 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
     """
     console = Console(soft_wrap=True, highlight=False)
     modes = Table("decoding mode", "steps", "inside, ms/step", "host, µs/step", title="Steps")
-    for name in available_modes(session.engine.functions):
+    for name in available_modes(session.engine.functions, session.streams):
         inside, host = [], []
         for example in examples:
             ids = session.prompt_ids(example.prompt, system=example.system)

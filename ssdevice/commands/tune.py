@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bench.cost_table import CostTable
     from ssdevice.bench.tuning import choices, measure_costs, observe
     from ssdevice.commands.progress import Progress
-    from ssdevice.contract import STEP
     from ssdevice.runtime.session import Session
 
     check_new_file(args.out, "--out")
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         progress = stack.enter_context(Progress(args.quiet))
         bundles = stack.enter_context(_bundles(args, progress))
         for bundle in bundles:
-            if STEP not in bundle.functions:
+            if bundle.manifest.mode is None:
                 raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
         if table is not None:
             table.check(bundles[0].manifest, str(args.cost_table))

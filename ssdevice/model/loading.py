@@ -151,13 +151,13 @@ def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
 
 
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
-    """A StreamModel of a loaded base with fresh streams (``config`` None: plain decoding only).
+    """A StreamModel of a loaded base with fresh streams (``config`` None: without any; the host may draft ``gamma``).
 
     ``context``: tokens that a conversation may hold; position tables are longer, by POSITION_MARGIN.
     """
     backbone = Backbone(hf, context, context + POSITION_MARGIN)
     if config is None:
-        return StreamModel(backbone, None, 0)
+        return StreamModel(backbone, None, gamma or 0)
     return StreamModel(backbone, Streams(backbone, config), gamma or config.gamma)
 
 

@@ -52,7 +52,8 @@ class Prefill:
 class StreamModel(nn.Module):
     """A backbone with its streams, from which step, prefill and training are built.
 
-    ``streams``: None for plain decoding. ``gamma``: the number of streams that run; deeper ones are dropped.
+    ``streams``: None for plain decoding and where the host drafts. ``gamma``: the number of streams that run (deeper
+    ones are dropped), or of the host's drafts.
     """
 
     def __init__(self, backbone: Backbone, streams: Streams | None, gamma: int) -> None:
@@ -219,6 +220,8 @@ class StepModule(nn.Module):
                 drafts = model.best(by_node.index_select(0, end), token, length + depth, self.k)
             else:
                 drafts = model.draft_after(middle.index_select(1, end), token, length, depth, past, rows, self.k)
+        elif model.gamma:
+            drafts = no_drafts(predicted[:1], model.gamma, self.k)
         return Step(predicted, depth + 1, drafts, rows, logits)
 
     def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
@@ -293,9 +296,14 @@ class PrefillModule(nn.Module):
         last = valid - 1
         token = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:
-            return Prefill(token, torch.zeros(0, self.k, dtype=torch.int32), rows)
+            return Prefill(token, no_drafts(token, model.gamma, self.k), rows)
         drafts = model.draft_after(middle.index_select(1, last), token, length, last, past, rows, self.k)
         return Prefill(token, drafts, rows)
+
+
+def no_drafts(token: Tensor, gamma: int, k: int) -> Tensor:
+    """Zeros ``[γ, k]``, where the host drafts: a product of ``token [1]``, as a Core ML output cannot be a constant."""
+    return token * torch.zeros(gamma, k, dtype=torch.int32)
 
 
 def argmax(scores: Tensor) -> Tensor:

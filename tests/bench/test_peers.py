@@ -16,11 +16,16 @@ from ssdevice.bench.peers.arm import PEERS, Answer, Arm, Setup, Skip, Unavailabl
 from ssdevice.bench.peers.compare import compare, offers
 from ssdevice.bench.peers.remote import Worker
 from ssdevice.bench.peers.table import as_json, as_markdown
+from ssdevice.bench.peers.two_models import DraftModel
 from ssdevice.bench.runner import BenchOptions, take_turns
 from ssdevice.cli import main
 from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.loop import decode
+from ssdevice.text.stream import Emission
+from ssdevice.tree import Tree
 from tests.runtime import tiny_bundle as tiny
+from tests.runtime.scripted import ScriptedEngine, continuation, make_geometry, random_drafter
 
 FAKE = '''
 import os, time
@@ -286,3 +291,18 @@ def test_other_weights_than_the_bundles_are_refused(tmp_path: Path, capsys: pyte
     (tmp_path / "model.safetensors").write_bytes(b"other")
     assert main(["bench", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--peers", str(tmp_path)]) == 2
     assert "is not the base of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_smaller_model_drafts_what_it_would_say(right: bool) -> None:
+    """Both models are the same, but the smaller one may get the last token of every call wrong."""
+    engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=50, context=80), random_drafter(0, 0.0))
+    drafter = DraftModel(engine.new_conversation())
+    if not right:
+        read = drafter.small.step_plain
+        drafter.small.step_plain = lambda last: (read(last) + 1) % 50  # type: ignore[method-assign]
+    for prompt in ([1, 2, 3], [1, 2, 3, 4, 5, 6, 0, 3, 2, 1]):
+        conversation = engine.new_conversation()
+        answer = list(decode(conversation, prompt, drafter, lambda run: Emission("", len(run), False), 40))
+        assert [token for run in answer for token in run.tokens] == continuation(prompt, 40, 50)
+        assert set(len(run.tokens) for run in answer[2:-1]) == ({4} if right else {1})

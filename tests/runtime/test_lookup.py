@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ssdevice.runtime.lookup import MOST, Lookup
+from ssdevice.runtime.adaptive import Adaptive
+from ssdevice.runtime.lookup import MOST, Lookup, LookupAlone
 from ssdevice.runtime.loop import Advance, decode, plain
 from ssdevice.text.stream import Emission
 from ssdevice.tree import Tree
@@ -31,6 +32,11 @@ def turning(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:
     """Drafts that the model never says."""
     return np.full((cache.geometry.gamma, cache.geometry.k), VOCAB - 1, np.int32)
+
+
+def no_streams(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:
+    """What a step of a model without streams returns."""
+    return np.zeros((cache.geometry.gamma, cache.geometry.k), np.int32)
 
 
 def runs(engine: ScriptedEngine, advance: Advance, prompt: Sequence[int], most: int = 40) -> Iterator[tuple[int, ...]]:
@@ -111,3 +117,28 @@ def test_a_replaced_candidate_becomes_the_next_best(turning: None) -> None:
     conversation.cache.held[: conversation.length] = conversation.text[:-1]
     lookup(conversation, conversation.text[-1])
     assert token and conversation.verified.tolist() == [[6, 9], [3, 2], [4, 7]]
+
+
+def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(turning: None) -> None:
+    engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams)
+    conversation, lookup = engine.new_conversation(), LookupAlone()
+    conversation.prefill([0])
+    conversation.length = 1
+    assert not lookup(conversation, TURN[1]) and not conversation.cache.steps
+    adaptive = Adaptive(LookupAlone(), clock=iter(range(1000)).__next__)  # all calls take the same time
+    sizes = [len(run) for run in runs(engine, adaptive, [0], 60)]
+    assert set(sizes[: len(TURN)]) == {1} and 4 in sizes
+    assert sum(size > 1 for size in sizes) > sizes[len(TURN) :].count(1)
+
+
+@settings(deadline=None)
+@given(
+    words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), prompt=st.lists(st.integers(0, 5), min_size=1)
+)
+def test_answers_without_streams_are_those_of_plain_decoding(words: list[int], prompt: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripted, "next_token", lambda context, vocab: words[(sum(context) + len(context)) % len(words)])
+        engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=90), no_streams)
+        truth = [token for run in runs(engine, plain, prompt[:40]) for token in run]
+        adaptive = Adaptive(LookupAlone())
+        assert [token for run in runs(engine, adaptive, prompt[:40]) for token in run] == truth

@@ -20,11 +20,9 @@ def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup
     from ssdevice.bench.runner import available_modes  # here: a worker does not need it
 
     found = bundle.app(app)
-    available = available_modes(bundle.function_names(app))
+    available = available_modes(bundle.function_names(app), found.mode is not None)
     plain = f"{label}, plain"
-    modes = {plain: available[0]}
-    if found.mode is not None:
-        modes |= {f"{label}, {mode}": mode for mode in (SPECULATIVE, ADAPTIVE) if mode in available}
+    modes = {plain: available[0]} | {f"{label}, {mode}": mode for mode in (SPECULATIVE, ADAPTIVE) if mode in available}
     engine = asdict(options) | {"threads": setup.threads}
     for name, mode in modes.items():
         yield Arm(

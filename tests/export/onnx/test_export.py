@@ -178,7 +178,7 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--adapter", "a={adapter}", "--adapter", "A={adapter}"], "two apps have this name"),
         (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
         (["--adapter", "a={adapter}", "--tree", "chain:0"], "chain"),
-        (["--tree", "chain:2"], "needs an adapter"),
+        (["--tree", TREE], "takes a chain"),
         (["--adapter", "a={adapter}", "--context", "4"], "cannot hold"),
         (["--adapter", "a={adapter}", "--context", "7"], "cannot hold"),
         (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk is 0"),
@@ -368,3 +368,17 @@ def test_a_graph_whose_attention_is_not_one_operator_reads_the_same_cache(
         show_regions(model)
     kinds = {name: {node.op_type for node in model.graph.node} for name, model in models.items()}
     assert HALF_TREE_ATTENTION in kinds[STEP] and "Softmax" in kinds[PLAIN]
+
+
+@pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
+def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(base: Path, tmp_path: Path, quant: str) -> None:
+    assert main(export(base, tmp_path / "b", "--tree", "chain:3", "--quant", quant)) == 0
+    bundle = Bundle.open(tmp_path / "b")
+    assert bundle.manifest.mode is None and bundle.geometry.gamma == 3 and STEP in bundle.functions
+    with Session.open(bundle, threads=1) as session:
+        assert not session.streams
+        answers = {}
+        for speculate in (True, False):
+            answers[speculate] = "".join(session.generate("a b a b a b", speculate=speculate, max_tokens=30))
+        assert answers[True] == answers[False]
+        assert session.last.tokens
