@@ -63,7 +63,7 @@ def test_wheel_holds_every_module_once(repository: Path, wheel: zipfile.ZipFile)
 def test_wheel_puts_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ssdevice"}
-    assert "ssdevice/py.typed" in wheel.namelist()
+    assert {"ssdevice/py.typed", "ssdevice/bench/page.html"} <= set(wheel.namelist())
 
 
 def test_wheel_holds_the_page(repository: Path, wheel: zipfile.ZipFile) -> None:
