@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.memory import measure_memory, own_peak_mb
+from ssdevice.bench.memory import measure_memory
+from ssdevice.bench.peers.worker import own_peak_mb
 from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.engine import EngineOptions
 
@@ -16,11 +17,11 @@ from ssdevice.runtime.engine import EngineOptions
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell the two apart")
 def test_the_peak_does_not_include_the_parent() -> None:
     large = b"1" * 400_000_000
-    asked = [sys.executable, "-c", "from ssdevice.bench.memory import own_peak_mb; print(own_peak_mb())"]
+    asked = [sys.executable, "-c", "from ssdevice.bench.peers.worker import own_peak_mb; print(own_peak_mb())"]
     child = float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
     assert child < len(large) / 1e6 < own_peak_mb()
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(SSDeviceError, match="measures memory failed: .*no such bundle"):
+    with pytest.raises(SSDeviceError, match="measures memory: BundleError: .*no such bundle"):
         measure_memory(tmp_path / "none", None, "plain", EngineOptions(), [1], 1)
