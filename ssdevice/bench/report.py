@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import Any
 
 from ssdevice import __version__
@@ -16,41 +16,6 @@ from ssdevice.contract import Geometry
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What was measured. ``model_bytes``: size of all files of the bundle; ``threads``: 0 for the engine's default.
-
-    ``app_bytes``: of the app's own files, 0 for one that is merged; ``versions``: of the packages here.
-    """
-
-    bundle: str
-    app: str
-    target: str
-    precision: str
-    schedule: str
-    mode: str | None
-    geometry: Geometry
-    model_bytes: int
-    parameters: int
-    threads: int
-    kernels: bool
-    data: str
-    app_bytes: int
-    versions: Mapping[str, str]
-
-    def as_json(self) -> Json:
-        """The fields by name, but of the geometry what a reader needs, and the size in MB (10⁶ bytes)."""
-        facts = {field.name: getattr(self, field.name) for field in fields(self)}
-        geometry, size = facts.pop("geometry"), facts.pop("model_bytes")
-        return facts | {
-            "tree": geometry.tree.to_json(),
-            "gamma": geometry.gamma,
-            "k": geometry.k,
-            "context": geometry.context,
-            "model_mb": round(size / 1e6, 3),
-        }
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
@@ -71,13 +36,22 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
 
 
 def as_json(
-    setting: Setting, options: BenchOptions, result: BenchResult, quality: Json, memory: Mapping[str, ProcessMemory]
+    setting: Json,
+    geometry: Geometry,
+    options: BenchOptions,
+    result: BenchResult,
+    quality: Json,
+    memory: Mapping[str, ProcessMemory],
 ) -> Json:
-    """The object ``bench --json`` writes."""
-    geometry, speedup = setting.geometry, result.speedup
+    """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
+    speedup = result.speedup
     differing = {name: result.differing(name) for name in result.modes}
     return {
-        **setting.as_json(),
+        **setting,
+        "tree": geometry.tree.to_json(),
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "context": geometry.context,
         "prompts": len(result.examples),
         "skipped_prompts": result.skipped,
         "rounds": options.rounds,
@@ -85,7 +59,7 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "arms": {name: _mode(mode, result, setting, memory.get(name)) for name, mode in result.modes.items()},
+        "arms": {name: _mode(mode, result, geometry, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
@@ -98,7 +72,7 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: ProcessMemory | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: ProcessMemory | None) -> Json:
     found: Json = {
         "tokens_per_second": round(mode.tokens_per_second.median, 3),
         "tokens_per_step": round(mode.tokens_per_step, 4),
@@ -118,7 +92,7 @@ def _mode(mode: Measured, result: BenchResult, setting: Setting, memory: Process
         },
     }
     if mode.name == SPECULATIVE:
-        found["accepted_histogram"] = result.acceptance.histogram(setting.geometry.tree.emitted)
+        found["accepted_histogram"] = result.acceptance.histogram(geometry.tree.emitted)
     return found
 
 

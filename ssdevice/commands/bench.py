@@ -140,27 +140,26 @@ def _report(
 ) -> dict[str, Any]:
     from ssdevice.bench.machine import installed
     from ssdevice.bench.memory import measure_memory
-    from ssdevice.bench.report import Setting, as_json, quality_of
+    from ssdevice.bench.report import as_json, quality_of
 
     assert session.bundle is not None
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
     engine = engine_options(args)
     memory = {name: measure_memory(folder, args.app, name, engine, first, options.max_tokens) for name in result.modes}
-    setting = Setting(
-        bundle=str(folder),
-        app=args.app or manifest.default_app,
-        target=manifest.target,
-        precision=manifest.precision.value,
-        schedule=manifest.schedule.value,
-        mode=manifest.mode.value if manifest.mode else None,
-        geometry=session.engine.geometry,
-        model_bytes=manifest.total_bytes,
-        parameters=manifest.model.parameters,
-        threads=args.threads,
-        kernels=session.engine.kernels,
-        data=str(args.data),
-        app_bytes=sum(manifest.files[path].size for path in session.bundle.app(args.app).files),
-        versions=installed(["numpy", *manifest.tools]),
-    )
-    return as_json(setting, options, result, quality_of(result, args.metric), memory)
+    setting = {
+        "bundle": str(folder),
+        "app": args.app or manifest.default_app,
+        "target": manifest.target,
+        "precision": manifest.precision.value,
+        "schedule": manifest.schedule.value,
+        "mode": manifest.mode.value if manifest.mode else None,
+        "parameters": manifest.model.parameters,
+        "threads": args.threads,
+        "kernels": session.engine.kernels,
+        "data": str(args.data),
+        "app_bytes": sum(manifest.files[path].size for path in session.bundle.app(args.app).files),  # 0 if merged
+        "model_mb": round(manifest.total_bytes / 1e6, 3),
+        "versions": installed(["numpy", *manifest.tools]),
+    }
+    return as_json(setting, session.engine.geometry, options, result, quality_of(result, args.metric), memory)

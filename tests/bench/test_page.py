@@ -12,7 +12,7 @@ import pytest
 from ssdevice.bench.machine import Load
 from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.page import page, write_page
-from ssdevice.bench.report import TITLES, Setting, as_json
+from ssdevice.bench.report import TITLES, as_json
 from ssdevice.bench.runner import BenchOptions, BenchResult, measure
 from ssdevice.data import Example
 from ssdevice.tree import Tree
@@ -56,12 +56,13 @@ def report() -> dict[str, Any]:
     options = BenchOptions(rounds=2, max_tokens=17)
     measured = measure(session, [Example(p, "x") for p in ("one", "two", "three")], options, lambda *_: None)
     result = BenchResult(measured.examples, measured.modes, measured.acceptance, Load(0, (0, 0, 0), (0, 0, 0)), 0)
-    setting = Setting(
-        bundle=f"bundles/{HOSTILE}", app=HOSTILE, target="onnx", precision="int4", schedule="deferred", mode="shared",
-        geometry=session.engine.geometry, model_bytes=103_000_000, parameters=135_000_000, threads=2, kernels=True,
-        data="dev.jsonl", app_bytes=2_500_000, versions={"onnxruntime": "1.31.1"},
-    )  # fmt: skip
-    return as_json(setting, options, result, {}, {name: ProcessMemory(209, 333) for name in result.modes})
+    setting = {
+        "bundle": f"bundles/{HOSTILE}", "app": HOSTILE, "target": "onnx", "precision": "int4", "schedule": "deferred",
+        "mode": "shared", "parameters": 135_000_000, "threads": 2, "kernels": True, "data": "dev.jsonl",
+        "app_bytes": 2_500_000, "model_mb": 103.0, "versions": {"onnxruntime": "1.31.1"},
+    }  # fmt: skip
+    memory = {name: ProcessMemory(209, 333) for name in result.modes}
+    return as_json(setting, session.engine.geometry, options, result, {}, memory)
 
 
 def test_it_is_well_formed_and_refers_to_nothing_outside(report: dict[str, Any]) -> None:

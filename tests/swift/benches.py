@@ -8,7 +8,7 @@ from typing import Any
 
 from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import Load
-from ssdevice.bench.report import Setting, as_json
+from ssdevice.bench.report import as_json
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.data import Example
 from ssdevice.runtime.generation import Generation
@@ -24,22 +24,12 @@ def record() -> dict[str, Any]:
     """The setting, the answers by mode, round and prompt, and the report."""
     rng = Random(0)
     geometry = make_geometry(Tree.parse("full:k=2,depth=2"), k=K, vocab=5)
-    setting = Setting(
-        "a.bundle",
-        "sql",
-        "coreml",
-        "int8",
-        "tail",
-        "lossless",
-        geometry,
-        12345678,
-        7000000,
-        0,
-        False,
-        "some.jsonl",
-        0,
-        {},
-    )
+    size = 12345678
+    setting = {
+        "bundle": "a.bundle", "app": "sql", "target": "coreml", "precision": "int8", "schedule": "tail",
+        "mode": "lossless", "parameters": 7000000, "threads": 0, "kernels": False, "data": "some.jsonl", "app_bytes": 0,
+        "model_mb": round(size / 1e6, 3), "versions": {},
+    }  # fmt: skip
     options = BenchOptions(rounds=ROUNDS, max_tokens=40)
     acceptance, modes, answers = Acceptance(), {}, {}
     texts = [[rng.randrange(5) for _ in range(rng.randint(1, 40))] for _ in range(PROMPTS)]
@@ -55,9 +45,9 @@ def record() -> dict[str, Any]:
                 if number == 0 and name == SPECULATIVE:
                     acceptance.add(tokens, list(zip([_rows(d) for d in drafts if d], answer.accepted, strict=True)))
     result = BenchResult([Example("")] * PROMPTS, modes, acceptance, Load(0.0, (1, 2, 3), (1, 2, 3)), 2)
-    report = as_json(setting, options, result, {}, {})
+    report = as_json(setting, geometry, options, result, {}, {})
     given = {
-        "setting": {**report, "model_bytes": setting.model_bytes},
+        "setting": {**report, "model_bytes": size},
         "skipped": 2,
         "prompts": PROMPTS,
         "modes": [{"mode": name, "answers": answers[name]} for name in MODES],
