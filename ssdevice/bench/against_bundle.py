@@ -9,7 +9,6 @@ coarser precision. Two quantizations of a model are two models, so other differe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,29 +29,12 @@ from ssdevice.runtime.engine import Engine
 OTHER = "other bundle"
 
 
-@dataclass
 class Agreement(Comparison):
-    """``largest_change``: of any logit between the bundles on rows that chose the same token; None if not measured."""
-
-    precisions: tuple[Precision, Precision]
-    prompts: int
-    differences: list[Difference] = field(default_factory=list)
-    largest_change: float | None = None
-
-    @property
-    def ceiling(self) -> float:
-        return max(CEILINGS[precision] for precision in self.precisions)
+    """The result of ``against_bundle``."""
 
     def faults(self) -> list[str]:
-        """Differences between float32 bundles that are not near-ties, one sentence each."""
-        if any(precision is not Precision.FP32 for precision in self.precisions):
-            return []
-        found = self.unexcused()
-        if self.largest_change is not None and self.largest_change > self.ceiling:
-            found.append(
-                f"a logit changes by {self.largest_change:.3g} between the bundles, at most {self.ceiling} may"
-            )
-        return found
+        """Those of a comparison between float32 bundles; none for other precisions."""
+        return super().faults() if self.precision is Precision.FP32 else []
 
 
 def against_bundle(
@@ -67,7 +49,8 @@ def against_bundle(
     report: Report,
 ) -> Agreement:
     """Decode ``prompts`` with ``other`` and compare with ``answers``; ``mine`` and ``other_shown`` show logits."""
-    result = Agreement(precisions, len(prompts))
+    coarser = max(precisions, key=lambda precision: CEILINGS[precision])
+    result = Agreement(coarser, len(prompts), between="the bundles")
     conversation = other.new_conversation()
     advance = plain_of(other)
     pairs = list(zip(prompts, answers, strict=True))

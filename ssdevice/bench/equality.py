@@ -64,24 +64,32 @@ class Difference:
     margin: float | None = None
 
 
+@dataclass
 class Comparison:
-    """Answers compared with others, and the rule that excuses near-ties."""
+    """Answers compared with plain ones, and the rule that excuses near-ties.
 
-    differences: list[Difference]
-    largest_change: float | None
+    ``precision``: of the bundle, or the coarser one of two. ``largest_change``: of any logit on agreeing rows; None if
+    logits were not available. ``between``: what is compared.
+    """
+
+    precision: Precision
+    prompts: int
+    differences: list[Difference] = field(default_factory=list)
+    largest_change: float | None = None
+    between: str = "modes"
 
     @property
     def ceiling(self) -> float:
         """The largest allowed ``largest_change``."""
-        raise NotImplementedError
+        return CEILINGS[self.precision]
 
     def near_tie(self, difference: Difference) -> bool:
         """Whether the margin of a difference excuses it."""
         change, margin = self.largest_change, difference.margin
         return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
 
-    def unexcused(self) -> list[str]:
-        """Differences that are not near-ties, one sentence each."""
+    def faults(self) -> list[str]:
+        """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""
         found = []
         for d in self.differences:
             if not self.near_tie(d):
@@ -90,6 +98,9 @@ class Comparison:
                     f"{d.mode}: prompt {d.prompt + 1} differs at token {d.position + 1} "
                     f"({d.found} instead of {d.expected}); not a near-tie: {why}"
                 )
+        change = self.largest_change
+        if change is not None and change > self.ceiling:
+            found.append(f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may")
         return found
 
 
@@ -97,23 +108,14 @@ class Comparison:
 class Equality(Comparison):
     """The result of ``compare``.
 
-    ``nodes_ended``: tree nodes at which an accepted run ended. ``largest_change``: of any logit between the modes on
-    agreeing rows; None if logits were not available. ``answers``: tokens of plain decoding, by prompt.
+    ``nodes_ended``: tree nodes at which an accepted run ended. ``answers``: tokens of plain decoding, by prompt.
     """
 
-    precision: Precision
-    prompts: int
-    modes: list[str]
+    modes: list[str] = field(default_factory=list)
     tokens: int = 0
     nodes_ended: set[int] = field(default_factory=set)
     nodes: int = 1
-    differences: list[Difference] = field(default_factory=list)
-    largest_change: float | None = None
     answers: list[list[int]] = field(default_factory=list)
-
-    @property
-    def ceiling(self) -> float:
-        return CEILINGS[self.precision]
 
     @property
     def allowed(self) -> int:
@@ -122,13 +124,11 @@ class Equality(Comparison):
 
     def faults(self) -> list[str]:
         """What breaks the promise of equal answers, one sentence each."""
-        found = self.unexcused()
+        found = super().faults()
         for mode in self.modes:
             count = sum(d.mode == mode for d in self.differences)
             if count > self.allowed:
                 found.append(f"{mode}: {count} of {self.prompts} prompts differ, at most {self.allowed} may")
-        if self.largest_change is not None and self.largest_change > self.ceiling:
-            found.append(f"a logit changes by {self.largest_change:.3g} between modes, at most {self.ceiling} may")
         return found
 
 
@@ -148,7 +148,7 @@ def compare(
     if STEP in engine.functions:
         modes = {"plain_step": plain_step} if base is plain else {}
         modes |= {"speculative": speculative, FORCED: speculative}
-    result = Equality(precision, len(prompts), list(modes), nodes=engine.geometry.tree.size)
+    result = Equality(precision, len(prompts), modes=list(modes), nodes=engine.geometry.tree.size)
     for number, ids in enumerate(track(report, "compare decoding modes", prompts)):
         expected = answer(conversation, ids, base, stop_ids, max_tokens)
         result.tokens += len(expected)

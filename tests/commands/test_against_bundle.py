@@ -19,9 +19,9 @@ PROMPTS = [[3, 4, 5], [6], [7, 8]]
 FP32 = (Precision.FP32, Precision.FP32)
 
 
-def compared(answers: list[list[int]]) -> Agreement:
+def compared(answers: list[list[int]], precisions: tuple[Precision, Precision] = FP32) -> Agreement:
     engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
-    return against_bundle(engines[0], engines[1], engines[2], PROMPTS, answers, (), 12, FP32, lambda *_: None)
+    return against_bundle(engines[0], engines[1], engines[2], PROMPTS, answers, (), 12, precisions, lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,21 @@ def test_another_token_is_no_near_tie_unless_its_logit_is_near(answers: list[lis
     assert len(result.faults()) == 1 and "not a near-tie" in result.faults()[0]
 
 
-def agreement(change: float, margin: float, *precisions: Precision) -> Agreement:
+def agreement(change: float, margin: float, precision: Precision) -> Agreement:
     differences = [Difference("other bundle", 0, 3, 1, 2, margin)]
-    return Agreement((precisions[0], precisions[1]), 200, differences, change)
+    return Agreement(precision, 200, differences, change)
 
 
 def test_only_between_float32_bundles_is_a_difference_a_fault() -> None:
-    assert agreement(1e-4, 1.9e-4, *FP32).faults() == []
-    assert len(agreement(1e-4, 2.1e-4, *FP32).faults()) == 1
-    assert len(agreement(2e-3, 1e-5, *FP32).faults()) == 2  # beyond the ceiling: nothing is excused
-    assert agreement(0.4, 3.0, Precision.FP32, Precision.INT8).faults() == []
+    assert agreement(1e-4, 1.9e-4, Precision.FP32).faults() == []
+    assert len(agreement(1e-4, 2.1e-4, Precision.FP32).faults()) == 1
+    assert len(agreement(2e-3, 1e-5, Precision.FP32).faults()) == 2  # beyond the ceiling: nothing is excused
+    assert agreement(0.4, 3.0, Precision.INT8).faults() == []
+
+
+def test_of_two_precisions_the_coarser_counts(answers: list[list[int]]) -> None:
+    for precisions in ((Precision.FP32, Precision.INT8), (Precision.INT8, Precision.FP32)):
+        assert compared(answers, precisions).precision is Precision.INT8
 
 
 def test_a_bundle_of_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[Scrip
 
 
 def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Equality:
-    result = Equality(precision, prompts, [FORCED], largest_change=change)
+    result = Equality(precision, prompts, modes=[FORCED], largest_change=change)
     result.differences = [Difference(FORCED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
     return result
 

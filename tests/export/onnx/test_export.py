@@ -316,7 +316,7 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     result = compared_along_a_chain(base, adapter, tmp_path / "bundle", quant)
     assert result.nodes_ended == set(range(4)) and result.largest_change is not None
     if quant == "int4" and forms.a_single_int4_row_differs():
-        assert result.unexcused() == [] and result.largest_change < result.ceiling
+        assert all(map(result.near_tie, result.differences)) and result.largest_change < result.ceiling
         # Through the step every mode computes the same rows in the same way.
         places = {m: [(d.prompt, d.position) for d in result.differences if d.mode == m] for m in result.modes}
         assert places["plain_step"] == places["speculative"] == places[FORCED]
