@@ -73,32 +73,33 @@ def as_json(
 
 
 def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: ProcessMemory | None) -> Json:
-    found: Json = {
-        "tokens_per_second": round(mode.tokens_per_second.median, 3),
-        "tokens_per_step": round(mode.tokens_per_step, 4),
-        "ttft_ms": round(mode.ttft_ms.median, 3),
+    found = arm_as_json(mode)
+    found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
         "resident_mb": round(memory.resident_mb, 1) if memory is not None else None,
         "peak_rss_mb": round(memory.peak_mb, 1) if memory is not None else None,
-        "tokens": sum(len(answer.tokens) for answer in mode.answers),
         "steps": sum(answer.steps for answer in mode.answers),
-        "prompt_tokens_per_second": per_prompt(mode),
-        "spread": {
-            "tokens_per_second": asdict(mode.tokens_per_second),
-            "ttft_ms": asdict(mode.ttft_ms),
-            "native_ms_per_step": asdict(mode.native_ms_per_step),
-        },
     }
+    found["spread"]["native_ms_per_step"] = asdict(mode.native_ms_per_step)
     if mode.name == SPECULATIVE:
         found["accepted_histogram"] = result.acceptance.histogram(geometry.tree.emitted)
     return found
 
 
-def per_prompt(mode: Measured) -> list[float | None]:
-    """The speed on each prompt, rounded."""
-    return [round(value, 3) if value is not None else None for value in mode.prompt_tokens_per_second]
+def arm_as_json(mode: Measured) -> Json:
+    """What is known of every arm, whether it is a bundle's or a peer's."""
+    return {
+        "tokens_per_second": round(mode.tokens_per_second.median, 3),
+        "tokens_per_step": round(mode.tokens_per_step, 4),
+        "ttft_ms": round(mode.ttft_ms.median, 3),
+        "tokens": sum(len(answer.tokens) for answer in mode.answers),
+        "prompt_tokens_per_second": [
+            round(value, 3) if value is not None else None for value in mode.prompt_tokens_per_second
+        ],
+        "spread": {"tokens_per_second": asdict(mode.tokens_per_second), "ttft_ms": asdict(mode.ttft_ms)},
+    }
 
 
 TITLES = {

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from ssdevice import __version__
 from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
-from ssdevice.bench.report import bounds, heading, per_prompt, processor, prompts_of
+from ssdevice.bench.report import arm_as_json, bounds, heading, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
 
 
@@ -40,27 +40,19 @@ def as_json(
 
 
 def _row(comparison: Comparison, row: Row) -> Json:
-    measured, differing, ratio = row.measured, comparison.differing(row), comparison.over_fastest(row)
+    differing, ratio = comparison.differing(row), comparison.over_fastest(row)
     return {
+        **arm_as_json(row.measured),
         "version": row.version,
         "weights": row.weights,
         "ours": row.arm.ours,
         "plain": row.arm.plain,
-        "tokens_per_second": round(measured.tokens_per_second.median, 3),
-        "ttft_ms": round(measured.ttft_ms.median, 3),
-        "tokens_per_step": round(measured.tokens_per_step, 4),
         "resident_mb": round(row.resident_mb, 1),
         "peak_rss_mb": round(row.peak_mb, 1),
         "disk_mb": round(row.arm.disk_bytes / 1e6, 1),
-        "tokens": sum(len(answer.tokens) for answer in measured.answers),
-        "prompt_tokens_per_second": per_prompt(measured),
         "equal_to_plain": None if differing is None else not differing,
         "differing_prompts": differing,
         "over_fastest_plain_peer": asdict(ratio) if ratio is not None else None,
-        "spread": {
-            "tokens_per_second": asdict(measured.tokens_per_second),
-            "ttft_ms": asdict(measured.ttft_ms),
-        },
     }
 
 
