@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.errors import InputError
@@ -61,7 +61,7 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
             ) from error
         if text.strip():
             found = True
-            yield _example(_parse(text, where), where, require_completion)
+            yield _example(strict_json.parse(text, where, InputError), where, require_completion)
     if not found:
         raise InputError(f"{path}: holds no examples; expected one JSON object per line")
 
@@ -91,7 +91,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     zipped = path.suffix == ".gz"
     number = 0
     try:
-        with _open(path, zipped) as file:
+        with gzip.open(path) if zipped else path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
@@ -114,18 +114,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _open(path: Path, zipped: bool) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if zipped else path.open("rb")
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    value = strict_json.parse(text, where, InputError)
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _example(fields: dict[str, Any], where: str, require_completion: bool) -> Example:
+def _example(fields: Any, where: str, require_completion: bool) -> Example:
+    if not isinstance(fields, dict):
+        raise InputError(f"{where}: expected a JSON object, found {type(fields).__name__}")
     for key in fields:
         if key not in KEYS:
             raise InputError(f"{where}: {strict_json.unknown_key(key, KEYS)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,14 +92,14 @@ class LoadWatch:
         self._psutil = psutil
         self._workers = workers
         self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), self._own_seconds()
-        self._before = _loadavg()
+        self._before = psutil.getloadavg()
 
     def load(self) -> Load:
         """The load since this object was made."""
         wall = max(perf_counter() - self._clock, 1e-9)
         others = (self._busy_seconds() - self._busy) - (self._own_seconds() - self._own)
         share = others / wall / (os.cpu_count() or 1)
-        return Load(min(max(share, 0.0), 1.0), self._before, _loadavg())
+        return Load(min(max(share, 0.0), 1.0), self._before, self._psutil.getloadavg())
 
     def _busy_seconds(self) -> float:
         """CPU seconds of all processes since the system began."""
@@ -116,9 +115,3 @@ class LoadWatch:
         workers = [self._psutil.Process(pid).cpu_times() for pid in self._workers]
         own = times.user + times.system + times.children_user + times.children_system
         return own + sum(float(worker.user + worker.system) for worker in workers)
-
-
-def _loadavg() -> tuple[float, float, float]:
-    if sys.platform == "win32":
-        return (0.0, 0.0, 0.0)
-    return os.getloadavg()

@@ -33,21 +33,12 @@ def plot(report: Json, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings: Any = {
-        "font.size": 13,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": INK,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
+    settings: Any = {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}
+    settings |= dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
     with matplotlib.rc_context(settings):
         speculative = report["arms"].get(SPECULATIVE)
-        figure, axes = pyplot.subplots(
-            1, 2 if speculative else 1, figsize=(12 if speculative else 6, 4.8), squeeze=False
-        )
+        pictures = 2 if speculative else 1
+        figure, axes = pyplot.subplots(1, pictures, figsize=(6 * pictures, 4.8), squeeze=False)
         _speed(axes[0][0], report)
         if speculative:
             _histogram(axes[0][1], speculative)

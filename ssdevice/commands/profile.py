@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import median
 
 from rich.console import Console
@@ -41,11 +40,12 @@ def show_profile(session: Session, examples: Sequence[Example], max_tokens: int)
         if inside:
             modes.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
     console.print(modes)
+    parts = _parts(session) if STEP in session.engine.functions else {}
     for function, kernels in session.engine.profile().items():
         _show(console, f"{function}: kernels", "operator", kernels, lambda kernel: kernel.operator)
-        if function == STEP and (parts := _parts(session)):
-            key = partial(_part, parts)
-            _show(console, f"{function}: parts", "part of the step", kernels, key)
+        if function == STEP and parts:
+            title = f"{function}: parts"
+            _show(console, title, "part of the step", kernels, lambda kernel: parts.get(kernel.node, OTHER))
 
 
 def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> None:
@@ -62,10 +62,6 @@ def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], 
         table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest:.0f}")
     table.add_row("all", "", f"{total:.0f}")
     console.print(table)
-
-
-def _part(parts: Mapping[str, str], kernel: Kernel) -> str:
-    return parts.get(kernel.node, OTHER)
 
 
 def _parts(session: Session) -> Mapping[str, str]:
