@@ -25,26 +25,19 @@ PROFILE_PROMPTS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice bench BUNDLE [BESIDE] --data FILE``."""
+    add = parser.add_argument
     add_bundle(parser)
-    parser.add_argument(
-        "beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first"
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="R", help="runs of each prompt (default 3)")
-    parser.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)"
-    )
-    parser.add_argument("--skip-long", action="store_true", help="leave out prompts that exceed the context")
-    parser.add_argument(
-        "--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
-    parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
+    add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
+    add("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
+    add("--limit", type=positive, metavar="N", help="the first N prompts")
+    add("--rounds", type=positive, default=3, metavar="R", help="runs of each prompt (default 3)")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)")
+    add("--skip-long", action="store_true", help="leave out prompts that exceed the context")
+    add("--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json")
+    add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
+    add("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_engine(parser)
     add_peers(parser)
 

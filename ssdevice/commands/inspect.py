@@ -32,15 +32,12 @@ TERMS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    parser.add_argument(
-        "--app", metavar="NAME", help="app whose resident memory is predicted (default: its default app)"
-    )
-    parser.add_argument(
-        "--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)"
-    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
+    add("--app", metavar="NAME", help="app whose resident memory is predicted (default: its default app)")
+    add("--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)")
     add_no_kernels(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,21 +26,14 @@ GGUF = "model.gguf"
 def add_peers(parser: argparse.ArgumentParser) -> None:
     """Declare ``--peers`` and what goes with it."""
     group = parser.add_argument_group("other engines", "these need the extra 'peers'; what is missing is skipped")
-    group.add_argument(
-        "--peers", type=Path, metavar="MODEL", help="measure beside other engines on this Hugging Face folder"
-    )
-    group.add_argument("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
-    group.add_argument("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
-    group.add_argument(
-        "--lookup", type=positive, nargs="+", default=[2, 10], metavar="N", help="tokens of prompt lookup (2 and 10)"
-    )
-    group.add_argument(
-        "--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams"
-    )
-    group.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
-    group.add_argument(
-        "--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable"
-    )
+    add = group.add_argument
+    add("--peers", type=Path, metavar="MODEL", help="measure beside other engines on this Hugging Face folder")
+    add("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
+    add("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
+    add("--lookup", type=positive, nargs="+", default=[2, 10], metavar="N", help="tokens of prompt lookup (2 and 10)")
+    add("--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams")
+    add("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
+    add("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable")
 
 
 def measure_peers(

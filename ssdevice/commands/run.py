@@ -21,19 +21,16 @@ STDIN = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice run BUNDLE --prompt TEXT`` or ``--data FILE``."""
+    add = parser.add_argument
     add_bundle(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from standard input")
     source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
-    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts of --data")
-    parser.add_argument(
-        "--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)"
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated"
-    )
-    parser.add_argument("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
+    add("--system", metavar="TEXT", help="system message before the prompt")
+    add("--limit", type=positive, metavar="N", help="the first N prompts of --data")
+    add("--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
+    add("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
     form.add_argument("--json", action="store_true", help="print one JSON object per prompt")

@@ -41,8 +41,9 @@ WIDTH = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice tune BUNDLE --data FILE``, or ``--model DIR --adapter NAME=DIR`` in place of the bundle."""
-    parser.add_argument("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
-    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its default app)")
+    add = parser.add_argument
+    add("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
+    add("--app", metavar="NAME", help="app of the bundle (default: its default app)")
     add_signature(parser)
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
@@ -53,23 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=_sizes, metavar="N,N,..",
         help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
     )  # fmt: skip
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
-    parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
-    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
-    parser.add_argument(
+    add("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
+    add("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
+    add(
         "--cost-of", type=Path, action="append", default=[], metavar="BUNDLE",
         help="also time the steps of this bundle: the same model with another tree or schedule; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
-        "--cost-table", type=Path, metavar="FILE", help="choose with the costs that another device wrote; time nothing"
-    )
-    parser.add_argument(
-        "--write-cost-table", type=Path, metavar="FILE", help="write the measured costs, for --cost-table elsewhere"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--cost-table", type=Path, metavar="FILE", help="choose with the costs that another device wrote; time nothing")
+    add("--write-cost-table", type=Path, metavar="FILE", help="write the measured costs, for --cost-table elsewhere")
+    add("--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE")
+    add("--json", action="store_true", help="print one JSON object")
     add_engine(parser)
 
 

@@ -34,17 +34,16 @@ PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice verify BUNDLE``."""
+    add = parser.add_argument
     add_bundle(parser)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
-    parser.add_argument("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
-    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
-    parser.add_argument("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
-    parser.add_argument(
-        "--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers"
-    )
-    parser.add_argument("--integrity-only", action="store_true", help="check only the files, run nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
+    add("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
+    add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
+    add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
+    add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
+    add("--integrity-only", action="store_true", help="check only the files, run nothing")
+    add("--json", action="store_true", help="print the result as one JSON object")
     add_engine(parser)
 
 
