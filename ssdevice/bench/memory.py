@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssdevice.bench.peers import ours
-from ssdevice.bench.peers.arm import Arm
+from ssdevice.bench.peers.arm import Arm, Json
 from ssdevice.bench.peers.remote import Worker
 from ssdevice.runtime.engine import EngineOptions
 
@@ -24,7 +24,13 @@ def measure_memory(
     bundle: Path, app: str | None, mode: str, options: EngineOptions, prompt: Sequence[int], max_tokens: int
 ) -> ProcessMemory:
     """The memory of a fresh process that opens a bundle and answers a prompt twice. Raises SSDeviceError."""
-    settings = {"bundle": str(bundle.resolve()), "app": app, "mode": mode, "options": asdict(options), "stops": []}
+    settings: Json = {
+        "bundle": str(bundle.resolve()),
+        "app": app,
+        "mode": mode,
+        "options": asdict(options),
+        "stops": [],
+    }
     with Worker(Arm("the process that measures memory", ours.__name__, settings, disk_bytes=0)) as worker:
         for _ in range(2):  # the first answer opens graphs, which gives back the pages that others have mapped
             worker.answer(prompt, max_tokens)
