@@ -193,11 +193,13 @@ def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
     yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
     yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
     yield "predicted from these and the observed drafts, without prefill:"
-    yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9}  tree"
+    yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9} {'x plain':>8}  tree"
     for choice in found:
+        tree = json.dumps(choice.tree.to_json(), separators=(",", ":"))
+        over = f"{choice.tokens_per_second * table.plain_ms / 1e3:.2f}" if table.plain_ms is not None else "-"
         yield (
             f"{choice.tree.size:>5} {choice.cost.schedule:>9} {choice.tokens_per_step:>12.2f} {choice.cost.ms:>8.2f} "
-            f"{choice.tokens_per_second:>9.1f}  {json.dumps(choice.tree.to_json(), separators=(',', ':'))}"
+            f"{choice.tokens_per_second:>9.1f} {over:>8}  {tree}"
         )
     if table.plain_ms is not None:
         speed = 1e3 / table.plain_ms
