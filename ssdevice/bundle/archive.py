@@ -12,12 +12,20 @@ import os
 import stat
 import struct
 import zipfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ssdevice.bundle.folder import OWN_FILES, PACKED_SUFFIX, Bundle, check_listing, check_out, check_outside
-from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, SIGNATURE_FILE, repeated_name, stream_sha256
+from ssdevice.bundle.integrity import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    SIGNATURE_FILE,
+    list_files,
+    repeated_name,
+    stream_sha256,
+)
 from ssdevice.bundle.manifest import MAX_FILE_BYTES, MAX_FILES, Manifest, parse_manifest
 from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
 from ssdevice.bundle.staging import Stage, disk_errors
@@ -54,20 +62,14 @@ def pack(bundle: Bundle, out: str | Path) -> Path:
         raise InputError(f"{out}: a packed bundle is named *{PACKED_SUFFIX}")
     check_outside(bundle.folder, out)
     own = [name for name in OWN_FILES if (bundle.folder / name).is_file()]
-    with disk_errors(out):
-        stage = Stage(out, folder=False)
-        try:
-            with stage.path.open("wb") as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
-                for name in (*own, *bundle.manifest.files):
-                    digest = _append(archive, raw, name, bundle.folder / name)
-                    if name not in own and digest != bundle.manifest.files[name].sha256:
-                        raise BundleError(
-                            f"{bundle.folder / name} is damaged: its sha256 is not the one in the manifest"
-                        )
-            read_packed_manifest(stage.path)
-            stage.publish(replace=False)
-        finally:
-            stage.close()
+    with disk_errors(out), closing(Stage(out, folder=False)) as stage:
+        with stage.path.open("wb") as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
+            for name in (*own, *bundle.manifest.files):
+                digest = _append(archive, raw, name, bundle.folder / name)
+                if name not in own and digest != bundle.manifest.files[name].sha256:
+                    raise BundleError(f"{bundle.folder / name} is damaged: its sha256 is not the one in the manifest")
+        read_packed_manifest(stage.path)
+        stage.publish(replace=False)
     return out
 
 
@@ -100,8 +102,7 @@ def unpack(
     with _open(packed) as stream, disk_errors(folder):
         entries = read_entries(stream, packed)
         manifest = _manifest(stream, packed, entries, require_signature)
-        stage = Stage(folder, folder=True)
-        try:
+        with closing(Stage(folder, folder=True)) as stage:
             for entry in entries:
                 target = stage.path / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,11 +111,9 @@ def unpack(
                     digest = stream_sha256(stream, entry.size, to)
                 if entry.name not in OWN_FILES and digest != manifest.files[entry.name].sha256:
                     raise BundleError(f"{packed}: {entry.name!r} is damaged: its sha256 is not the one in the manifest")
-            check_listing(stage.path, manifest)
+            check_listing(stage.path, list_files(stage.path, MAX_FILES), manifest)
             check_out(folder, overwrite)
             stage.publish(replace=overwrite)
-        finally:
-            stage.close()
     return Bundle(folder, manifest)
 
 
@@ -138,8 +137,7 @@ def _manifest(stream: IO[bytes], packed: Path, entries: list[Entry], key: Path |
     """The manifest. Raises BundleError unless its names and sizes agree with the entries."""
     if not entries or entries[0].name != MANIFEST_FILE or entries[0].size > MAX_MANIFEST_BYTES:
         raise BundleError(f"{packed}: its first entry is not a {MANIFEST_FILE} of at most {MAX_MANIFEST_BYTES} bytes")
-    by_name = {entry.name: entry for entry in entries}
-    signature = by_name.get(SIGNATURE_FILE)
+    signature = next((entry for entry in entries if entry.name == SIGNATURE_FILE), None)
     if signature is not None and signature.size > MAX_SIGNATURE_BYTES:
         raise BundleError(f"{packed}: {SIGNATURE_FILE} has {signature.size} bytes, at most {MAX_SIGNATURE_BYTES}")
     data = _content(stream, entries[0])
@@ -148,14 +146,7 @@ def _manifest(stream: IO[bytes], packed: Path, entries: list[Entry], key: Path |
             raise BundleError(f"{packed}: no {SIGNATURE_FILE}, but a signature is required")
         verify_signature(data, _content(stream, signature), key)
     manifest = parse_manifest(data, f"{packed}: {MANIFEST_FILE}")
-    for name, listed in manifest.files.items():
-        if name not in by_name:
-            raise BundleError(f"{packed}: {name!r} is missing")
-        if by_name[name].size != listed.size:
-            raise BundleError(f"{packed}: {name!r} has {by_name[name].size} bytes, {MANIFEST_FILE} says {listed.size}")
-    extra = sorted(by_name.keys() - manifest.files.keys() - set(OWN_FILES))
-    if extra:
-        raise BundleError(f"{packed}: {extra[0][:100]!r} is not listed in {MANIFEST_FILE}")
+    check_listing(packed, {entry.name: entry.size for entry in entries}, manifest)
     return manifest
 
 

@@ -34,12 +34,12 @@ OWN_FILES = (MANIFEST_FILE, SIGNATURE_FILE)
 PACKED_SUFFIX = ".ssb"
 
 
+@dataclasses.dataclass(eq=False)
 class Bundle:
-    """A checked bundle: its ``folder`` and its ``manifest``."""
+    """A checked bundle."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
+    folder: Path
+    manifest: Manifest
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Bundle:
@@ -66,7 +66,7 @@ class Bundle:
             signature = read_bounded(folder / SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
             verify_signature(data, signature, require_signature)
         manifest = parse_manifest(data, str(file))
-        check_listing(folder, manifest)
+        check_listing(folder, list_files(folder, MAX_FILES), manifest)
         if verify or require_signature is not None:
             for name, entry in manifest.files.items():
                 if file_sha256(folder / name, entry.size) != entry.sha256:
@@ -104,17 +104,16 @@ class Bundle:
         return self.app(app).functions or {name: name for name in self.functions}
 
 
-def check_listing(folder: Path, manifest: Manifest) -> None:
-    """Raise BundleError unless a folder holds exactly the listed files, with their sizes, and no links."""
-    found = list_files(folder, MAX_FILES)
+def check_listing(where: Path, found: Mapping[str, int], manifest: Manifest) -> None:
+    """Raise BundleError unless the files ``found``, with their sizes in bytes, are exactly the listed ones."""
     for name, entry in manifest.files.items():
         if name not in found:
-            raise BundleError(f"{folder / name} is missing")
+            raise BundleError(f"{where}: {name!r} is missing")
         if found[name] != entry.size:
-            raise BundleError(f"{folder / name} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}")
+            raise BundleError(f"{where}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}")
     extra = sorted(found.keys() - manifest.files.keys() - set(OWN_FILES))
     if extra:
-        raise BundleError(f"{folder}: {extra[0]!r} is not listed in {MANIFEST_FILE}; remove it")
+        raise BundleError(f"{where}: {extra[0][:200]!r} is not listed in {MANIFEST_FILE}; remove it")
 
 
 class BundleWriter:

@@ -5,6 +5,7 @@ Nothing here knows the fields of a manifest. Everything here assumes that it was
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -61,6 +62,20 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
         for key, item in value.items():
             check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
             check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
+
+
+def within(low: int, high: int) -> Rule:
+    """The rule for an integer from ``low`` to ``high``."""
+    return {"minimum": low, "maximum": high}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruled:
+    """A dataclass whose fields carry a Rule as metadata. Raises ConfigError, which names the field that breaks it."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            check_rule(item.name, getattr(self, item.name), item.metadata)
 
 
 def check_paths(paths: Iterable[str]) -> frozenset[str]:

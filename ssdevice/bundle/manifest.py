@@ -11,9 +11,10 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import zip_longest
 
 from ssdevice import targets
-from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, check_paths, check_rule, parse_strict, repeated_name
+from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, Ruled, check_paths, parse_strict, repeated_name, within
 from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import FUNCTIONS, MAX_CONTEXT, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
@@ -24,11 +25,6 @@ SCHEMA_VERSION = 1
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 42
 MAX_APPS = 256
-
-
-def within(low: int, high: int) -> Rule:
-    """The rule for an integer from ``low`` to ``high``."""
-    return {"minimum": low, "maximum": high}
 
 
 SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$"}
@@ -68,15 +64,6 @@ class AdapterKind(StrEnum):
     SLOT = "slot"
     FUNCTION = "function"
     BASE = "base"
-
-
-@dataclass(frozen=True)
-class Ruled:
-    """A dataclass whose fields carry a Rule as metadata. Raises ConfigError, which names the field that breaks it."""
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            check_rule(item.name, getattr(self, item.name), item.metadata)
 
 
 @dataclass(frozen=True)
@@ -286,13 +273,13 @@ class Manifest(Ruled):
 
 def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
     for kind in ("inputs", "outputs", "states"):
-        mine, theirs = getattr(found, kind), getattr(expected, kind)
-        if len(mine) != len(theirs):
-            return f"functions: {found.name} has {len(mine)} {kind}, its geometry asks for {len(theirs)}"
-        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        mine, theirs = (
+            [f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}" for t in getattr(spec, kind)]
+            for spec in (found, expected)
+        )
+        for i, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="nothing")):
             if one != other:
-                shown = [f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}" for t in (one, other)]
-                return f"functions: {found.name}.{kind}[{i}] is {shown[0]}, its geometry asks for {shown[1]}"
+                return f"functions: {found.name}.{kind}[{i}] is {one}, its geometry asks for {other}"
     return f"functions: {found.name} differs from its geometry"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,11 @@ def sign_bundle(folder: Path, private_key: Path) -> Path:
     private = _load_key(private_key, private=True)
     data = read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     out = folder / SIGNATURE_FILE
-    with disk_errors(out):
-        # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
-        stage = Stage(folder.parent / f"{folder.name}.sig", folder=False)
-        try:
-            stage.path.write_bytes(base64.b64encode(private.sign(data)) + b"\n")
-            sync_tree(stage.path)
-            stage.path.replace(out)
-        finally:
-            stage.close()
+    # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
+    with disk_errors(out), closing(Stage(folder.parent / f"{folder.name}.sig", folder=False)) as stage:
+        stage.path.write_bytes(base64.b64encode(private.sign(data)) + b"\n")
+        sync_tree(stage.path)
+        stage.path.replace(out)
     return out
 
 

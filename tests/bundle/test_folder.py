@@ -93,9 +93,9 @@ def link(file: Path, to: str) -> None:
 
 FOLDER_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged": (lambda f: damage(f / "model.onnx.data"), "model.onnx.data is damaged: its sha256"),
-    "longer": (lambda f: grow(f / "tokenizer.json"), "tokenizer.json has 3 bytes, manifest.json says 2"),
-    "missing": (lambda f: (f / "model.onnx").unlink(), "model.onnx is missing"),
-    "folder missing": (lambda f: shutil.rmtree(f / "adapters"), "adapters/sql/weights.bin is missing"),
+    "longer": (lambda f: grow(f / "tokenizer.json"), "'tokenizer.json' has 3 bytes, manifest.json says 2"),
+    "missing": (lambda f: (f / "model.onnx").unlink(), "'model.onnx' is missing"),
+    "folder missing": (lambda f: shutil.rmtree(f / "adapters"), "'adapters/sql/weights.bin' is missing"),
     "extra": (lambda f: (f / "model.onnx.bak").write_bytes(b""), "'model.onnx.bak' is not listed"),
     "extra below": (
         lambda f: (f / "adapters/sql/.DS_Store").write_bytes(b""),
