@@ -69,7 +69,7 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
     for part in model.modules():
         if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight
             nn.init.normal_(part.up.weight, std=0.1)
-    return replace(job, plan=plan, loaded=LoadedModel(plan.folder, plan.identity, model.eval(), None), notes=())
+    return replace(job, plan=plan, loaded=LoadedModel(plan.identity, model.eval(), None), notes=())
 
 
 def variant_plan(plan: ExportPlan, variant: Variant) -> ExportPlan:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ssdevice.data import Example
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import Masks, StreamModel
+from ssdevice.model.backbone import Masks
+from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, own_streams, stream_positions, within
 from ssdevice.text.tokenizer import ChatTokenizer
 

@@ -20,12 +20,15 @@ WRITTEN = {np.dtype(DTYPES[kind]): kind for kind in ("F32", "F16", "I8")}
 
 
 def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Every tensor as float32. Raises InputError for another kind of file, or a tensor that is not floating point."""
-    tensors = read_tensors(file)
-    for name, value in tensors.items():
+    """Every tensor as float32. Raises InputError for another kind of file, or values that are not finite floats."""
+    floats = {}
+    for name, value in read_tensors(file).items():
         if value.dtype == np.int8:
             raise InputError(f"{file}: tensor {name!r} is I8, expected floats")
-    return {name: value.astype(np.float32, copy=False) for name, value in tensors.items()}
+        floats[name] = value.astype(np.float32, copy=False)
+        if not np.isfinite(floats[name]).all():
+            raise InputError(f"{file}: tensor {name!r} has values that are not finite")
+    return floats
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:

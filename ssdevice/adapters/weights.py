@@ -69,7 +69,7 @@ class AdapterWeights:
         factors = _read_lora(folder) if has_lora else {}
         identifiers = None
         if settings is not None:
-            tensors = _finite(folder / WEIGHTS)
+            tensors = read_floats(folder / WEIGHTS)
             identifiers = tensors.pop("identifiers", None)
             if identifiers is None:
                 raise InputError(f"{folder / WEIGHTS}: tensor 'identifiers' is missing")
@@ -87,11 +87,7 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
         tensors |= _slot_tensors(weights.folder, slot, waiting)
-    if waiting:
-        kind, name = next(iter(waiting))
-        raise InputError(
-            f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
-        )
+    _check_taken(weights, waiting)
     if variant.mode is not None:
         tensors[IDENTIFIERS] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     return tensors
@@ -104,6 +100,14 @@ def _factors(weights: AdapterWeights, gamma: int, hidden: int) -> dict[tuple[Slo
     if g is not None:
         found[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     return found
+
+
+def _check_taken(weights: AdapterWeights, waiting: Mapping[tuple[SlotKind, str], Factors]) -> None:
+    """Raise InputError for the first factors that no slot has taken."""
+    for kind, name in waiting:
+        raise InputError(
+            f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
+        )
 
 
 def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np.float32]:
@@ -137,9 +141,7 @@ def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> 
                 )
             down[0, :, :rank], up[0, :rank] = factors.down.T, factors.up.T
         tensors |= {f"{slot.state}.down": down, f"{slot.state}.up": up}
-    if waiting:
-        kind, name = next(iter(waiting))
-        raise InputError(f"{weights.folder}: the program has no {kind} slot for {name!r}")
+    _check_taken(weights, waiting)
     if layout.identifiers:
         identifiers = np.zeros((gamma, layout.hidden), np.float32)
         if weights.identifiers is not None:
@@ -233,7 +235,7 @@ def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
     check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
     factors = {}
-    for name, (down, up) in _pairs(file, _finite(file), ".lora_A.weight", ".lora_B.weight").items():
+    for name, (down, up) in _pairs(file, read_floats(file), ".lora_A.weight", ".lora_B.weight").items():
         if not name.startswith(PEFT_PREFIX):
             raise InputError(f"{file}: {name!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do")
         module = name.removeprefix(PEFT_PREFIX)
@@ -259,14 +261,6 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def _finite(file: Path) -> dict[str, NDArray[np.float32]]:
-    tensors = read_floats(file)
-    for name, value in tensors.items():
-        if not np.isfinite(value).all():
-            raise InputError(f"{file}: tensor {name!r} has values that are not finite")
-    return tensors
 
 
 def _pairs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,10 @@ from ssdevice.model import attention
 from ssdevice.model.attention import KeyValue, Rows
 from ssdevice.model.families import Family, Sliding, family_of
 from ssdevice.model.operators import Operators
+from ssdevice.model.visibility import additive
+
+Masks = dict[int | None, Tensor]
+"""Additive masks ``[B or 1, 1, R, rows]`` by attention window."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +139,15 @@ class Backbone(nn.Module):
         last: int,
         h: Tensor,
         rope: Rope,
-        masks: dict[int | None, Tensor],
-        past: Sequence[Sequence[KeyValue]],
+        masks: Masks,
+        past: Sequence[Sequence[KeyValue]] | None = None,
     ) -> tuple[Tensor, list[KeyValue]]:
         """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
 
-        ``masks``: additive, ``[B or 1, 1, R, rows]`` by window. ``past[i]``: runs of earlier rows of layer i.
-        Returns the hidden states and each layer's new (keys, values).
+        ``past[i]``: runs of earlier rows of layer i; None: there are none. Returns the hidden states and each layer's
+        new (keys, values).
         """
-        rows = Rows(past, rope.positions, self.operators.attention)
+        rows = Rows(past or [()] * self.num_layers, rope.positions, self.operators.attention)
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
             out = self.layers[i](
@@ -165,6 +169,10 @@ class Backbone(nn.Module):
     def windows(self) -> set[int | None]:
         """The attention windows of all layers."""
         return {self.window(i) for i in range(self.num_layers)}
+
+    def masks(self, visible: Callable[[int | None], Tensor]) -> Masks:
+        """The masks of all layers; ``visible``: which rows see which within a window, ``[B or 1, 1, R, rows]`` bool."""
+        return {window: additive(visible(window), self.mask_value) for window in self.windows()}
 
     def finish(self, h: Tensor) -> Tensor:
         """What the LM head reads, ``[.., W]``, of final hidden states ``[.., D]``."""

@@ -28,7 +28,6 @@ from ssdevice.model.streams import Streams
 class LoadedModel:
     """A model ready for training or export. ``settings``: None without streams."""
 
-    folder: Path
     identity: BaseIdentity
     model: StreamModel
     settings: AdapterSettings | None
@@ -194,4 +193,4 @@ def load(
         load_streams(adapter, model.streams)
         model.take_draft_rows()
     release()
-    return LoadedModel(folder, identity, model.eval(), settings)
+    return LoadedModel(identity, model.eval(), settings)

@@ -6,7 +6,7 @@ int32, and every size but P is a Python constant, so the graphs are static.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from ssdevice.config import Schedule
 from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.backbone import Backbone
+from ssdevice.model.backbone import Backbone, Masks
 from ssdevice.model.streams import Streams
-from ssdevice.model.visibility import additive, committed, own_streams, stream_positions, within
+from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
 from ssdevice.tree import Tree
 
 Past = Sequence[KeyValue]
 """Per layer the (keys, values) rows ``[1, kv_heads, P, head_dim]``; rows at ``length`` and beyond are masked."""
-Masks = dict[int | None, Tensor]
-"""Additive masks by attention window."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,25 @@ class StreamModel(nn.Module):
 
     def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
         """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``."""
-        backbone = self.backbone
-        return backbone.run(0, self.first_msa, h, backbone.rope(positions), masks, [[kv] for kv in past])
+        return self.backbone.run(0, self.first_msa, h, self.backbone.rope(positions), masks, [[kv] for kv in past])
 
     def run_msa_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
         """The top N_s layers on main rows (2402.11131 eq. 1)."""
         backbone = self.backbone
         runs = [[kv] for kv in past]
         return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
+
+    def masks(self, at: Tensor, length: Tensor, past: Past, new: Callable[[int | None], Tensor]) -> Masks:
+        """Masks ``[1, 1, R, P + n]`` of rows at ``at [R]``: they see committed rows, and new ones as ``new`` says.
+
+        ``new``: which of n new rows they see within a window, ``[R, n]`` bool.
+        """
+
+        def visible(window: int | None) -> Tensor:
+            others = new(window)
+            return torch.cat([committed(at, length, past[0][0].shape[2], window), others], dim=1)[None, None]
+
+        return self.backbone.masks(visible)
 
     def chosen(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """What streams see of the tokens chosen for ``positions``, both ``[B, n]``; None: nothing."""
@@ -119,15 +128,12 @@ class StreamModel(nn.Module):
         ``token [1]``: the main stream's choice after this node. ``rows``: the new rows from position ``length`` on, of
         which ``0..last`` are the node's path and itself.
         """
-        new = rows[0][0].shape[2]
-        offsets = torch.arange(new, dtype=torch.int32, device=h.device)
+        offsets = torch.arange(rows[0][0].shape[2], dtype=torch.int32, device=h.device)
         node_at = length + last
         at = stream_positions(node_at, self.gamma)
-        visible = {}
-        for window in self.backbone.windows():
-            path = (offsets <= last)[None] & within(at, length + offsets, window)
-            seen = torch.cat([committed(at, length, past[0][0].shape[2], window), path], dim=1)
-            visible[window] = additive(seen[None, None], self.backbone.mask_value)
+        visible = self.masks(
+            at, length, past, lambda window: (offsets <= last)[None] & within(at, length + offsets, window)
+        )
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
         chosen = self.chosen(token[None], node_at[None] + 1)
         return self.best(self.stream_pass(h, chosen, node_at[None], visible, runs), token, node_at, k)
@@ -186,13 +192,17 @@ class StepModule(nn.Module):
     def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
         """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
-        # The tree: tokens gathered from the drafts, one position per depth; a node sees the past and its ancestors.
+        # The tree: tokens gathered from the drafts, one position per depth; a node sees the past, its ancestors and
+        # itself (2402.11131 eq. 4).
         tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.slots)
         positions = length + self.depths
-        masks = self._main_masks(positions, length, past[0][0].shape[2])
+        masks = model.masks(
+            positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)
+        )
         h = model.backbone.embed(tokens[None], positions[None])
         middle, rows = model.run_main_layers(h, positions[None], masks, past)
 
+        # The MSA layers: with the streams of every node beside it, or without, until it is known which node counts.
         fused = model.streams is not None and self.schedule is Schedule.FUSED
         if fused:
             h, streams, msa_rows = self._fused(middle, positions, length, masks, past)
@@ -224,15 +234,6 @@ class StepModule(nn.Module):
             drafts = no_drafts(predicted[:1], model.gamma, self.k)
         return Step(predicted, depth + 1, drafts, rows, logits)
 
-    def _main_masks(self, positions: Tensor, length: Tensor, past_rows: int) -> Masks:
-        """``[1, 1, T, P + T]`` by window: committed rows, then ancestors and the node itself (2402.11131 eq. 4)."""
-        masks = {}
-        for window in self.model.backbone.windows():
-            tree = self.ancestors & within(self.depths, self.depths, window)
-            seen = torch.cat([committed(positions, length, past_rows, window), tree], dim=1)
-            masks[window] = additive(seen[None, None], self.model.backbone.mask_value)
-        return masks
-
     def _verify(self, tokens: Tensor, predicted: Tensor) -> Tensor:
         """``[1]``: the deepest node whose whole path agrees with the predictions; the lowest index wins a tie."""
         if self.tree.size == 1:
@@ -248,19 +249,19 @@ class StepModule(nn.Module):
     ) -> tuple[Tensor, Tensor, list[KeyValue]]:
         """The MSA layers over T main rows and T * γ stream rows at once: ``(main, streams, main's new rows)``."""
         model, size = self.model, self.tree.size
-        backbone, streams, gamma = model.backbone, model.streams, model.gamma
+        streams, gamma = model.streams, model.gamma
         assert streams is not None
         at = stream_positions(positions, gamma)
-        past_rows = past[0][0].shape[2]
         ancestors = self.ancestors.repeat_interleave(gamma, dim=0)
         own = own_streams(size, gamma)
-        blind = torch.full((1, 1, size, size * gamma), backbone.mask_value)
-        both_masks = {}
-        for window, mask in masks.items():
+        blind = torch.full((1, 1, size, size * gamma), model.backbone.mask_value)
+
+        def streams_see(window: int | None) -> Tensor:
             tree = ancestors & within(at, positions, window)
-            seen = torch.cat([committed(at, length, past_rows, window), tree, own], dim=1)
-            stream_rows = additive(seen[None, None], backbone.mask_value)
-            both_masks[window] = torch.cat([torch.cat([mask, blind], dim=3), stream_rows], dim=2)
+            return torch.cat([committed(at, length, past[0][0].shape[2], window), tree, own], dim=1)[None, None]
+
+        of_streams = model.backbone.masks(streams_see)
+        both_masks = {w: torch.cat([torch.cat([masks[w], blind], dim=3), of_streams[w]], dim=2) for w in masks}
         both = torch.cat([h, streams.start(h, gamma)], dim=1)
         where = torch.cat([positions, at])[None]
         with streams.rows_after(size):
@@ -282,15 +283,9 @@ class PrefillModule(nn.Module):
         """``tokens [C]`` of which ``valid [1]`` count, at ``length [1]`` committed tokens."""
         model, backbone, offsets = self.model, self.model.backbone, self.offsets
         positions = length + offsets
-        causal = offsets[:, None] >= offsets[None]
-        masks = {}
-        for window in backbone.windows():
-            chunk = causal & within(offsets, offsets, window)
-            seen = torch.cat([committed(positions, length, past[0][0].shape[2], window), chunk], dim=1)
-            masks[window] = additive(seen[None, None], backbone.mask_value)
-        middle, rows = model.run_main_layers(
-            backbone.embed(tokens[None], positions[None]), positions[None], masks, past
-        )
+        masks = model.masks(positions, length, past, lambda window: causal(offsets, window))
+        h = backbone.embed(tokens[None], positions[None])
+        middle, rows = model.run_main_layers(h, positions[None], masks, past)
         h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
         rows = rows + msa_rows
         last = valid - 1

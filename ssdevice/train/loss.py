@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.backbone import Rope
-from ssdevice.model.step import Masks, StreamModel
-from ssdevice.model.visibility import additive, causal, stream_positions
+from ssdevice.model.backbone import Masks, Rope
+from ssdevice.model.step import StreamModel
+from ssdevice.model.visibility import causal, stream_positions
 from ssdevice.train.node_attention import attending_by_node
 
 IGNORE = -100
@@ -118,24 +118,21 @@ class StreamingLoss(nn.Module):
         """Main rows of whole sequences: hidden states at layer N - N_s and N, and the MSA layers' new rows."""
         model, backbone = self.model, self.model.backbone
         positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        masks = {w: additive(causal(positions, w)[None, None], backbone.mask_value) for w in backbone.windows()}
+        masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         rope = backbone.rope(positions[None])
-        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))
-        middle, _ = self._layers(0, model.first_msa, h, rope, masks, nothing)
-        final, rows = self._layers(model.first_msa, backbone.num_layers, middle, rope, masks, nothing)
+        middle, _ = self._layers(0, model.first_msa, h, rope, masks)
+        final, rows = self._layers(model.first_msa, backbone.num_layers, middle, rope, masks)
         return middle, final, rows
 
-    def _layers(
-        self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks, past: Sequence[Sequence[KeyValue]]
-    ) -> tuple[Tensor, list[KeyValue]]:
+    def _layers(self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks) -> tuple[Tensor, list[KeyValue]]:
         """``Backbone.run``; with ``recompute`` layer by layer, keeping only their inputs."""
         run = self.model.backbone.run
         if not self.recompute or not torch.is_grad_enabled():
-            return run(first, last, h, rope, masks, past)
+            return run(first, last, h, rope, masks)
         rows: list[KeyValue] = []
         for i in range(first, last):
-            h, new = checkpoint(run, i, i + 1, h, rope, masks, past, use_reentrant=False)
+            h, new = checkpoint(run, i, i + 1, h, rope, masks, use_reentrant=False)
             rows += new
         return h, rows
 
@@ -211,12 +208,12 @@ class StreamingLoss(nn.Module):
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
         position = stream_positions(at, gamma)[..., None]
-        masks = {}
-        for window in self.model.backbone.windows():
+
+        def visible(window: int | None) -> Tensor:
             seen = row <= node
-            seen = seen if window is None else seen & (position - row < window)
-            masks[window] = additive(seen[:, None], self.model.backbone.mask_value)
-        return masks
+            return (seen if window is None else seen & (position - row < window))[:, None]
+
+        return self.model.backbone.masks(visible)
 
 
 def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from ssdevice.adapters.lora_options import MERGED, PLAIN, check_options
 from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.errors import InputError, UnsupportedModelError
-from ssdevice.model.lora import attach_lora
-from ssdevice.model.peft_files import check_peft
+from ssdevice.model.lora import attach_lora, check_peft
 
 LINEAR = "base_model.model.model.layers.0.mlp.up_proj"
 SET = [

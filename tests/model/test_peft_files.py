@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ssdevice.errors import InputError
-from ssdevice.model.peft_files import check_peft
+from ssdevice.model.lora import check_peft
 
 WEIGHTS = {"x.q_proj.lora_A.weight": torch.ones(2, 8), "x.q_proj.lora_B.weight": torch.ones(8, 2)}
 
