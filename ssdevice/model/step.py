@@ -17,6 +17,7 @@ from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone, Masks
 from ssdevice.model.streams import Streams
+from ssdevice.model.ties import argmax, top_k
 from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
 from ssdevice.tree import Tree
 
@@ -299,22 +300,3 @@ class PrefillModule(nn.Module):
 def no_drafts(token: Tensor, gamma: int, k: int) -> Tensor:
     """Zeros ``[γ, k]``, where the host drafts: a product of ``token [1]``, as a Core ML output cannot be a constant."""
     return token * torch.zeros(gamma, k, dtype=torch.int32)
-
-
-def argmax(scores: Tensor) -> Tensor:
-    """Index of the largest value in the last dimension as int32; the lowest index wins a tie."""
-    return torch.argmax(scores, dim=-1).to(torch.int32)
-
-
-def top_k(scores: Tensor, k: int) -> Tensor:
-    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie.
-
-    This takes k rounds of argmax: torch's topk does not define the order of ties, and some targets turn it into a sort.
-    """
-    ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    taken: list[Tensor] = []
-    for _ in range(k):
-        best = argmax(scores)[:, None]
-        taken.append(best)
-        scores = torch.where(ids[None] == best, torch.finfo(scores.dtype).min, scores)
-    return torch.cat(taken, dim=1)
