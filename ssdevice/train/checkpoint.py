@@ -6,14 +6,14 @@ import io
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ssdevice.bundle.staging import lock_path
+from ssdevice.bundle.staging import Stage, lock_path
 from ssdevice.errors import InputError
 
 FOLDER = ".training"
@@ -31,20 +31,12 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write to a temporary file and rename it: a kill or a full disk leaves the old checkpoint or the new one."""
-    target = folder / FOLDER / "checkpoint.pt"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(".tmp")
+    """Write a checkpoint: a kill or a full disk leaves the old one or the new one."""
     content = io.BytesIO()  # torch's own writer does not say why it fails
     torch.save(vars(checkpoint), content)
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content.getbuffer())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with closing(Stage(folder / FOLDER / "checkpoint.pt", folder=False)) as stage:
+        stage.path.write_bytes(content.getbuffer())
+        stage.publish(replace=True)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone
-from ssdevice.model.visibility import additive, causal
+from ssdevice.model.visibility import causal
 
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
 """``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's number and place."""
@@ -54,25 +54,12 @@ def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> C
     return choose
 
 
-def decode(
-    backbone: Backbone,
-    prompts: Sequence[Sequence[int]],
-    stop: Set[int],
-    most: Sequence[int],
-    choose: Choose = greedy,
-    slots: int | None = None,
-    names: Sequence[int] | None = None,
-) -> Iterator[tuple[int, list[int]]]:
-    """``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
+class Decoding:
+    """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
 
-    ``slots``: answers in progress at once (default: what suits the device). ``names``: the request numbers that
-    ``choose`` gets (default: the prompts' indices).
+    ``slots``: answers in progress at once (default: what suits the device); they are rows 0 to n - 1 of the cache.
+    ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
     """
-    return _Batch(backbone, prompts, stop, most, choose, slots, names or range(len(prompts))).run()
-
-
-class _Batch:
-    """The slots: rows 0 to n - 1 of the cache are answers in progress."""
 
     def __init__(
         self,
@@ -80,12 +67,12 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         stop: Set[int],
         most: Sequence[int],
-        choose: Choose,
-        slots: int | None,
-        names: Sequence[int],
+        choose: Choose = greedy,
+        slots: int | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self.backbone, self.prompts, self.stop, self.most = backbone, prompts, stop, most
-        self.choose, self.names = choose, names
+        self.choose, self.names = choose, names or range(len(prompts))
         self.waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
         self.device = next(backbone.parameters()).device
         self.requests: list[int] = []  # by slot
@@ -106,8 +93,7 @@ class _Batch:
         return max(1, min(MOST_SLOTS, free // 2 // (4 * numbers)))
 
     @torch.no_grad()
-    def run(self) -> Iterator[tuple[int, list[int]]]:
-        """See ``decode``."""
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         while self.waiting or self.requests:
             free = self.slots - len(self.requests)
             if self.waiting and free * REFILL >= self.slots:
@@ -135,10 +121,9 @@ class _Batch:
             [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in group], device=self.device
         )
         positions = torch.arange(width, dtype=torch.int32, device=self.device)
-        masks = {w: additive(causal(positions, w)[None, None], backbone.mask_value) for w in backbone.windows()}
-        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         h = backbone.embed(tokens, positions[None].expand(len(group), -1))
-        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(positions[None]), masks, nothing)
+        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(positions[None]), masks)
         if not self.cache:
             self.cache = [(self._room(keys), self._room(values)) for keys, values in new]
         for cached, fresh in zip(self.cache, new, strict=True):
@@ -157,14 +142,15 @@ class _Batch:
         visible = min(self.rows, -(-max(lengths) // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE)
         at = torch.tensor(lengths, dtype=torch.int32, device=self.device)[:, None]
         columns = torch.arange(visible, dtype=torch.int32, device=self.device)[None]
-        masks = {}
-        for window in backbone.windows():
+
+        def sees(window: int | None) -> Tensor:
             seen = columns < at if window is None else (columns < at) & (at - columns < window)
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-            masks[window] = additive(seen[:, None, None], backbone.mask_value)
+            return torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)[:, None, None]
+
         past = [[(keys[:n, :, :visible], values[:n, :, :visible])] for keys, values in self.cache]
         tokens = torch.tensor([[answer[-1]] for answer in self.answers], device=self.device)
-        h, new = backbone.run(0, backbone.num_layers, backbone.embed(tokens, at), backbone.rope(at), masks, past)
+        h = backbone.embed(tokens, at)
+        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(at), backbone.masks(sees), past)
         slots = torch.arange(n, device=self.device)
         for cached, fresh in zip(self.cache, new, strict=True):
             for whole, part in zip(cached, fresh, strict=True):
@@ -175,9 +161,8 @@ class _Batch:
         """Choose the next tokens of the slots from ``first`` on by their last rows ``h [n, D]``."""
         requests = [self.names[r] for r in self.requests[first:]]
         places = [len(answer) for answer in self.answers[first:]]
-        for answer, token in zip(
-            self.answers[first:], self.choose(self.backbone.head(h), requests, places), strict=True
-        ):
+        tokens = self.choose(self.backbone.head(h), requests, places)
+        for answer, token in zip(self.answers[first:], tokens, strict=True):
             answer.append(token)
 
     def _drop(self, slot: int) -> None:

@@ -9,52 +9,40 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice.model.backbone import Backbone
-from ssdevice.progress import Report
 from ssdevice.train.batches import Sample
-from ssdevice.train.decoding import decode
-from ssdevice.train.place import Place
+from ssdevice.train.decoding import Decoding
+from ssdevice.train.job import Job
 
 Key = TypeVar("Key", bound=int | tuple[int, ...])
 """The key of an answer: the number of an attempt, or the ids of its prompt."""
 
 
 def own_completions(
-    place: Place,
-    backbone: Backbone,
-    samples: Sequence[Sample],
-    stop: Sequence[int],
-    most: Sequence[int],
-    store: Path,
-    report: Report,
-    stage: str,
+    job: Job, backbone: Backbone, samples: Sequence[Sample], most: Sequence[int], stage: str
 ) -> list[Sample]:
     """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each.
 
-    A prompt that occurs twice is answered once. ``store``, ``stage``: see ``written``.
+    A prompt that occurs twice is answered once. ``stage``: see ``written``.
     """
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
 
     def write(keys: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, list[int]]]:
-        return decode(backbone, keys, set(stop), [room[prompt] for prompt in keys])
+        yield from Decoding(backbone, keys, set(job.tokenizer.stop_ids), [room[prompt] for prompt in keys])
 
-    found = written(place, store, prompts, write, report, stage)
+    found = written(job, prompts, write, stage)
     return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
 
 
 def written(
-    place: Place,
-    store: Path,
-    keys: Sequence[Key],
-    write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]],
-    report: Report,
-    stage: str,
+    job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]], stage: str
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from ``store`` if it has them, otherwise from ``write``, reported as ``stage``.
+    """The ids for every key, from the store of ``stage`` if it has them, otherwise from ``write``.
 
     Each process writes its share line by line to a separate file beside the store; the first process merges them. The
     next run, with any number of processes, uses whatever a kill has left.
     """
+    place, store = job.place, job.store(stage)
     if place.main:
         store.parent.mkdir(parents=True, exist_ok=True)
         _gather(store)
@@ -66,7 +54,7 @@ def written(
             for count, (i, ids) in enumerate(write(missing), 1):
                 out.write(json.dumps({"of": missing[i], "ids": ids}) + "\n")
                 out.flush()
-                report(stage, count, len(missing), "")
+                job.report(stage, count, len(missing), "")
     place.wait()
     if place.main:
         _gather(store)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
-from ssdevice.progress import Report
-from ssdevice.ranks import count_paths, tokens_per_step
+from ssdevice.model.step import StreamModel
+from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.train import checkpoint
-from ssdevice.train.batches import Sample
+from ssdevice.train.batches import Sample, collate
 from ssdevice.train.distill import own_completions
+from ssdevice.train.job import Job
+from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
 from ssdevice.train.options import TrainOptions
-from ssdevice.train.place import Place
-from ssdevice.train.ranks import stream_ranks
 from ssdevice.tree import Tree
 
 TREE_SIZES = (5, 8, 12, 16)
@@ -48,24 +50,15 @@ def dev_prompts(options: TrainOptions, examples: list[Example], tokenizer: ChatT
     return fitting
 
 
-def evaluate(
-    options: TrainOptions,
-    place: Place,
-    folder: Path,
-    dev: list[Sample],
-    train_samples: list[Sample],
-    tokenizer: ChatTokenizer,
-    report: Report,
-) -> DevResult | None:
+def evaluate(job: Job, dev: list[Sample], train_samples: list[Sample]) -> DevResult | None:
     """The DevResult of the saved adapter; None in processes other than the first, which only help to decode."""
-    loaded = loading.load(folder, options.out, options.max_length)
-    model = loaded.model.to(place.device)
+    options, place = job.options, job.place
+    model = loading.load(job.folder, options.out, options.max_length).model.to(place.device)
     chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * options.dev_limit]
 
-    def own(samples: list[Sample], name: str) -> list[Sample]:
-        store = options.out / checkpoint.FOLDER / f"{name.replace(' ', '_')}.jsonl"
+    def own(samples: list[Sample], stage: str) -> list[Sample]:
         room = [options.max_length - sample.prompt for sample in samples]
-        return own_completions(place, model.backbone, samples, tokenizer.stop_ids, room, store, report, name)
+        return own_completions(job, model.backbone, samples, room, stage)
 
     chosen, dev = own(chosen, "choose trees"), own(dev, "dev")
     if not place.main:
@@ -79,3 +72,41 @@ def evaluate(
         chain=tokens_per_step(ranks, Tree.chain(model.gamma)),
         trees={size: (tokens_per_step(ranks, tree), tree) for size, tree in trees.items()},
     )
+
+
+@torch.no_grad()
+def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) -> list[list[list[int]]]:
+    """For each sample and completion token i: the ranks ``[γ]`` at which streams 1..γ held tokens i+1..i+γ.
+
+    The streams are those of the row that predicted token i; rank 0 is the likeliest.
+    """
+    found: list[list[list[int]]] = []
+    device = next(model.parameters()).device
+    probe = StreamingLoss(model, LossWeights(0.0, 1.0)).to(device)
+    for start in range(0, len(samples), batch):
+        group = samples[start : start + batch]
+        data = collate(group, 0).to(device)
+        middle, _, rows = probe.run_main(data.tokens)
+        nodes = completion_rows(data.prompts, data.lengths)
+        s = probe.run_streams(middle, nodes, data.tokens, rows)
+        logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
+        ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
+        wanted = logits.gather(2, ahead.clamp(min=0)[..., None])
+        ids = torch.arange(logits.shape[-1], device=device)
+        better = (logits > wanted) | ((logits == wanted) & (ids < ahead[..., None]))
+        ranks = torch.where(ahead == IGNORE, MISS, better.sum(-1)).reshape(*nodes.shape, model.gamma)
+        for row, sample in zip(ranks.tolist(), group, strict=True):
+            found.append(row[: len(sample.ids) - sample.prompt])
+    return found
+
+
+def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:
+    """Logits ``[B, n * γ, V]`` of streams ``[B, n * γ, D]``; where drafts follow each other, along the likeliest."""
+    finished = model.backbone.finish(s)
+    if model.streams is None or model.streams.follow is None:
+        return model.draft_logits(finished)
+    before, logits = tokens.gather(1, nodes + 1), list[Tensor]()
+    for j, row in enumerate(finished.reshape(*nodes.shape, model.gamma, -1).unbind(2), 1):
+        logits.append(model.draft_logits(model.streams.after(row, model.backbone.embed(before, nodes + j))))
+        before = model.draft_tokens(logits[-1].argmax(-1))
+    return torch.stack(logits, dim=2).flatten(1, 2)

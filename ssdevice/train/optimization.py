@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,23 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.errors import InputError, SSDeviceError
-from ssdevice.progress import Report
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample, collate, pieces
+from ssdevice.train.batches import Batch, BatchOrder, Sample, collate, pieces
+from ssdevice.train.job import Job
 from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.main_rows import MainRows
 from ssdevice.train.options import TrainOptions
-from ssdevice.train.place import Place
 from ssdevice.train.start import Moments
 
 
-def optimize(
-    loss: StreamingLoss, options: TrainOptions, place: Place, order: BatchOrder, pad: int, report: Report, fresh: bool
-) -> list[list[float]]:
+def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> list[list[float]]:
     """Train from the last checkpoint to the end. Returns the history: step, loss of main rows, loss of every stream.
 
     ``fresh``: the streams have not been trained before, so where they start is fitted first.
     """
+    options, place = job.options, job.place
     steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
     run = _Run(loss, options, steps)
     run.resume(options.out)
@@ -35,16 +34,16 @@ def optimize(
     keeps = options.frozen and not options.alphas[0] and place.device.type == "cpu"
     kept = MainRows(loss, int(options.keep_gb * 1e9)) if keeps else None
     if fresh and not run.step:
-        _fit_start(loss, options, place, order, pad, kept, report)
+        _fit_start(job, loss, order, kept)
     parallel = place.parallel(loss)
     batches = order.from_position(run.step * options.accumulate)
     saved = time.monotonic()
     try:
         while run.step < steps:
             groups = [next(batches) for _ in range(options.accumulate)]
-            losses = place.total(_backward(loss, parallel, groups, place, pad, kept)).tolist()
+            losses = place.total(_backward(job, loss, parallel, groups, kept)).tolist()
             run.update([round(x, 4) for x in losses])
-            report("train", run.step, steps, " ".join(f"{x:.3f}" for x in losses))
+            job.report("train", run.step, steps, " ".join(f"{x:.3f}" for x in losses))
             if place.main and time.monotonic() - saved > options.checkpoint_seconds:
                 run.save(options.out)
                 saved = time.monotonic()
@@ -105,15 +104,7 @@ class _Run:
             self._whole = False
 
 
-def _fit_start(
-    loss: StreamingLoss,
-    options: TrainOptions,
-    place: Place,
-    order: BatchOrder,
-    pad: int,
-    kept: MainRows | None,
-    report: Report,
-) -> None:
+def _fit_start(job: Job, loss: StreamingLoss, order: BatchOrder, kept: MainRows | None) -> None:
     """Fit where streams start to the first batches of the run. All processes compute the same."""
     streams = loss.model.streams
     if streams is None or streams.token is None:
@@ -122,32 +113,33 @@ def _fit_start(
     epoch = order.from_position(0)
     for _ in range(order.per_epoch):
         for samples in pieces(next(epoch), loss.nodes):
-            batch = collate(samples, pad).to(place.device)
-            with place.autocast(), torch.no_grad():
+            batch = _collated(job, samples)
+            with job.place.autocast(), torch.no_grad():
                 middle = kept.of(samples, batch)[0] if kept is not None else loss.run_main(batch.tokens)[0]
             moments.add(batch, middle)
-        report("start", min(moments.nodes, moments.wanted), moments.wanted, "")
+        job.report("start", min(moments.nodes, moments.wanted), moments.wanted, "")
         if moments.nodes >= moments.wanted:
             break
     if moments.nodes:
         explained = moments.fit()
-        report("start", 1, 1, f"a linear guess explains {explained:.0%} of the rows that streams stand for")
+        job.report("start", 1, 1, f"a linear guess explains {explained:.0%} of the rows that streams stand for")
+
+
+def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
+    """A batch on the device of this process, padded with a stop token."""
+    return collate(samples, job.tokenizer.stop_ids[0]).to(job.place.device)
 
 
 def _backward(
-    loss: StreamingLoss,
-    parallel: nn.Module,
-    groups: list[list[Sample]],
-    place: Place,
-    pad: int,
-    kept: MainRows | None,
+    job: Job, loss: StreamingLoss, parallel: nn.Module, groups: list[list[Sample]], kept: MainRows | None
 ) -> Tensor:
     """Accumulate the gradients of one step over ``groups`` of samples; returns this process's part of the losses.
 
     Losses are means over the whole step: over all groups and all processes, each of which sees its share of a group.
     So n processes compute the same as one with n times the batch.
     """
-    counts = torch.stack([loss.counts(*collate(group, pad).to(place.device)) for group in groups]).sum(0)
+    place = job.place
+    counts = torch.stack([loss.counts(*_collated(job, group)) for group in groups]).sum(0)
     parts = torch.zeros_like(counts)
     # A process without a sample takes part in the averaging with a sample of weight 0.
     passes: list[tuple[list[Sample], float]] = []
@@ -155,7 +147,7 @@ def _backward(
         share = place.share(group)
         passes += [(samples, float(bool(share))) for samples in pieces(share or group[:1], loss.nodes)]
     for number, (samples, weight) in enumerate(passes, 1):
-        batch = collate(samples, pad).to(place.device)
+        batch = _collated(job, samples)
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(passes)
         with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]
             with place.autocast():

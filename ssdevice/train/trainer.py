@@ -27,6 +27,7 @@ from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample
 from ssdevice.train.evaluation import DevResult, dev_prompts, evaluate
+from ssdevice.train.job import Job
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.optimization import optimize
 from ssdevice.train.options import Objective, TrainOptions
@@ -56,9 +57,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
-    if not place.main:
-        report = _silent
-    else:
+    if place.main:
         if tokenizer.plain:
             say_once(f"ssdevice: {PLAIN_PROMPT}")
         if len(dev) < len(dev_examples):
@@ -75,31 +74,28 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     tuned = init.folder if init is not None and init.has_lora and options.streams.mode is Mode.LOSSLESS else None
     if tuned is not None:
         hf = merge_lora(hf, tuned)  # main rows stay as this LoRA has made them
+    job = Job(options, place, folder, tokenizer, report if place.main else lambda *_: None)
     fingerprint = options.fingerprint(identity.sha256, place.world, examples)
     with checkpoint.claimed(options.out, fingerprint) if place.main else nullcontext():
-        samples = read_samples(options, place, folder, hf, init, examples, tokenizer, report)
+        samples = read_samples(job, hf, init, examples)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
-        _choose_vocabulary(model, init, samples, tokenizer, report)
+        _choose_vocabulary(job, model, init, samples)
         weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels)
         loss = StreamingLoss(model, weights, options.nodes, options.recompute).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
-        history = optimize(loss, options, place, order, tokenizer.stop_ids[0], report, fresh=not _trained(init))
+        history = optimize(job, loss, order, fresh=not _trained(init))
         if place.main:
             if tuned is not None:
                 _keep_lora(tuned, options.out)
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
-    result = evaluate(options, place, folder, dev, samples, tokenizer, report) if dev else None
+    result = evaluate(job, dev, samples) if dev else None
     if place.main:
         checkpoint.remove(options.out)
     place.leave()
     return result
-
-
-def _silent(stage: str, done: int, total: int, detail: str) -> None:
-    """The report of all processes but the first."""
 
 
 def _trained(init: AdapterFolder | None) -> bool:
@@ -137,19 +133,19 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
         raise InputError(f"--init {init.folder} was trained with {'; '.join(differing)}")
 
 
-def _choose_vocabulary(
-    model: StreamModel, init: AdapterFolder | None, samples: list[Sample], tokenizer: ChatTokenizer, report: Report
-) -> None:
+def _choose_vocabulary(job: Job, model: StreamModel, init: AdapterFolder | None, samples: list[Sample]) -> None:
     """Set the tokens that streams choose among, unless ``init`` brought them."""
     streams = model.streams
     if streams is None or not streams.config.draft_vocabulary:
         return
     if not _trained(init):
-        ids = draft_ids(samples, tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
+        ids = draft_ids(samples, job.tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()
     share = covered(samples, streams.draft_ids.tolist())
-    report("vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions")
+    job.report(
+        "vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions"
+    )
 
 
 def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tuple[Any, StreamModel]:
@@ -203,7 +199,19 @@ def _save(
         wrapped.save_pretrained(str(options.out), save_embedding_layers=False)  # "auto" asks the hub
         (options.out / "README.md").unlink(missing_ok=True)
     if streams is not None:
-        _save_streams(options, streams, identity, rows, history)
+        tail = history[-50:]
+        training = {
+            "rows": rows,
+            "steps": len(history),
+            "batch_size": options.batch_size * options.accumulate,
+            "lr": options.lr,
+            "alphas": list(options.alphas),
+            "self_distill": options.self_distill or options.self_prompt is not None,
+            "self_prompt": options.self_prompt.prompts if options.self_prompt is not None else 0,
+            "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
+        }
+        settings = AdapterSettings(options.app, options.streams, identity, options.instruction, training)
+        write_streams(options.out, streams, settings)
     for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
         file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
 
@@ -214,22 +222,3 @@ def _keep_lora(tuned: Path, out: Path) -> None:
     if not out.samefile(tuned):
         for name in (PEFT_CONFIG, PEFT_WEIGHTS):
             shutil.copyfile(tuned / name, out / name)
-
-
-def _save_streams(
-    options: TrainOptions, streams: Streams, identity: BaseIdentity, rows: int, history: list[list[float]]
-) -> None:
-    tail = history[-50:]
-    training = {
-        "rows": rows,
-        "steps": len(history),
-        "batch_size": options.batch_size * options.accumulate,
-        "lr": options.lr,
-        "alphas": list(options.alphas),
-        "self_distill": options.self_distill or options.self_prompt is not None,
-        "self_prompt": options.self_prompt.prompts if options.self_prompt is not None else 0,
-        "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
-    }
-    write_streams(
-        options.out, streams, AdapterSettings(options.app, options.streams, identity, options.instruction, training)
-    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssdevice.model.loading import build
-from ssdevice.train.decoding import MOST_SLOTS, SLOTS, _Batch, decode, greedy, sampling
+from ssdevice.train.decoding import MOST_SLOTS, SLOTS, Decoding, sampling
 from tests.model.tiny import VOCAB, tiny_model
 
 STOP = {3, 7}
@@ -32,7 +32,7 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
         expected.append(out[0, len(prompt) :].tolist())
     backbone = build(hf, None, 64).backbone
     for slots in (1, 4, 64):
-        found = dict(decode(backbone, given, STOP, [MOST] * len(given), slots=slots))
+        found = dict(Decoding(backbone, given, STOP, [MOST] * len(given), slots=slots))
         assert [found[i] for i in range(len(given))] == expected, f"{slots} slots"
     assert len({len(answer) for answer in expected}) > 3, "answers that end at different lengths were compared"
 
@@ -40,7 +40,7 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
 def test_cuda_has_as_many_slots_as_half_of_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine of the tests has CUDA: the count alone is tested, which only asks the device for its memory."""
     backbone = build(tiny_model("llama").eval(), None, 64).backbone
-    batch = _Batch(backbone, [[1, 2]] * 2000, STOP, [MOST] * 2000, greedy, None, range(2000))
+    batch = Decoding(backbone, [[1, 2]] * 2000, STOP, [MOST] * 2000)
     assert batch.slots == SLOTS
     batch.device = torch.device("cuda")
     row = 2 * backbone.num_layers * backbone.kv_heads * backbone.head_dim
@@ -53,8 +53,8 @@ def test_cuda_has_as_many_slots_as_half_of_its_free_memory_holds(monkeypatch: py
 def test_a_sampled_answer_depends_on_its_name_only() -> None:
     backbone = build(tiny_model("llama").eval(), None, 64).backbone
     choose = sampling(seed=1, temperature=1.0, top_p=0.9)
-    many = dict(decode(backbone, [[1, 2]] * 12, STOP, [MOST] * 12, choose, slots=5))
-    few = dict(decode(backbone, [[1, 2]] * 2, STOP, [MOST] * 2, choose, names=[3, 8]))
+    many = dict(Decoding(backbone, [[1, 2]] * 12, STOP, [MOST] * 12, choose, slots=5))
+    few = dict(Decoding(backbone, [[1, 2]] * 2, STOP, [MOST] * 2, choose, names=[3, 8]))
     assert (few[0], few[1]) == (many[3], many[8])
     assert len({tuple(answer) for answer in many.values()}) > 6
 

@@ -18,6 +18,8 @@ from ssdevice.errors import ConfigError
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample
 from ssdevice.train.distill import written
+from ssdevice.train.job import Job
+from ssdevice.train.options import TrainOptions
 from ssdevice.train.place import Place
 from ssdevice.train.self_prompt import FILE, distinct
 from ssdevice.train.vocabulary import covered, draft_ids
@@ -36,6 +38,11 @@ PLACE = Place(torch.device("cpu"), rank=0, world=1, bf16=False, state=Alone())
 KEYS: list[Key] = [(1, 2), (3,), (1, 2), 7, (4,)]
 
 
+def job(out: Path, place: Place = PLACE) -> Job:
+    options = TrainOptions(model="m", data=(Path("a"),), app="abc", out=out)
+    return Job(options, place, out, tokenizer=None, report=lambda *_: None)  # type: ignore[arg-type]
+
+
 def writer(asked: list[Key]):
     def write(keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
         for i in reversed(range(len(keys))):
@@ -46,26 +53,26 @@ def writer(asked: list[Key]):
 
 
 def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path) -> None:
-    store, asked = tmp_path / "work" / "answers.jsonl", list[Key]()
+    store, asked = job(tmp_path).store("answers"), list[Key]()
     barrier = threading.Barrier(2)
     both = [Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait)) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
-        one, found = pool.map(
-            lambda place: written(place, store, KEYS, writer(asked), lambda *_: None, "answers"), both
-        )
+        one, found = pool.map(lambda place: written(job(tmp_path, place), KEYS, writer(asked), "answers"), both)
     assert one == found
     assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     assert len(lines) == 4 and found.keys() == set(KEYS)
     assert [p.name for p in store.parent.iterdir()] == ["answers.jsonl"]
-    assert written(PLACE, store, KEYS, writer(asked), lambda *_: None, "answers") == found
+    assert written(job(tmp_path), KEYS, writer(asked), "answers") == found
     assert len(asked) == 4, "nothing was asked for twice"
 
 
 def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
-    (tmp_path / "answers.1.part").write_text('{"of": [3], "ids": [9]}\n{"of": [1, 2], "i')
+    store = job(tmp_path).store("answers")
+    store.parent.mkdir()
+    store.with_name("answers.1.part").write_text('{"of": [3], "ids": [9]}\n{"of": [1, 2], "i')
     asked = list[Key]()
-    found = written(PLACE, tmp_path / "answers.jsonl", KEYS, writer(asked), lambda *_: None, "answers")
+    found = written(job(tmp_path), KEYS, writer(asked), "answers")
     assert found[(3,)] == [9] and (3,) not in asked and len(asked) == 3
 
 
