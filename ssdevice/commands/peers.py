@@ -59,8 +59,8 @@ def measure_peers(
     _check_weights(bundles, args.peers)
     drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
     if drafter is not None:
-        vocabularies = [each.manifest.model.vocab for each in (drafter, bundles[0])]
-        check_same(f"--draft-model {args.draft_model}", "the bundle", ("vocabulary", *vocabularies))
+        mine, expected = (each.manifest.model.vocab for each in (drafter, bundles[0]))
+        check_same(f"--draft-model {args.draft_model}", "the bundle", ("vocabulary", mine, expected))
     first = bundles[0]
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)

@@ -22,12 +22,12 @@ FEW = 4
 def offers(bundle: Bundle, drafter: Bundle, options: EngineOptions, setup: Setup, label: str) -> Offers:
     """The arm of a bundle, called ``label``, for which ``drafter`` drafts; none if it has streams or no step."""
     if bundle.app(None).mode is None and STEP in bundle.function_names(None):
-        folders = [str(each.folder.resolve()) for each in (bundle, drafter)]
         engine = asdict(options) | {"threads": setup.threads}
+        big, small = (str(each.folder.resolve()) for each in (bundle, drafter))
         yield Arm(
             name=f"{label}, drafts of {drafter.folder.resolve().name}",
             module=__name__,
-            settings=setup.settings(bundles=folders, options=engine),
+            settings=setup.settings(bundle=big, drafter=small, options=engine),
             disk_bytes=bundle.manifest.total_bytes + drafter.manifest.total_bytes,
             plain=f"{label}, plain",
             ours=True,
@@ -36,7 +36,7 @@ def offers(bundle: Bundle, drafter: Bundle, options: EngineOptions, setup: Setup
 
 def open_engine(settings: Json) -> TwoModels:
     """Sessions of both bundles."""
-    return TwoModels(*settings["bundles"], settings["options"])
+    return TwoModels(settings["bundle"], settings["drafter"], settings["options"])
 
 
 class DraftModel:
