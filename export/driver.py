@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 from ssdevice.contract import STEP
-from ssdevice.export.parity.reference import Array, Drafts, StepOut
+from ssdevice.export.parity.difference import Array
+from ssdevice.export.parity.reference import Drafts, StepOut
 from ssdevice.runtime.engine import Engine
 
 
@@ -18,24 +18,20 @@ class EngineDriver:
         self.conversation = engine.new_conversation()
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        """See parity.Driver. There are no drafts without a step to verify them."""
         self.conversation.length = length
         token = self.conversation.prefill(tokens)
-        return token, self._drafts() if STEP in self.engine.functions else []
+        return token, self._drafts() if STEP in self.engine.functions else []  # nothing would verify drafts
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
-        """See parity.Driver."""
         self.conversation.length = length
         self.conversation.drafts[:] = drafts
         return StepOut(self.conversation.step(last), self._drafts())
 
     def plain(self, last: int, length: int) -> int:
-        """See parity.Driver."""
         self.conversation.length = length
         return self.conversation.step_plain(last)
 
     def rows(self, start: int, end: int) -> Array | None:
-        """See parity.Driver."""
         return self.conversation.rows(start, end)
 
     def _drafts(self) -> Drafts:
@@ -45,7 +41,5 @@ class EngineDriver:
     def __enter__(self) -> EngineDriver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()

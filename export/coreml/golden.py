@@ -19,7 +19,8 @@ import numpy as np
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.parity.reference import Array, Drafts, TorchDriver, force_drafts
+from ssdevice.export.parity.difference import Array
+from ssdevice.export.parity.reference import Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportPlan
 from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 

@@ -10,7 +10,8 @@ import numpy as np
 from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES
 from ssdevice.export.mlprogram.names import short_name, weight_key
 from ssdevice.export.mlprogram.stored import key_of
-from ssdevice.export.parity.products import Array, Call, Product
+from ssdevice.export.parity.difference import Array
+from ssdevice.export.parity.products import Call, Product
 from ssdevice.export.plan import ExportPlan
 from ssdevice.mil.program import Program
 from ssdevice.mil.schema import Operation

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.errors import ParityError
 from ssdevice.export.mlprogram.names import short_name, weight_key
-from ssdevice.export.parity.reference import Array
+from ssdevice.export.parity.difference import Array
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.model.step import StreamModel

@@ -24,8 +24,9 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.parity.products import Bounds, Call, Follower, Shown, as_stored, difference
-from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver, force_drafts, random_prompt
+from ssdevice.export.parity.difference import Array, as_stored, difference
+from ssdevice.export.parity.products import Bounds, Call, Follower, Shown
+from ssdevice.export.parity.reference import Drafts, StepOut, TorchDriver, force_drafts, random_prompt
 
 
 def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:

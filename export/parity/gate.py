@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROWS, STEP, TOKENS, Geometry
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
+from ssdevice.export.parity.difference import Array, as_stored
 from ssdevice.export.parity.follow import follow
-from ssdevice.export.parity.products import Bounds, Shown, as_stored
+from ssdevice.export.parity.products import Bounds, Shown
 from ssdevice.export.parity.reference import (
-    Array,
     Drafts,
     Driver,
     TorchDriver,
@@ -52,9 +53,15 @@ RETRIES = 8
 PLAIN_STEPS = 3
 
 
+Result = TypeVar("Result")
+
+
 @dataclass
 class Gate:
-    """A comparison in progress. ``twin``: the reference with jitter, which shows how far right results may differ."""
+    """A comparison in progress. ``twin``: the reference with jitter, which shows how far right results may differ.
+
+    ``artifact``: the reference itself in a further draw, which is for the twin.
+    """
 
     reference: TorchDriver
     twin: TorchDriver
@@ -71,9 +78,18 @@ class Gate:
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """Commit these tokens at ``length`` on all sides, whatever each of them has accepted there."""
-        for driver in (self.artifact, self.twin, self.reference):
+
+        def plainly(driver: Driver) -> None:
             for i, token in enumerate(tokens):
                 driver.plain(token, length + i)  # a chunk would cost many times as much
+
+        plainly(self.twin)
+        self.both(plainly)
+
+    def both(self, call: Callable[[Driver], Result]) -> tuple[Result, Result]:
+        """What a call gives on the reference and on the artifact."""
+        theirs = call(self.reference)
+        return theirs, theirs if self.artifact is self.reference else call(self.artifact)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Record committed rows. Raises ParityError for rows that cannot be compared."""
@@ -84,7 +100,7 @@ class Gate:
         if mine.shape != theirs.shape or not np.isfinite(mine).all():
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
         sides = mine, self.twin.rows(start, end), theirs
-        self.spread.rows(where, *(as_stored(rows, mine.dtype) for rows in sides))
+        self.spread.rows(*(as_stored(rows, mine.dtype) for rows in sides))
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
         """Whether two ids agree. If not, ``Spread.fault`` tells later whether that was a near-tie."""
@@ -153,14 +169,14 @@ def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_ST
         if seed == DRAWS:
             raise ParityError(fault)
         seed += 1
-        gate.spread.widen(_run(job, TorchDriver(job), jitter, steps, seed).spread)
+        gate.spread.widen(_run(job, None, jitter, steps, seed).spread)
     return gate.facts()
 
 
-def _run(job: ExportJob, artifact: Driver, jitter: float, steps: int, seed: int) -> Gate:
-    """The calls of ``compare``, with a twin whose changes are drawn from ``seed``."""
-    g = job.plan.geometry
-    gate = Gate(TorchDriver(job), TorchDriver(job, jitter, seed), artifact, g, job.report)
+def _run(job: ExportJob, artifact: Driver | None, jitter: float, steps: int, seed: int) -> Gate:
+    """The calls of ``compare``, with a twin whose changes are drawn from ``seed``; None: without an artifact."""
+    g, reference = job.plan.geometry, TorchDriver(job)
+    gate = Gate(reference, TorchDriver(job, jitter, seed), artifact or reference, g, job.report)
     nodes = _end_nodes(g.tree)[:steps] if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
@@ -183,7 +199,7 @@ def _end_nodes(tree: Tree) -> list[int]:
 def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
     chunk, reference = gate.geometry.chunk, gate.reference
     run_prefill(gate.twin, prompt, chunk)
-    theirs, mine = run_prefill(reference, prompt, chunk), run_prefill(gate.artifact, prompt, chunk)
+    theirs, mine = gate.both(lambda driver: run_prefill(driver, prompt, chunk))
     gate.same_rows(PREFILL, 0, len(prompt))
     gate.spread.logits(gate.twin.main, reference.main)
     gate.spread.logits(gate.twin.streams, reference.streams)
@@ -197,7 +213,7 @@ def _compare_plain(gate: Gate, prompt: list[int], root: int) -> None:
     for i in range(PLAIN_STEPS):
         where, length = f"{PLAIN}, step {i + 1}", len(prompt) + i
         gate.twin.plain(root, length)
-        theirs, mine = gate.reference.plain(root, length), gate.artifact.plain(root, length)
+        theirs, mine = gate.both(lambda driver: driver.plain(root, length))  # noqa: B023  called at once
         gate.same_rows(where, length, length + 1)
         gate.spread.logits(gate.twin.main, gate.reference.main)
         gate.same_id(where, f"{TOKENS}[0]", mine, theirs, gate.reference.main[0])
@@ -224,7 +240,7 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
         length, root = len(prompt) + done, truth[done]
         drafts = force_drafts(g, node, truth[done + 1 :], draw)
         twin = gate.twin.step(root, drafts, length)
-        theirs, mine = reference.step(root, drafts, length), gate.artifact.step(root, drafts, length)
+        theirs, mine = gate.both(lambda driver: driver.step(root, drafts, length))  # noqa: B023  called at once
         where = f"{STEP} {gate.steps + 1} (end node {node})"
         gate.spread.logits(gate.twin.main, reference.main)
         plainly = truth[done + 1 : done + 1 + emitted]

@@ -18,7 +18,7 @@ tokens, counts and drafts chosen from them must be equal, and rows to commit mus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
+from ssdevice.export.parity.difference import Array, difference, product_difference, worst_column
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank, StreamRowAdapter
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 
@@ -103,8 +103,6 @@ ROUNDING = 3.0
 """An artifact rounds a few times more than the reference's operations, in its norms for example."""
 LARGEST = 1e30
 """Larger values represent minus infinity and are not rounded."""
-ENOUGH_ROWS = 8
-"""Columns are checked one by one if a product has at least so many rows."""
 
 
 @dataclass
@@ -125,10 +123,9 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.names = followed(self.model, self.shown.slotted, self.schedule)
-        spelled: dict[str, int] = {}
-        for module, names in self.names.items():
-            spelled |= {self.shown.spell(f"{name}.weight"): id(module) for name in names}
-        self.by_weight = spelled
+        self.by_weight = {
+            self.shown.spell(f"{name}.weight"): id(module) for module, names in self.names.items() for name in names
+        }
 
     def follow(self, where: str, call: Call, run: Callable[[], T]) -> T:
         """What ``run`` of the reference gives while the model's linears compare themselves with a call's products."""
@@ -146,15 +143,11 @@ class Follower:
         for product in call.products:
             if product.weight in self.by_weight:
                 self._waiting.setdefault(self.by_weight[product.weight], []).append(product)
-        hooks = []
-        for module in self.names:
-            hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
-            hooks.append(module.register_forward_hook(self._after))
-        try:
+        with ExitStack() as hooks:
+            for module in self.names:
+                hooks.enter_context(module.register_forward_pre_hook(self._before, prepend=True))
+                hooks.enter_context(module.register_forward_hook(self._after))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         left = [module for module in self.names if self._waiting.get(id(module))]
         if left:
             raise ParityError(f"{self.where}: {self._place(left[0])} is multiplied more often than in the model")
@@ -164,15 +157,13 @@ class Follower:
         if not waiting:
             raise ParityError(f"{self.where}: {self._place(module)} has no product in the artifact")
         x, mine = inputs[0], waiting[0].inputs
-        theirs = x.detach().reshape(-1, x.shape[-1]).float().numpy()
+        theirs = flat(x)
         chosen = self._rows_of(module, mine, theirs)
         if self._rounding:
             self._rounded.append(theirs[chosen])
         else:
             self._compare_rows(module, mine, theirs[chosen])
-        given = theirs.copy()
-        given[chosen] = mine
-        return (torch.from_numpy(given).reshape(x.shape).to(x.dtype), *inputs[1:])
+        return (_with_rows(x, chosen, mine), *inputs[1:])
 
     def _compare_rows(self, module: nn.Module, mine: Array, theirs: Array) -> None:
         off, allowed = difference(mine, theirs), self.bounds.rows
@@ -188,18 +179,15 @@ class Follower:
 
     def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         product = self._waiting[id(module)].pop(0)
-        rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float().numpy()
-        theirs = output.detach().reshape(-1, output.shape[-1]).float().numpy()
-        chosen = self._rows_of(module, product.inputs, rows)
+        theirs = flat(output)
+        chosen = self._rows_of(module, product.inputs, flat(inputs[0]))
         if product.outputs.shape[-1] != theirs.shape[-1]:
             raise ParityError(
                 f"{self.where}: {self._place(module)} has {product.outputs.shape[-1]} columns, not {theirs.shape[-1]}"
             )
         if not self._rounding:
             self._compare_product(module, product.outputs, theirs[chosen])
-        given = theirs.copy()
-        given[chosen] = product.outputs
-        return torch.from_numpy(given).reshape(output.shape).to(output.dtype)
+        return _with_rows(output, chosen, product.outputs)
 
     def _compare_product(self, module: nn.Module, mine: Array, theirs: Array) -> None:
         off, column = product_difference(mine, theirs), worst_column(mine, theirs)
@@ -232,6 +220,18 @@ class Follower:
             at = parts.index("layers")
             return f"layer {parts[at + 1]}, {'.'.join(parts[at + 2 :]).removesuffix('.base')}"
         return parts[-1]
+
+
+def flat(x: Tensor) -> Array:
+    """``[.., K]`` as ``[rows, K]`` float32."""
+    return x.detach().reshape(-1, x.shape[-1]).float().numpy()
+
+
+def _with_rows(x: Tensor, chosen: Array, rows: Array) -> Tensor:
+    """``x`` with some of its rows replaced."""
+    given = flat(x).copy()
+    given[chosen] = rows
+    return torch.from_numpy(given).reshape(x.shape).to(x.dtype)
 
 
 class RoundedTo(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -281,35 +281,3 @@ def _elsewhere(name: str) -> str:
     Plain decoding of a lossless app is the base's, and both have the function that was traced for one of them.
     """
     return name.removesuffix(".base") if name.endswith(".base") else f"{name}.base"
-
-
-def as_stored(rows: Array, dtype: np.dtype[Any] | type[np.generic]) -> Array:
-    """Rows in float32 as a cache of this type holds them."""
-    return rows.astype(dtype).astype(np.float32)
-
-
-def difference(mine: Array, theirs: Array) -> float:
-    """The largest relative difference (rms) of corresponding rows, ``[rows, K]`` each."""
-    size = np.sqrt(np.square(theirs).mean(axis=-1)) + 1e-12
-    far = np.sqrt(np.square(mine - theirs).mean(axis=-1)) / size
-    return float(np.nan_to_num(far, nan=np.inf).max(initial=0.0))
-
-
-def product_difference(mine: Array, theirs: Array) -> float:
-    """The relative difference (rms) of two products ``[rows, N]``, in which each row has the same weight."""
-    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
-    far = np.sqrt(np.square((mine - theirs) / scale).mean())
-    return float(np.nan_to_num(far, nan=np.inf))
-
-
-def worst_column(mine: Array, theirs: Array) -> tuple[int, float]:
-    """The column with the largest median difference, and that difference relative to the column's median size.
-
-    0 if there are few rows. The size of a column counts as at least a third of the usual size.
-    """
-    if len(mine) < ENOUGH_ROWS:
-        return 0, 0.0
-    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
-    far = np.median(np.abs(mine - theirs) / scale, axis=0)
-    off = np.nan_to_num(far / np.maximum(np.median(np.abs(theirs) / scale, axis=0), 0.3), nan=np.inf)
-    return int(off.argmax()), float(off.max())

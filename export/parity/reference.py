@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
+from ssdevice.export.parity.difference import Array
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.step import PrefillModule, StepModule
 
-Array = np.ndarray[Any, Any]
 Drafts = list[list[int]]
 FIRST_PROMPT_ID = 3
 
@@ -97,7 +97,6 @@ class TorchDriver:
         self.streams[:, :1] = 0.0
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        """See Driver."""
         module, chunk = self.modules[PREFILL], self.geometry.chunk
         assert isinstance(module, PrefillModule)
         ids = torch.tensor([*tokens, *([0] * (chunk - len(tokens)))], dtype=torch.int32)
@@ -106,7 +105,6 @@ class TorchDriver:
         return int(out.token), out.drafts.tolist()
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
-        """See Driver."""
         module = self.modules[STEP]
         assert isinstance(module, StepModule)
         given = torch.tensor(drafts, dtype=torch.int32)
@@ -116,7 +114,6 @@ class TorchDriver:
         return StepOut(out.tokens[:count].tolist(), out.drafts.tolist())
 
     def plain(self, last: int, length: int) -> int:
-        """See Driver."""
         module = self.modules[PLAIN]
         assert isinstance(module, StepModule)
         none = torch.zeros(0, 1, dtype=torch.int32)
@@ -125,7 +122,6 @@ class TorchDriver:
         return int(out.tokens)
 
     def rows(self, start: int, end: int) -> Array:
-        """See Driver."""
         rows = self.cache.rows[:, :, 0, :, start:end].transpose(2, 3)
         shape = (2 * self.geometry.layers, end - start, self.geometry.row_width)
         return rows.reshape(shape).numpy().copy()
@@ -137,43 +133,30 @@ class TorchDriver:
     def _watched(self, call: Callable[[], Any]) -> Any:
         seen: list[Array] = []
 
-        def keep(_: object, __: object, logits: torch.Tensor) -> None:
+        def keep(_: object, __: object, logits: Tensor) -> None:
             seen.append(logits.detach().reshape(-1, logits.shape[-1]).float().numpy())
 
-        def spread(_: object, __: object, logits: torch.Tensor) -> None:
+        def spread(_: object, __: object, logits: Tensor) -> None:
             """Drafts are compared by token id, so a draft vocabulary's logits go to their ids."""
             assert self.model.streams is not None
             everywhere = np.full((logits[0].shape[0], self.geometry.vocab), -np.inf, np.float32)
             everywhere[:, self.model.streams.draft_ids.numpy()] = logits[0].detach().float().numpy()
             seen.append(everywhere)
 
-        with torch.no_grad(), self._jittered():
-            hooks = [self.model.backbone.lm_head.register_forward_hook(keep)]
+        def change(_: object, __: object, output: Tensor) -> Tensor:
+            return output * (1 + self.jitter * torch.randn(output.shape, generator=self.draw))
+
+        with torch.no_grad(), ExitStack() as hooks:
+            for part in self.model.modules() if self.jitter else ():
+                if isinstance(part, (nn.Linear, nn.Embedding)):
+                    hooks.enter_context(part.register_forward_hook(change))
+            hooks.enter_context(self.model.backbone.lm_head.register_forward_hook(keep))
             if self.model.draft_head is not None:
-                hooks.append(self.model.draft_head.register_forward_hook(spread))
-            try:
-                out = call()
-            finally:
-                for hook in hooks:
-                    hook.remove()
+                hooks.enter_context(self.model.draft_head.register_forward_hook(spread))
+            out = call()
         self.main = seen[0]
         self.streams = np.concatenate(seen[1:]) if len(seen) > 1 else self.streams  # streams may follow one another
         return out
-
-    @contextmanager
-    def _jittered(self) -> Iterator[None]:
-        def change(_: nn.Module, __: object, output: Tensor) -> Tensor:
-            return output * (1 + self.jitter * torch.randn(output.shape, generator=self.draw))
-
-        hooks = []
-        if self.jitter:
-            leaves = (part for part in self.model.modules() if isinstance(part, (nn.Linear, nn.Embedding)))
-            hooks = [part.register_forward_hook(change) for part in leaves]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.random.Generator) -> Drafts:

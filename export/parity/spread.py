@@ -10,11 +10,11 @@ four themselves (SmolLM2, float32), so what looks wrong is compared with more of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from ssdevice.export.parity.difference import Array
+
 FACTOR = 2.0
 """Allowed ratio of an artifact's differences to the spread. Both sample the same distribution, over dozens of rows."""
 TIE_FACTOR = 6.0
@@ -38,22 +38,18 @@ class Tie:
 
 @dataclass
 class Spread:
-    """Sums of squares by keys and values of each layer ``[2 * layers]``: differences of the artifact and of the twin,
+    """``sums [3, 2 * layers]``: of squares by keys and values of each layer, of the artifact's differences, the twin's
     and the rows themselves. ``changes``: of the twin's logits (rms), for each call in the row that changes most."""
 
-    artifact: Array | None = None
-    twin: Array | None = None
-    size: Array | None = None
+    sums: Array = field(default_factory=lambda: np.zeros((3, 1)))
     ties: list[Tie] = field(default_factory=list)
     changes: list[float] = field(default_factory=list)
     scale: float = 0.0
 
-    def rows(self, where: str, mine: Array, twin: Array, theirs: Array) -> None:
+    def rows(self, mine: Array, twin: Array, theirs: Array) -> None:
         """Record committed rows ``[2 * layers, n, width]`` of all sides."""
-        sums = [np.square(part.astype(np.float64)).sum(axis=(1, 2)) for part in (mine - theirs, twin - theirs, theirs)]
-        if self.artifact is None or self.twin is None or self.size is None:
-            self.artifact, self.twin, self.size = (np.zeros_like(part) for part in sums)
-        self.artifact, self.twin, self.size = self.artifact + sums[0], self.twin + sums[1], self.size + sums[2]
+        parts = mine - theirs, twin - theirs, theirs
+        self.sums = self.sums + [np.square(part.astype(np.float64)).sum(axis=(1, 2)) for part in parts]
 
     def logits(self, twin: Array, theirs: Array) -> None:
         """Record logits ``[rows, V]`` of the same rows; ids outside a draft vocabulary are -inf and do not count."""
@@ -80,15 +76,13 @@ class Spread:
 
     def relative(self) -> tuple[Array, Array]:
         """By keys and values of each layer: the artifact's differences and the twin's, relative to the rows (rms)."""
-        if self.artifact is None or self.twin is None or self.size is None:
-            return np.zeros(0), np.zeros(0)
-        size = np.maximum(self.size, 1e-12)
-        return np.sqrt(self.artifact / size), np.sqrt(self.twin / size)
+        mine, twin, _ = np.sqrt(self.sums / np.maximum(self.sums[2], 1e-12))
+        return mine, twin
 
     def widen(self, other: Spread) -> None:
         """Take the differences of another draw's twin where they are larger, and its changes of logits."""
-        if self.twin is not None and self.size is not None:
-            self.twin = np.maximum(self.twin, np.square(other.relative()[1]) * self.size)
+        if self.sums.shape == other.sums.shape:  # not so if the artifact's rows cannot be read
+            self.sums[1] = np.maximum(self.sums[1], np.square(other.relative()[1]) * self.sums[2])
         self.changes += other.changes
 
     def fault(self, jitter: float) -> str | None:

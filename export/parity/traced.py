@@ -20,8 +20,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES, FunctionSpec, Geometry
 from ssdevice.export.exporter import ExportJob
+from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.follow import follow
-from ssdevice.export.parity.products import Array, Bounds, Call, Product
+from ssdevice.export.parity.products import Bounds, Call, Product
 from ssdevice.memory import free_memory
 
 MODEL = "module.model."
@@ -67,11 +68,9 @@ class TracedShown:
         self.programs = {name: Recorder(programs[name]) for name in specs}
 
     def spell(self, parameter: str) -> str:
-        """See Shown."""
         return parameter
 
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
-        """See Shown."""
         g, spec = self.geometry, self.specs[function]
         feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = torch.zeros(2, g.layers, g.kv_heads, g.capacity, g.head_dim)
@@ -87,7 +86,6 @@ class TracedShown:
         return Call(outputs, products)
 
     def close(self) -> None:
-        """See Shown."""
         self.programs.clear()
         free_memory()
 

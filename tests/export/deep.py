@@ -33,8 +33,9 @@ from ssdevice.contract import (
     Geometry,
 )
 from ssdevice.export.exporter import ExportJob
+from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product, followed
-from ssdevice.export.parity.reference import Array, Drafts, StepOut, TorchDriver
+from ssdevice.export.parity.reference import Drafts, StepOut, TorchDriver
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.loading import LoadedModel, build
 from ssdevice.model.step import StreamModel

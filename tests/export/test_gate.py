@@ -12,9 +12,12 @@ from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.parity import gate
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.gate import FLOAT_JITTER, HALF_JITTER, QUANTIZED_JITTER, check, compare
 from ssdevice.export.parity.products import FLOAT16, FLOAT32, QUANTIZED
+from ssdevice.export.parity.reference import TorchDriver
+from ssdevice.export.parity.spread import DRAWS, Spread
 from ssdevice.export.plan import Quant
 from tests.export.deep import Artifact, deep_model, job_of
 from tests.export.faults import FAULTS
@@ -135,3 +138,19 @@ def test_results_alone_show_what_is_larger_than_rounding(fault: str, kind: str) 
             stack.enter_context(simulated(model, quant))
         with pytest.raises(ParityError):
             compare(job, artifact, jitter)
+
+
+def test_a_further_draw_runs_the_reference_once_beside_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+
+    class Counted(TorchDriver):
+        def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
+            super().__init__(job, jitter, seed)
+            made.append(jitter)
+
+    monkeypatch.setattr(gate, "TorchDriver", Counted)
+    monkeypatch.setattr(Spread, "fault", lambda *_: "a fault")
+    job = deep_job("llama", 3)
+    with pytest.raises(ParityError, match="a fault"):
+        compare(job, Artifact(job), FLOAT_JITTER, steps=2)
+    assert sorted(made) == [0.0] * DRAWS + [FLOAT_JITTER] * DRAWS

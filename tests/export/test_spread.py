@@ -29,7 +29,7 @@ def drawn(seed: int, by: float) -> Spread:
     """Rows that differ by 1e-3 in the artifact and by ``by`` in the twin."""
     rows = np.random.default_rng(seed).standard_normal((4, 6, 8))
     spread = Spread()
-    spread.rows("prefill", rows + 1e-3, rows + by, rows)
+    spread.rows(rows + 1e-3, rows + by, rows)
     return spread
 
 

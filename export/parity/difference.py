@@ -1,0 +1,43 @@
+"""How far the numbers of an artifact are from those of the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+ENOUGH_ROWS = 8
+"""Columns are checked one by one if a product has at least so many rows."""
+
+
+def as_stored(rows: Array, dtype: np.dtype[Any] | type[np.generic]) -> Array:
+    """Rows in float32 as a cache of this type holds them."""
+    return rows.astype(dtype).astype(np.float32)
+
+
+def difference(mine: Array, theirs: Array) -> float:
+    """The largest relative difference (rms) of corresponding rows, ``[rows, K]`` each."""
+    size = np.sqrt(np.square(theirs).mean(axis=-1)) + 1e-12
+    far = np.sqrt(np.square(mine - theirs).mean(axis=-1)) / size
+    return float(np.nan_to_num(far, nan=np.inf).max(initial=0.0))
+
+
+def product_difference(mine: Array, theirs: Array) -> float:
+    """The relative difference (rms) of two products ``[rows, N]``, in which each row has the same weight."""
+    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
+    far = np.sqrt(np.square((mine - theirs) / scale).mean())
+    return float(np.nan_to_num(far, nan=np.inf))
+
+
+def worst_column(mine: Array, theirs: Array) -> tuple[int, float]:
+    """The column with the largest median difference, and that difference relative to the column's median size.
+
+    0 if there are few rows. The size of a column counts as at least a third of the usual size.
+    """
+    if len(mine) < ENOUGH_ROWS:
+        return 0, 0.0
+    scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
+    far = np.median(np.abs(mine - theirs) / scale, axis=0)
+    off = np.nan_to_num(far / np.maximum(np.median(np.abs(theirs) / scale, axis=0), 0.3), nan=np.inf)
+    return int(off.argmax()), float(off.max())
