@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +61,10 @@ def _moments(linears: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
             last[:] = [(inputs[0], x.T @ x)]
         found[part] = found[part].add_(last[0][1]) if part in found else last[0][1].clone()
 
-    hooks = [part.register_forward_pre_hook(read) for part in linears]
-    try:
+    with ExitStack() as hooks:
+        for part in linears:
+            hooks.enter_context(part.register_forward_pre_hook(read))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _alike(moments: Mapping[nn.Linear, Tensor], grids: Mapping[nn.Linear, Grid]) -> list[list[nn.Linear]]:

@@ -8,7 +8,7 @@ columns of the linears that read them are multiplied by it, products stay the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -84,11 +84,8 @@ def smooth(model: StreamModel, rows: Sequence[Tokens], report: Callable[[int], N
 def _results(layer: nn.Module) -> Iterator[list[Tensor]]:
     """Within this context: what the layer gives, call by call."""
     found: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
-    try:
+    with layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out)):
         yield found
-    finally:
-        hook.remove()
 
 
 def _same(passing: Rows, number: int, layer: nn.Module, before: list[Tensor]) -> bool:
@@ -122,13 +119,13 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
             own.rows = _largest(own.rows, inputs[0].flatten(0, -2))
             own.weights = _largest(own.weights, linear.weight)
 
-    hooks = [norm.register_forward_hook(wrote) for norm in norms]
-    hooks += [part.register_forward_pre_hook(reads) for part in layer.modules() if isinstance(part, nn.Linear)]
-    try:
+    with ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_hook(wrote))
+        for part in layer.modules():
+            if isinstance(part, nn.Linear):
+                hooks.enter_context(part.register_forward_pre_hook(reads))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _largest(known: Tensor | None, values: Tensor) -> Tensor:
