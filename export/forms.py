@@ -87,8 +87,7 @@ class ExternalCacheForm(nn.Module):
         if isinstance(module, PrefillModule):
             tokens, valid, length = tensors[:integers]
             prefill = module(tokens, valid, length, past)
-            drafts = (prefill.drafts,) if self.name == PREFILL else ()
-            return (prefill.token, *drafts, stack(prefill.rows))
+            return prefill.token, prefill.drafts, stack(prefill.rows)
         if self.name == PLAIN:
             last, length = tensors[:integers]
             none = torch.zeros(0, 1, dtype=torch.int32)

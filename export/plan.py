@@ -154,11 +154,6 @@ class ExportPlan:
         return replace(self, apps=(app,), geometry=geometry)
 
     @property
-    def tree(self) -> Tree:
-        """The draft tree."""
-        return self.geometry.tree
-
-    @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
         return FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)

@@ -12,7 +12,7 @@ from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.plan import AppPlan, ExportPlan
+from ssdevice.export.plan import AppPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
@@ -48,7 +48,9 @@ def variant_of(app: AppPlan) -> Variant:
 
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
-    plan = variant_plan(job.plan, variant)
+    plan = job.plan
+    if variant.mode is None:
+        plan = plan.of(AppPlan(variant.name, None, None, variant.lora))
     hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
     config = None
     if variant.mode is not None:
@@ -70,13 +72,6 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
         if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight
             nn.init.normal_(part.up.weight, std=0.1)
     return replace(job, plan=plan, loaded=LoadedModel(plan.identity, model.eval(), None), notes=())
-
-
-def variant_plan(plan: ExportPlan, variant: Variant) -> ExportPlan:
-    """The plan of one variant, with the bundle's geometry or, without streams, that of plain decoding."""
-    if variant.mode is not None:
-        return plan
-    return plan.of(AppPlan(variant.name, None, None, variant.lora))
 
 
 def open_slots(layers: nn.ModuleList) -> None:

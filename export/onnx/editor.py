@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +49,18 @@ class Editor:
                 self.graph.register_initializer(known)
             return known
         chosen = name or self._name("const")
-        value = ir.Value(
-            name=chosen,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=ir.Tensor(array, name=chosen),
-        )
+        value = ir.val(chosen, const_value=ir.Tensor(array, name=chosen))
         if role is not None:
             value.meta[ROLE] = role
         self.graph.register_initializer(value)
         if name is None:
             self._constants[key] = value
         return value
+
+    def named(self, name: str, content: Callable[[], np.ndarray[Any, Any]], role: Role | None = None) -> ir.Value:
+        """The initializer of this name, which is made for the first node that reads it."""
+        known = self.graph.initializers.get(name)
+        return known if known is not None else self.constant(content(), name, role)
 
     def ints(self, *values: int) -> ir.Value:
         """An int64 vector."""
@@ -79,22 +79,27 @@ class Editor:
         dtype: ir.DataType | None = None,
         attributes: dict[str, Any] | None = None,
         domain: str = "",
-        outputs: int = 1,
     ) -> ir.Value:
-        """A new node before another (None: at the end); its (first) output, with shape and element type if given."""
-        node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
+        """A new node before another (None: at the end); its output, with shape and element type if given."""
+        return self.insert_several(before, kind, inputs, [(shape, dtype)], attributes, domain)[0]
+
+    def insert_several(
+        self,
+        before: ir.Node | None,
+        kind: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[tuple[Sequence[int | None] | None, ir.DataType | None]],
+        attributes: dict[str, Any] | None = None,
+        domain: str = "",
+    ) -> Sequence[ir.Value]:
+        """A new node with several outputs; see ``insert``."""
+        made = [ir.val(self._name(kind.lower()), dtype, shape) for shape, dtype in outputs]
+        node = ir.node(kind, list(inputs), attributes, domain=domain, outputs=made)
         if before is None:
             self.graph.append(node)
         else:
             self.graph.insert_before(before, node)
-        for value in node.outputs:
-            value.name = self._name(kind.lower())
-        out = node.outputs[0]
-        if shape is not None:
-            out.shape = ir.Shape([size if size is not None else None for size in shape])
-        if dtype is not None:
-            out.type = ir.TensorType(dtype)
-        return out
+        return made
 
     def reshape(self, before: ir.Node | None, value: ir.Value, shape: Shape) -> ir.Value:
         """``value`` with another shape of which at most one size is unknown."""
@@ -113,13 +118,8 @@ class Editor:
         self, before: ir.Node | None, value: ir.Value, widths: ir.Value, shapes: Sequence[Shape | None], axis: int
     ) -> Sequence[ir.Value]:
         """Pieces of ``value`` along ``axis``, of ``widths``, which may be an input of the graph; ``shapes``: theirs."""
-        first = self.insert(before, "Split", [value, widths], attributes={"axis": axis}, outputs=len(shapes))
-        node = first.producer()
-        assert node is not None and value.type is not None
-        for piece, shape in zip(node.outputs, shapes, strict=True):
-            piece.shape = ir.Shape(list(shape)) if shape is not None else None
-            piece.type = value.type
-        return node.outputs
+        outputs = [(shape, value.dtype) for shape in shapes]
+        return self.insert_several(before, "Split", [value, widths], outputs, {"axis": axis})
 
     def replace(self, node: ir.Node, new: ir.Value) -> None:
         """Use ``new`` wherever the only output of ``node`` was used, and remove the node."""
@@ -128,7 +128,7 @@ class Editor:
 
     def replace_value(self, old: ir.Value, new: ir.Value) -> None:
         """Use ``new`` wherever ``old`` was used."""
-        if new.shape is None or None in (shape_of(new) or (None,)):
+        if None in (shape_of(new) or (None,)):
             new.shape = old.shape
         if new.type is None:
             new.type = old.type
@@ -148,6 +148,10 @@ class Editor:
             product.source = new if product.source is old else product.source
             product.output = new if product.output is old else product.output
 
+    def clean(self) -> None:
+        """Remove unused nodes and initializers."""
+        passes.RemoveUnusedNodesPass()(self.model)
+
     def _name(self, stem: str) -> str:
         self._made += 1
         return f"{stem}~{self._made}"
@@ -158,6 +162,12 @@ def shape_of(value: ir.Value | None) -> Shape | None:
     if value is None or value.shape is None:
         return None
     return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def sizes_of(value: ir.Value | None) -> tuple[int, ...] | None:
+    """Sizes of a value; None if any is unknown until run time."""
+    shape = value.shape if value is not None else None
+    return shape.numpy() if shape is not None and shape.is_static() else None
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
@@ -192,6 +202,7 @@ def producer(value: ir.Value | None, kind: str) -> ir.Node | None:
     return node if node is not None and node.op_type == kind else None
 
 
-def clean(model: ir.Model) -> None:
-    """Remove unused nodes and initializers."""
-    passes.RemoveUnusedNodesPass()(model)
+def only_user(value: ir.Value, kind: str) -> ir.Node | None:
+    """The node that reads a value, if it is the only one and of this kind."""
+    users = [use.node for use in value.uses()]
+    return users[0] if len(users) == 1 and users[0].op_type == kind else None

@@ -18,6 +18,7 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import SSDeviceError, UnsupportedModelError
+from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
@@ -75,62 +76,13 @@ class OnnxExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``Exporter``."""
         plan = job.plan
-        if not plan.merged:
-            return self._export_slots(job, folder)
-        specs = plan.functions(CacheForm.EXTERNAL, FLOATS)
-        argmax = plan.geometry.k == 1 or job.loaded.model.draft_head is not None
+        argmax = plan.geometry.k == 1 or (plan.merged and job.loaded.model.draft_head is not None)
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             writer = GraphWriter(plan, weights, argmax)
-            for number, (name, spec) in enumerate(specs.items()):
-                job.report("write the graphs", number, len(specs), name)
-                writer.write(trace(job, spec), spec, folder / FILES[name])
-        files = [TargetFile(name, FILES[name]) for name in specs]
-        return TargetResult(
-            (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)),
-            CacheForm.EXTERNAL,
-            writer.cache_dtype,
-            (*_notes(plan.options.quant, writer.store), *job.notes),
-            _tools(),
-        )
-
-    def _export_slots(self, job: ExportJob, folder: Path) -> TargetResult:
-        """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
-        plan = job.plan
-        files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
-        wanted = variants_of(plan.apps)
-        steps = sum(len(traced.functions) for traced in wanted)
-        made = []
-        with WeightFile(folder / WEIGHTS_FILE) as weights:
-            writer = GraphWriter(plan, weights, plan.geometry.k == 1)
-            for traced in wanted:
-                variant = traced.variant
-                model = template(job, variant)
-                specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
-                slots: dict[str, Slot] = {}
-                for name in traced.functions:
-                    file = graph_file(name, variant)
-                    job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
-                    book = _book(plan)
-                    writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
-                    files.append(TargetFile(f"{name}:{variant.name}", file))
-                    slots |= book.slots
-                made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
-        # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
-        plain = {v.name: v.slots for v in made if v.mode is None}
-        for i, variant in enumerate(made):
-            every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
-            made[i] = replace(variant, slots=tuple(every.values()))
-        layout = SlotLayout(plan.identity.hidden_size, tuple(made))
-        (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
-        apps = {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
-        return TargetResult(
-            tuple(files),
-            CacheForm.EXTERNAL,
-            writer.cache_dtype,
-            _notes(plan.options.quant, writer.store),
-            _tools(),
-            apps,
-        )
+            files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
+        notes = (*_notes(plan.options.quant, writer.store), *job.notes)
+        tools = {name: version(name) for name in TOOLS}
+        return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, tools, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare with the torch reference under the same quantization; see ``Exporter``.
@@ -139,26 +91,63 @@ class OnnxExporter(Exporter):
         of the exported forms afterwards: nothing holds weights twice.
         """
         plan, quant = job.plan, job.plan.options.quant
-        if plan.merged:
-            files = {file.role: folder / file.path for file in result.files if file.role != WEIGHTS}
-            shown = OnnxShown(files, plan.geometry, plan.query_heads, cache_dtype=result.cache_dtype)
-            engine = OnnxEngine(files, plan.geometry, result.cache_dtype, ONE_THREAD)
-            within = simulated(job.loaded.model, quant, keep=False, cache_dtype=result.cache_dtype)
-            with within, EngineDriver(engine) as driver:
-                return check(job, driver, JITTER[quant], shown, BOUNDS[quant])
+        whole = {file.role: file.path for file in result.files if file.role != WEIGHTS}
 
-        def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
-            kept = result.apps[app.name]
+        def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
+            kept = AppResult(AdapterKind.MERGED, functions=whole) if plan.merged else result.apps[app.name]
             files = {function: folder / path for function, path in kept.functions.items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
-            engine = OnnxEngine(files, alone.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
-            values = tensors.values if tensors is not None else {}
-            shown = OnnxShown(files, alone.plan.geometry, plan.query_heads, values, True, result.cache_dtype)
-            within = simulated(alone.loaded.model, quant, slotted=True, keep=False, cache_dtype=result.cache_dtype)
+            engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
+            shown = OnnxShown(files, one.plan, result.cache_dtype, tensors)
+            within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:
-                return check(alone, driver, JITTER[quant], shown, BOUNDS[quant])
+                return check(one, driver, JITTER[quant], shown, BOUNDS[quant])
 
-        return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)
+        return check_each(plan.merged, jobs(job), check_app)
+
+
+Written = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
+"""The files of a bundle, and how it stores each separate app."""
+
+
+def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
+    """A graph of every function."""
+    specs = job.plan.functions(CacheForm.EXTERNAL, FLOATS)
+    for number, (name, spec) in enumerate(specs.items()):
+        job.report("write the graphs", number, len(specs), name)
+        writer.write(trace(job, spec), spec, folder / FILES[name])
+    return (*(TargetFile(name, FILES[name]) for name in specs), TargetFile(WEIGHTS, WEIGHTS_FILE)), {}
+
+
+def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
+    """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
+    plan, g = job.plan, job.plan.geometry
+    files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
+    wanted = variants_of(plan.apps)
+    steps = sum(len(traced.functions) for traced in wanted)
+    made = []
+    for traced in wanted:
+        variant = traced.variant
+        model = template(job, variant)
+        specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
+        slots: dict[str, Slot] = {}
+        for name in traced.functions:
+            file = graph_file(name, variant)
+            job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
+            heads = g.kv_heads, plan.query_heads // g.kv_heads, g.head_dim
+            book = SlotBook(heads, exact=plan.options.quant is not Quant.FP32)
+            writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
+            files.append(TargetFile(f"{name}:{variant.name}", file))
+            slots |= book.slots
+        made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
+    # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
+    plain = {v.name: v.slots for v in made if v.mode is None}
+    for i, variant in enumerate(made):
+        every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
+        made[i] = replace(variant, slots=tuple(every.values()))
+    layout = SlotLayout(plan.identity.hidden_size, tuple(made))
+    (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
+    return tuple(files), {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
 
 
 class GraphWriter:
@@ -188,22 +177,12 @@ class GraphWriter:
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         inputs, outputs = (
-            [_cached(each, self.cache_dtype) for each in tensors] for tensors in (spec.inputs, spec.outputs)
+            # of the contract's tensors only the cache's rows are floats
+            [replace(each, dtype=self.cache_dtype) if each.dtype == FLOATS else each for each in tensors]
+            for tensors in (spec.inputs, spec.outputs)
         )
         own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
         save_graph(edit.model, own, file, self.weights)
-
-
-def _cached(tensor: TensorSpec, dtype: str) -> TensorSpec:
-    """A tensor of a function; rows of the cache in this type."""
-    return replace(tensor, dtype=dtype) if tensor.dtype == FLOATS else tensor
-
-
-def _book(plan: ExportPlan) -> SlotBook:
-    g = plan.geometry
-    groups = plan.query_heads // g.kv_heads
-    exact = plan.options.quant is not Quant.FP32
-    return SlotBook((g.kv_heads, groups, g.head_dim), exact)
 
 
 def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path) -> AppResult:
@@ -248,7 +227,3 @@ def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
         names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")
         notes.append(f"{len(store.kept)} weights ({total} elements) stay floats: {names}")
     return tuple(notes)
-
-
-def _tools() -> dict[str, str]:
-    return {name: version(name) for name in TOOLS}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
@@ -30,16 +28,13 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: Any = None
+        self._file = path.open("wb")
         self._places: dict[tuple[bytes, int], int] = {}
 
     def __enter__(self) -> WeightFile:
-        self._file = self.path.open("wb")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, content: bytes) -> int:

@@ -11,8 +11,10 @@ from ssdevice.export.onnx.editor import (
     Marked,
     Shape,
     constant_of,
+    only_user,
     producer,
     shape_of,
+    sizes_of,
     source_of,
 )
 from ssdevice.export.onnx.graph import JOIN, WIDTH
@@ -38,31 +40,27 @@ def rotary_split(edit: Editor, node: ir.Node) -> bool:
     """The columns of a merged product become queries and keys with their positions, and values."""
     if node.op_type != "Split" or len(node.outputs) != 3:
         return False
-    shapes = [shape_of(value) for value in (node.inputs[0], *node.outputs)]
-    rotated = [_only_user(value, "RotaryEmbedding") for value in node.outputs[:2]]
-    if any(shape is None or len(shape) != 3 or shape[0] != 1 or None in shape for shape in shapes):
+    shapes = [sizes_of(value) or () for value in (node.inputs[0], *node.outputs)]
+    queries, keys = (only_user(value, "RotaryEmbedding") for value in node.outputs[:2])
+    if any(len(shape) != 3 or shape[0] != 1 for shape in shapes):
         return False
-    queries, keys = rotated
     if queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:] or len(keys.inputs) != 3:
         return False
-    attributes = {}
-    for name, turned in (("heads", queries), ("kv_heads", keys)):
-        attributes[name] = turned.attributes.get_int("num_heads", 0)
-        if turned.attributes.get_int("interleaved", 0) or not attributes[name]:
-            return False
-    partial = {turned.attributes.get_int("rotary_embedding_dim", 0) for turned in (queries, keys)}
-    widths = [int(shape[-1] or 0) for shape in shapes[1:] if shape is not None]
-    if len(partial) != 1 or widths[0] * attributes["kv_heads"] != widths[1] * attributes["heads"]:
+    heads, kv_heads = (turned.attributes.get_int("num_heads", 0) for turned in (queries, keys))
+    if not heads or not kv_heads or any(turned.attributes.get_int("interleaved", 0) for turned in (queries, keys)):
         return False
-    whole, angles = source_of(node), keys.inputs[1:]
-    extra = {**attributes, "rotary_dim": partial.pop(), "widths": widths}
-    kind = whole.dtype
-    made = edit.insert(keys, ROTARY_SPLIT, [whole, *angles], shapes[1], kind, extra, DOMAIN, outputs=3).producer()
-    assert made is not None
+    partial = {turned.attributes.get_int("rotary_embedding_dim", 0) for turned in (queries, keys)}
+    widths = [shape[-1] for shape in shapes[1:]]
+    if len(partial) != 1 or widths[0] * kv_heads != widths[1] * heads:
+        return False
+    inputs, form = [source_of(node), *keys.inputs[1:]], {"heads": heads, "kv_heads": kv_heads}
+    form |= {"rotary_dim": partial.pop(), "widths": widths}
+    outputs = [(shape, inputs[0].dtype) for shape in shapes[1:]]
+    made = edit.insert_several(keys, ROTARY_SPLIT, inputs, outputs, form, DOMAIN)
     _join_products(edit, node)
-    for old, new in zip((queries, keys), made.outputs[:2], strict=True):
-        edit.replace(old, new)
-    edit.replace_value(node.outputs[2], made.outputs[2])
+    edit.replace(queries, made[0])
+    edit.replace(keys, made[1])
+    edit.replace_value(node.outputs[2], made[2])
     return True
 
 
@@ -72,12 +70,10 @@ def added_norm(edit: Editor, node: ir.Node) -> bool:
         return False
     normed, total = node.outputs[0], node.outputs[3]
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
-    shape, kind = shape_of(normed), normed.dtype
-    made = edit.insert(node, ADD_NORM, node.inputs, shape, kind, attributes, DOMAIN, outputs=2).producer()
-    assert made is not None
-    made.outputs[1].shape, made.outputs[1].type = normed.shape, normed.type
-    edit.replace_value(total, made.outputs[1])
-    edit.replace(node, made.outputs[0])
+    outputs = [(shape_of(normed), normed.dtype)] * 2
+    made = edit.insert_several(node, ADD_NORM, node.inputs, outputs, attributes, DOMAIN)
+    edit.replace_value(total, made[1])
+    edit.replace(node, made[0])
     return True
 
 
@@ -151,26 +147,20 @@ def attention_in_one(edit: Editor, node: ir.Node) -> bool:
         return False
     total = producer(node.inputs[0], "Add")
     scores = producer(total.inputs[0], "FusedMatMul") if total is not None else None
-    product = _only_user(node.outputs[0], "FusedMatMul")
+    product = only_user(node.outputs[0], "FusedMatMul")
     if total is None or scores is None or product is None or product.inputs[0] is not node.outputs[0]:
         return False
     heads, keys, values = (_viewed(value) for value in (*scores.inputs, product.inputs[1]))
-    joined = [producer(value, "Concat") for value in (keys, values)]
-    shape = shape_of(scores.inputs[0])
-    mask = total.inputs[1]
-    if heads is None or mask is None or shape is None or None in shape or len(shape) != 3:
+    joined = [cat for value in (keys, values) if (cat := producer(value, "Concat")) is not None]
+    if len(joined) < 2 or any(len(cat.inputs) < 2 or cat.attributes.get_int("axis", 0) != 0 for cat in joined):
         return False
-    if any(cat is None or len(cat.inputs) < 2 or cat.attributes.get_int("axis", 0) != 0 for cat in joined):
+    end, mask = _end(product), source_of(total, 1)
+    shape, queries = sizes_of(scores.inputs[0]), sizes_of(heads)
+    if shape is None or len(shape) != 3 or queries is None or len(queries) != 3 or queries[0] != 1:
         return False
-    end = _end(product)
-    queries, out, masked = shape_of(heads), shape_of(end.outputs[0]), shape_of(mask)
-    if queries is None or queries != out or len(queries) != 3 or queries[0] != 1 or masked is None:
+    out, (grouped, kv_heads, dim), (rows, width) = shape_of(end.outputs[0]), shape, queries[1:]
+    if queries != out or (shape_of(mask) or ())[:-1] != (1, grouped):
         return False
-    grouped, kv_heads, dim = shape
-    rows, width = queries[1:]
-    if None in (grouped, kv_heads, dim, rows, width) or masked[:-1] != (1, grouped):
-        return False
-    assert kv_heads and dim and rows and grouped
     attributes = {
         "kv_heads": kv_heads,
         "scale": scores.attributes.get_float("alpha", 1.0),
@@ -179,7 +169,7 @@ def attention_in_one(edit: Editor, node: ir.Node) -> bool:
         "groups": [kv_heads, -1, grouped // rows, dim],
         "whole": [1, -1, width],
     }
-    inputs = [heads, *(value for cat in joined if cat is not None for value in _past_and_new(edit, cat)), mask]
+    inputs = [heads, *(value for cat in joined for value in _past_and_new(edit, cat)), mask]
     kind = end.outputs[0].dtype
     edit.replace(end, edit.insert(end, TREE_ATTENTION, inputs, out, kind, attributes, DOMAIN))
     return True
@@ -193,10 +183,9 @@ def _past_and_new(edit: Editor, joined: ir.Node) -> list[ir.Value | None]:
     whole = [_row_view(value) for value in new]
     lead: Shape = (1,) if None not in whole else ()
     parts = whole if lead else new
-    sizes = [shape_of(value) for value in parts]
-    rows = [shape[-2] if shape is not None else None for shape in sizes]
+    sizes = [sizes_of(value) for value in parts]
+    total = None if None in sizes else sum(size[-2] for size in sizes if size is not None)
     width = (shape_of(joined.outputs[0]) or (None,))[-1]
-    total = None if None in rows else sum(size or 0 for size in rows)
     kind, attributes = joined.outputs[0].dtype, {"axis": len(lead)}
     return [past, edit.insert(joined, "Concat", parts, (*lead, total, width), kind, attributes)]
 
@@ -204,9 +193,8 @@ def _past_and_new(edit: Editor, joined: ir.Node) -> list[ir.Value | None]:
 def _row_view(value: ir.Value | None) -> ir.Value | None:
     """The ``[1, S, W]`` of which a value ``[S, W]`` is a view."""
     view = _viewed(value)
-    shape = shape_of(view)
-    same = shape is not None and len(shape) == 3 and shape[0] == 1 and shape[1:] == shape_of(value)
-    return view if same else None
+    shape = shape_of(view) or ()
+    return view if len(shape) == 3 and shape == (1, *(shape_of(value) or ())) else None
 
 
 def _viewed(value: ir.Value | None) -> ir.Value | None:
@@ -215,16 +203,11 @@ def _viewed(value: ir.Value | None) -> ir.Value | None:
     return view.inputs[0] if view is not None else None
 
 
-def _only_user(value: ir.Value, kind: str) -> ir.Node | None:
-    users = [use.node for use in value.uses()]
-    return users[0] if len(users) == 1 and users[0].op_type == kind else None
-
-
 def _end(product: ir.Node) -> ir.Node:
     """The last of the views that bring the heads ``[N, R G, D]`` of a product into the order of the rows."""
-    view = _only_user(product.outputs[0], "Reshape")
-    turned = _only_user(view.outputs[0], "Transpose") if view is not None else None
-    whole = _only_user(turned.outputs[0], "Reshape") if turned is not None else None
+    view = only_user(product.outputs[0], "Reshape")
+    turned = only_user(view.outputs[0], "Transpose") if view is not None else None
+    whole = only_user(turned.outputs[0], "Reshape") if turned is not None else None
     if whole is not None and turned is not None and tuple(turned.attributes["perm"].as_ints()) == (1, 0, 2, 3):
         return whole
     return view if view is not None else product

@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import CONTRIB, SKIP_NORM, Editor, Shape, clean, constant_of, producer, shape_of
+from ssdevice.export.onnx.editor import (
+    CONTRIB,
+    SKIP_NORM,
+    Editor,
+    Shape,
+    constant_of,
+    producer,
+    shape_of,
+    sizes_of,
+    source_of,
+)
 from ssdevice.export.onnx.views import (
     gathers_first,
     joined_reshapes,
@@ -73,56 +83,38 @@ def skip_normalization(edit: Editor, node: ir.Node) -> bool:
     """Residual addition and RMS normalization in one node."""
     if node.op_type != "RMSNormalization" or node.attributes.get_int("axis", -1) != -1:
         return False
-    total = node.inputs[0]
-    shape = shape_of(total)
-    if total is None or shape is None or len(shape) not in (2, 3):
+    total = source_of(node)
+    shape, sizes = shape_of(total), sizes_of(total)
+    if shape is None or len(shape) not in (2, 3):
         return False
     add = producer(total, "Add")
     if add is not None and shape_of(add.inputs[0]) == shape_of(add.inputs[1]):
         terms = [add.inputs[0], add.inputs[1]]
-    elif producer(total, "Concat") is not None and None not in shape:
+    elif producer(total, "Concat") is not None and sizes is not None:
         # Main rows joined by stream rows: the kernel all other layers use, with nothing to add, because another one
         # rounds differently and a row must not depend on the schedule.
-        add, terms = None, [total, edit.constant(np.zeros([size or 0 for size in shape], np.float32))]
+        add, terms = None, [total, edit.constant(np.zeros(sizes, np.float32))]
     else:
         return False
-    norm = edit.insert(
-        node,
-        SKIP_NORM,
-        [*terms, node.inputs[1]],
-        shape_of(node.outputs[0]),
-        node.outputs[0].dtype,
-        {"epsilon": node.attributes.get_float("epsilon", 1e-5)},
-        CONTRIB,
-        outputs=4,
-    )
-    if add is None:
-        edit.replace(node, norm)
-        return True
-    made = norm.producer()
-    assert made is not None
-    made.outputs[3].shape, made.outputs[3].type = total.shape, total.type
     # The sum must exist before its other users, which may stand before this normalization.
-    edit.graph.remove(made)
-    edit.graph.insert_before(add, made)
-    edit.replace_value(total, made.outputs[3])
-    edit.replace(node, norm)
+    before, own = (add, (shape, total.dtype)) if add is not None else (node, (None, None))
+    normed = (shape_of(node.outputs[0]), node.outputs[0].dtype)
+    outputs = [normed, (None, None), (None, None), own]
+    epsilon = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
+    made = edit.insert_several(before, SKIP_NORM, [*terms, node.inputs[1]], outputs, epsilon, CONTRIB)
+    if add is not None:
+        edit.replace_value(total, made[3])
+    edit.replace(node, made[0])
     return True
 
 
 def argmax_as_topk(edit: Editor, node: ir.Node) -> bool:
     """ONNX Runtime's TopK of one takes half the time of its ArgMax; ties go to the lowest index in both."""
     source = node.inputs[0]
-    shape = shape_of(source)
-    if (
-        node.op_type != "ArgMax"
-        or source is None
-        or shape is None
-        or None in shape
-        or source.dtype != ir.DataType.FLOAT
-    ):
+    shape = sizes_of(source)
+    if node.op_type != "ArgMax" or source is None or shape is None or source.dtype != ir.DataType.FLOAT:
         return False
-    if node.attributes.get_int("axis", 0) not in (-1, len(shape) - 1) or (shape[-1] or 0) < VOCABULARY:
+    if node.attributes.get_int("axis", 0) not in (-1, len(shape) - 1) or shape[-1] < VOCABULARY:
         return False
     best = _top_k(edit, node, source, (*shape[:-1], 1))
     keep = node.attributes.get_int("keepdims", 1)
@@ -157,12 +149,8 @@ def rounds_as_topk(edit: Editor, node: ir.Node) -> bool:
 
 def _top_k(edit: Editor, before: ir.Node, source: ir.Value, shape: Shape) -> ir.Value:
     k = edit.ints(shape[-1] or 1)
-    values = edit.insert(before, "TopK", [source, k], shape, source.dtype, {"axis": -1}, outputs=2)
-    made = values.producer()
-    assert made is not None
-    ids = made.outputs[1]
-    ids.shape, ids.type = ir.Shape(list(shape)), ir.TensorType(ir.DataType.INT64)
-    return ids
+    outputs = [(shape, source.dtype), (shape, ir.DataType.INT64)]
+    return edit.insert_several(before, "TopK", [source, k], outputs, {"axis": -1})[1]
 
 
 SIMPLIFY: tuple[Rule, ...] = (
@@ -191,7 +179,7 @@ def apply(edit: Editor, rules: Sequence[Rule]) -> None:
                 if rule(edit, node):
                     changed = True
                     break
-        clean(edit.model)
+        edit.clean()
 
 
 def finish(edit: Editor, more: Sequence[Rule] = ()) -> None:
@@ -206,8 +194,7 @@ def finish(edit: Editor, more: Sequence[Rule] = ()) -> None:
             product.output.name = f"{product.weight}{READS}{product.source.name}"
     for node in edit.graph:
         if node.op_type in ("ArgMax", "TopK"):
-            logits = node.inputs[0]
-            assert logits is not None
+            logits = source_of(node)
             if READS in (logits.name or ""):  # the name can be had once; what it said is known of the logits
                 heads = [product for product in edit.products if product.output is logits]
                 heads[0].source.name = f"{heads[0].weight}{READS}{LOGITS}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of
+from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of, sizes_of, source_of
 from ssdevice.export.onnx.linears import LINEAR, Array
 
 SUFFIX = "~heads"
@@ -51,19 +51,13 @@ class _Walk:
             return shape[-1] == self.head_dim and self.add(node.inputs[0])
         if node.op_type == "Add":
             return all(self.add(item) for item in node.inputs)
-        if node.op_type in ("Concat", "Slice"):
-            return self._by_rows(node, len(shape)) and all(
-                self.add(item) for item in (node.inputs if node.op_type == "Concat" else node.inputs[:1])
-            )
-        return False
-
-    def _by_rows(self, node: ir.Node, rank: int) -> bool:
+        rows = len(shape) - 2
         if node.op_type == "Concat":
-            axes = [node.attributes.get_int("axis", 0)]
-        else:
-            content = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
-            axes = [int(a) for a in content] if content is not None else []
-        return bool(axes) and all(axis % rank == rank - 2 for axis in axes)
+            return node.attributes.get_int("axis", 0) % len(shape) == rows and all(map(self.add, node.inputs))
+        if node.op_type == "Slice":
+            axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
+            return axes is not None and set(axes % len(shape)) == {rows} and self.add(node.inputs[0])
+        return False
 
     def closed(self, last: ir.Node) -> bool:
         """Whether nothing else reads what these nodes make."""
@@ -76,10 +70,10 @@ def permuted_heads(edit: Editor, node: ir.Node) -> bool:
     if node.op_type != "Transpose" or tuple(node.attributes["perm"].as_ints()) != SWAP:
         return False
     view = producer(node.inputs[0], "Reshape")
-    shape = shape_of(node.inputs[0])
-    if view is None or shape is None or None in shape or len(shape) != 4 or node.outputs[0].is_graph_output():
+    shape, out = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
+    if view is None or shape is None or len(shape) != 4 or out is None or node.outputs[0].is_graph_output():
         return False
-    _, kv_heads, groups, dim = (size or 0 for size in shape)
+    _, kv_heads, groups, dim = shape
     whole = shape_of(view.inputs[0])
     if whole is None or whole[-1] not in (kv_heads * groups * dim, dim):
         return False
@@ -91,16 +85,14 @@ def permuted_heads(edit: Editor, node: ir.Node) -> bool:
             content = constant_of(value)
             if value is not None and content is not None:
                 linear.replace_input_with(place, _permuted(edit, value, content, (kv_heads, groups, dim)))
-    edit.replace(node, edit.reshape(node, view.inputs[0], shape_of(node.outputs[0]) or ()))  # type: ignore[arg-type]
+    edit.replace(node, edit.reshape(node, source_of(view), out))
     return True
 
 
 def _permuted(edit: Editor, value: ir.Value, content: Array, heads: tuple[int, int, int]) -> ir.Value:
-    name = f"{value.name}{SUFFIX}"
-    known = edit.graph.initializers.get(name)
-    if known is not None:
-        return known
-    rest = content.shape[1:]
-    swapped = content.reshape(*heads, *rest).swapaxes(0, 1).reshape(-1, *rest)
+    def swapped() -> Array:
+        rest = content.shape[1:]
+        return np.ascontiguousarray(content.reshape(*heads, *rest).swapaxes(0, 1).reshape(-1, *rest))
+
     role = role_of(value)
-    return edit.constant(np.ascontiguousarray(swapped), name, role and replace(role, permuted=True))
+    return edit.named(f"{value.name}{SUFFIX}", swapped, role and replace(role, permuted=True))

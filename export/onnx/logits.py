@@ -1,4 +1,4 @@
-"""The ONNX engine with its logits shown, for telling near-ties from faults. Needs the onnx package.
+"""The ONNX engine with its logits shown, for telling near-ties from faults.
 
 The graphs in the bundle end in the choice of a token and copy no logits; here what is chosen from is made an output of
 a copy in memory.
@@ -7,13 +7,15 @@ a copy in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import onnxruntime as ort
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
-from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.errors import BundleError
 from ssdevice.export.logits import LogitsConversation
 from ssdevice.export.onnx.nodes import ancestors, makers, show_choices
 from ssdevice.runtime.conversation import Conversation
@@ -44,7 +46,7 @@ class LogitsEngine(OnnxEngine):
             spec = self.specs[name]
             rows = geometry.tree.size if name == STEP else 1
             shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
-            self.specs[name] = type(spec)(spec.name, spec.inputs, (*spec.outputs, shown), spec.states)
+            self.specs[name] = replace(spec, outputs=(*spec.outputs, shown))
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
@@ -66,12 +68,8 @@ class LogitsEngine(OnnxEngine):
 def show_logits(file: Path, shown: TensorSpec) -> bytes:
     """The graph in ``file`` with the logits that decide TOKENS as the further output ``shown``.
 
-    Raises MissingExtraError without onnx, BundleError for a graph in which they are not found.
+    Raises BundleError for a graph in which they are not found.
     """
-    try:
-        import onnx
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", "onnx") from error
     model = onnx.load(str(file), load_external_data=False)
     graph = model.graph
     show_choices(graph)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ssdevice.runtime.onnx.kernels import INT8_ARGMAX, INT8_LINEAR, REGION
-
-if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
 
 
 def makers(graph: GraphProto) -> dict[str, NodeProto]:
@@ -37,14 +35,18 @@ def show_products(model: ModelProto) -> None:
 
 
 def show_choices(graph: GraphProto) -> None:
-    """The products that columns are chosen of: undoes ``fused.best_column``."""
+    """The products that columns are chosen of, by their own names: undoes ``fused.best_column``."""
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
+        graph.node.append(node)
         if node.op_type == INT8_ARGMAX:
-            _choice(graph, node)
-        else:
-            graph.node.append(node)
+            product = graph.node[-1]
+            product.op_type, product.output[0] = INT8_LINEAR, node.name
+            one = helper.make_tensor(f"{node.output[0]}_k", TensorProto.INT64, [1], [1])
+            graph.initializer.append(one)
+            chosen = [f"{node.output[0]}_value", node.output[0]]
+            graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))
 
 
 def show_regions(model: ModelProto) -> None:
@@ -54,16 +56,3 @@ def show_regions(model: ModelProto) -> None:
     del model.graph.node[:]
     for node in nodes:
         model.graph.node.extend(bodies[node.overload] if node.op_type == REGION else [node])
-
-
-def _choice(graph: GraphProto, node: NodeProto) -> None:
-    """A product of the node's own name, and the choice of a column."""
-    from onnx import TensorProto, helper
-
-    product = graph.node.add()
-    product.CopyFrom(node)
-    product.op_type, product.output[0] = INT8_LINEAR, node.name
-    one = helper.make_tensor(f"{node.output[0]}_k", TensorProto.INT64, [1], [1])
-    graph.initializer.append(one)
-    chosen = [f"{node.output[0]}_value", node.output[0]]
-    graph.node.append(helper.make_node("TopK", [node.name, one.name], chosen, axis=-1))

@@ -15,32 +15,22 @@ rows           what only the cache's new rows need
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import onnx
+from onnx import NodeProto
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, ROWS, TOKENS
-from ssdevice.errors import MissingExtraError
 from ssdevice.export.onnx.nodes import ancestors, makers, show_regions
 from ssdevice.runtime.onnx.kernels import INT8_ARGMAX
-
-if TYPE_CHECKING:
-    from onnx import NodeProto
 
 CHOICES = ("TopK", INT8_ARGMAX)
 """The operators that choose tokens, of the model's own logits and of the streams'."""
 NORM = "Norm"
 """In the names of operators that normalize: ``RMSNormalization``, ``LayerNormalization``, our ``AddNorm``."""
-PARTS = ("layers", "head", "verification", "streams", "stream head", "rows")
 
 
 def parts_of(file: Path) -> dict[str, str]:
-    """The part of every node of a ``step`` graph by node name; empty for a graph that is not built as expected.
-
-    Raises MissingExtraError without the onnx package.
-    """
-    try:
-        import onnx
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", "onnx") from error
+    """The part of every node of a ``step`` graph by node name; empty for a graph that is not built as expected."""
     model = onnx.load(str(file), load_external_data=False)
     show_regions(model)
     maker = makers(model.graph)

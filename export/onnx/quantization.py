@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -21,12 +21,12 @@ import torch
 from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.editor import CONTRIB, Editor, clean, constant_of, role_of, shape_of
+from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
 from ssdevice.export.onnx.functions import BLOCK, ZERO_POINT
 from ssdevice.export.onnx.linears import (
     SMALL,
+    Array,
     Linear,
-    Product,
     fits_half,
     half_product,
     linears,
@@ -35,20 +35,19 @@ from ssdevice.export.onnx.linears import (
     plain_product,
     transposed_name,
 )
-from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
+from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, integer_product, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.mapped import release
-from ssdevice.model.roles import Part
+from ssdevice.model.roles import Part as ModelPart
 from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """``values [K, N]`` int8 and ``scale [N]`` float32 with ``weight ≈ values * scale``."""
+    """``codes [K, N]`` int8 and ``scale [N]`` float32 with ``weight ≈ codes * scale``."""
 
-    values: Array
+    suffix: ClassVar[str] = "int8"
+    codes: Array
     scale: Array
 
     @classmethod
@@ -58,16 +57,17 @@ class Int8Weight:
 
     def dequantized(self) -> Array:
         """``[K, N]`` float32."""
-        values = self.values.astype(np.float32)
+        values = self.codes.astype(np.float32)
         values *= self.scale
         return values
 
 
 @dataclass(frozen=True)
 class Int4Weight:
-    """``packed [N, K / 32, 16]`` uint8 (low nibble first, zero at 8) and ``scale [N, K / 32]`` float32."""
+    """``codes [N, K / 32, 16]`` uint8 (low nibble first, zero at 8) and ``scale [N, K / 32]`` float32."""
 
-    packed: Array
+    suffix: ClassVar[str] = "int4"
+    codes: Array
     scale: Array
     inputs: int
 
@@ -93,7 +93,7 @@ class Int4Weight:
 
     def dequantized(self) -> Array:
         """``[K, N]`` float32."""
-        codes = np.stack([self.packed & 15, self.packed >> 4], axis=-1).reshape(*self.scale.shape, BLOCK)
+        codes = np.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(*self.scale.shape, BLOCK)
         values = (codes.astype(np.float32) - 8) * self.scale[..., None]
         return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
 
@@ -104,26 +104,24 @@ INT4_GRID = Grid(BLOCK, lowest, -8, 7)
 
 @dataclass
 class WeightStore:
-    """Quantized weights by name, shared by the graphs of one export so that each is quantized once."""
+    """Quantized weights by form and name, shared by the graphs of one export so that each is quantized once."""
 
-    int8: dict[str, Int8Weight] = field(default_factory=dict)
-    int4: dict[str, Int4Weight] = field(default_factory=dict)
+    forms: dict[tuple[str, str], Int8Weight | Int4Weight] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     """Float32 weights that stayed so: name -> elements."""
 
-    def as_int8(self, name: str, weight: Callable[[], Array]) -> Int8Weight:
-        """The int8 form of a weight ``[K, N]``, which is asked for the first time only."""
-        if name not in self.int8:
-            self.int8[name] = Int8Weight.of(weight())
+    def initializers(
+        self, edit: Editor, form: type[Int8Weight | Int4Weight], name: str, weight: Callable[[], Array]
+    ) -> list[ir.Value]:
+        """Codes and scales in a graph, of a weight ``[K, N]`` that is asked for the first time only."""
+        if (form.suffix, name) not in self.forms:
+            self.forms[form.suffix, name] = form.of(weight())
             release()
-        return self.int8[name]
-
-    def as_int4(self, name: str, weight: Callable[[], Array]) -> Int4Weight:
-        """The int4 form of a weight ``[K, N]``, which is asked for the first time only."""
-        if name not in self.int4:
-            self.int4[name] = Int4Weight.of(weight())
-            release()
-        return self.int4[name]
+        found = self.forms[form.suffix, name]
+        return [
+            edit.named(f"{name}.{form.suffix}", lambda: found.codes),
+            edit.named(f"{name}.scale", lambda: found.scale),
+        ]
 
 
 def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | None = None) -> None:
@@ -131,56 +129,48 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
 
     ``book``: low-rank terms become slots, which are entered in it; without one they are weights like all others.
     """
-    if quant is Quant.FP32:
+    exact = quant is not Quant.FP32
+    if exact:
+        _quantize_embeddings(edit, store)
+    else:
         _share_tied_table(edit)
-    tied = _quantize_embeddings(edit, store) if quant in (Quant.INT8, Quant.INT4) else set()
-    inputs = _RowQuantizer(edit)
+    rows = _RowQuantizer(edit)
     pairs = book.pairs(edit) if book is not None else {}
     terms = {node: pair.add for node, pair in pairs.items() if pair.add is not None}
     for linear in linears(edit):
-        if book is not None and linear.factor:
+        part = linear.first
+        if book is not None and part.factor:
             continue
-        quantized = quant is not Quant.FP32 and not linear.stays_float
+        quantized, kept = exact and not part.stays_float, exact and part.stays_float
         slot = book.slot(linear, pairs, quantized) if book is not None else None
-        kept = quant is not Quant.FP32 and linear.stays_float
         if kept:
             store.kept[linear.name] = linear.inputs * linear.outputs
-        product: Product
-        if kept and slot is None and fits_half(linear):
-            product = half_product
-        elif not quantized:
-            product = _with_slot(plain_product, slot, inputs, quant is not Quant.FP32)
-        elif quant is Quant.INT8 or linear.name in tied or _is_head(linear):
-            product = _Int8Product(inputs, store, slot)
+        head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
+        if quantized and (quant is Quant.INT8 or head):
+            whole = _int8_product(edit, linear, store, rows, slot)
         else:
-            product = _with_slot(_Int4Product(store), slot, inputs, True)
-        lower(edit, linear, product, terms)
-    clean(edit.model)  # the terms that slots stand for
+            if quantized:
+                whole = _int4_product(edit, linear, store)
+            else:
+                whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
+            if slot is not None:
+                whole = _plus_term(edit, linear, whole, slot, rows, exact)
+        lower(edit, linear, whole, terms)
+    edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)
 
 
-def _with_slot(product: Product, slot: Slot | None, rows: _RowQuantizer, exact: bool) -> Product:
+def _plus_term(edit: Editor, linear: Linear, base: ir.Value, slot: Slot, rows: _RowQuantizer, exact: bool) -> ir.Value:
     """A product with its slot's low-rank term added."""
-    if slot is None:
-        return product
-
-    def both(edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
-        shape = out_shape(linear)
-        base = product(edit, linear, before)
-        if slot.int8:
-            codes, row_scale = rows(linear.source, before)
-            h = int8_down(edit, slot, codes, edit.constant(np.array(ZERO_POINT, np.uint8)), before)
-            term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
-        else:
-            term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
-        return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
-
-    return both
-
-
-def _is_head(linear: Linear) -> bool:
-    return linear.role is not None and linear.role.part in (Part.HEAD, Part.EMBEDDING)
+    before, shape = linear.first.node, out_shape(linear)
+    if slot.int8:
+        codes, row_scale = rows(linear.source, before)
+        h = int8_down(edit, slot, codes, before)
+        term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
+    else:
+        term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
+    return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
 
 
 class _RowQuantizer:
@@ -191,12 +181,9 @@ class _RowQuantizer:
         self._done: dict[int, tuple[ir.Value, ir.Value]] = {}
 
     def __call__(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-        if id(value) not in self._done:
-            self._done[id(value)] = self._quantize(value, before)
-        return self._done[id(value)]
-
-    def _quantize(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
         """What the function of ``Int8Linear`` does with its rows, for products that have a slot."""
+        if id(value) in self._done:
+            return self._done[id(value)]
         edit, shape = self.edit, shape_of(value)
         zero, form = self.form(value)
         peak_shape = shape_of(zero)
@@ -207,112 +194,78 @@ class _RowQuantizer:
         scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
         block = {"axis": form["axis"], "block_size": form["block"]}
         codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8, block)
+        self._done[id(value)] = codes, scale
         return codes, scale
 
     def form(self, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
         """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
-        shape = shape_of(value)
-        if shape is None or None in shape:
-            raise ValueError(f"the rows of {value.name} are not static: {shape}")
+        shape = sizes_of(value)
+        if shape is None:
+            raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
         axes = list(range(len(shape)))
-        if prod(size or 0 for size in shape[:-1]) == 1:
+        if prod(shape[:-1]) == 1:
             return self.edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
         zeros = self.edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
         return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
 
 
-@dataclass(frozen=True)
-class _Int8Product:
+def _int8_product(edit: Editor, linear: Linear, store: WeightStore, rows: _RowQuantizer, slot: Slot | None) -> ir.Value:
     """An integer product; a slot's term is added before the rows' scale is multiplied in."""
-
-    rows: _RowQuantizer
-    store: WeightStore
-    slot: Slot | None
-
-    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
-        weight = self.store.as_int8(linear.name, linear.weight)
-        values = _named(edit, f"{linear.name}.int8", weight.values)
-        scale = _named(edit, f"{linear.name}.scale", weight.scale)
-        shape = out_shape(linear)
-        if self.slot is None:
-            zero, views = self.rows.form(linear.source)
-            inputs = [linear.source, values, scale, zero]
-            return edit.insert(before, INT8_LINEAR, inputs, shape, ir.DataType.FLOAT, views, DOMAIN)
-        codes, row_scale = self.rows(linear.source, before)
-        zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-        inputs = [codes, values, edit.scalar(1.0), scale, zero]
-        product = edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
-        h = int8_down(edit, self.slot, codes, zero, before)
-        term = up(edit, self.slot, h, before, exact=True)
-        product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
-        return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+    before, shape = linear.first.node, out_shape(linear)
+    codes, scale = store.initializers(edit, Int8Weight, linear.name, linear.weight)
+    if slot is None:
+        zero, views = rows.form(linear.source)
+        inputs = [linear.source, codes, scale, zero]
+        return edit.insert(before, INT8_LINEAR, inputs, shape, ir.DataType.FLOAT, views, DOMAIN)
+    row_codes, row_scale = rows(linear.source, before)
+    product = integer_product(edit, row_codes, codes, scale, shape, before)
+    term = up(edit, slot, int8_down(edit, slot, row_codes, before), before, exact=True)
+    product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
+    return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
 
 
-@dataclass(frozen=True)
-class _Int4Product:
+def _int4_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
     """A product with blocks of four bits."""
-
-    store: WeightStore
-
-    def __call__(self, edit: Editor, linear: Linear, before: ir.Node) -> ir.Value:
-        weight = self.store.as_int4(linear.name, linear.weight)
-        packed = _named(edit, f"{linear.name}.int4", weight.packed)
-        scale = _named(edit, f"{linear.name}.scale", weight.scale)
-        sizes = {"K": linear.inputs, "N": linear.outputs}
-        inputs = [linear.source, packed, scale]
-        return edit.insert(before, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
+    inputs = [linear.source, *store.initializers(edit, Int4Weight, linear.name, linear.weight)]
+    sizes = {"K": linear.inputs, "N": linear.outputs}
+    return edit.insert(linear.first.node, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
 
 
-def _quantize_embeddings(edit: Editor, store: WeightStore) -> set[str]:
+def _quantize_embeddings(edit: Editor, store: WeightStore) -> None:
     """Gathers from the float table become gathers from its int8 form, stored as the head's ``[D, V]`` wants it.
 
-    A tied head then shares the bytes. Returns the names of the tables.
+    A tied head then shares the bytes.
     """
-    names = set()
-    for node in list(edit.graph):
-        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
-        content = constant_of(table)
-        if table is None or content is None or content.ndim != 2 or content.dtype != np.float32:
+    for node, table, ids in _lookups(edit):
+        role, content = role_of(table), constant_of(table)
+        if role is None or role.part is not ModelPart.EMBEDDING or content is None or content.size < SMALL:
             continue
-        name, role = table.name or "", role_of(table)
-        if content.size < SMALL or node.attributes.get_int("axis", 0) != 0:
-            continue
-        if role is None or role.part is not Part.EMBEDDING:
-            continue
-        names.add(name)
-        ids = node.inputs[1]
-        shape = shape_of(ids)
-        if ids is None or shape is None or None in shape:
-            raise ValueError(f"the embedding {name} is read with ids of unknown shape")
-        weight = store.as_int8(name, partial(np.transpose, content))
-        values = _named(edit, f"{name}.int8", weight.values)
-        scale = _named(edit, f"{name}.scale", weight.scale)
+        shape = sizes_of(ids)
+        if shape is None:
+            raise ValueError(f"the embedding {table.name} is read with ids of unknown shape")
+        weight = store.initializers(edit, Int8Weight, table.name or "", partial(np.transpose, content))
         if ids.dtype is not ir.DataType.INT32:
             ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
-        out = [size or 0 for size in (*shape, content.shape[1])]
-        inputs = [ids, values, scale]
-        edit.replace(node, edit.insert(node, INT8_EMBEDDING, inputs, out, ir.DataType.FLOAT, {"whole": out}, DOMAIN))
-    return names
+        out = [*shape, content.shape[1]]
+        made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
+        edit.replace(node, made)
 
 
 def _share_tied_table(edit: Editor) -> None:
     """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
     heads = {linear.name: linear for linear in linears(edit) if len(linear.parts) == 1}
-    for node in list(edit.graph):
-        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
-        ids = node.inputs[1] if table is not None else None
-        shape = shape_of(ids)
-        if table is None or ids is None or table.name not in heads or shape is None or None in shape:
+    for node, table, ids in _lookups(edit):
+        head, shape = heads.get(table.name or ""), sizes_of(ids)
+        if head is None or shape is None:
             continue
-        head = heads[table.name]
-        rows = prod([size or 0 for size in shape])
-        stored = _named(edit, transposed_name(head), head.weight())
+        rows = prod(shape)
+        stored = edit.named(transposed_name(head), head.weight)
         flat = edit.reshape(node, ids, (rows,))
         columns = edit.insert(node, "Gather", [stored, flat], (head.inputs, rows), ir.DataType.FLOAT, {"axis": 1})
-        turned = edit.insert(node, "Transpose", [columns], (rows, head.inputs), ir.DataType.FLOAT, {"perm": [1, 0]})
+        turned = edit.transpose(node, columns, [1, 0])
         edit.replace(node, edit.reshape(node, turned, (*shape, head.inputs)))
 
 
-def _named(edit: Editor, name: str, content: Array) -> ir.Value:
-    known = edit.graph.initializers.get(name)
-    return known if known is not None else edit.constant(content, name)
+def _lookups(edit: Editor) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
+    """Gathers, with the table and the ids of each."""
+    return [(node, source_of(node), source_of(node, 1)) for node in edit.graph if node.op_type == "Gather"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdevice.adapters.weights import LEVELS
@@ -37,23 +36,13 @@ def simulated(
     if quant is Quant.FP32:
         yield
         return
-    saved: list[tuple[Tensor, Tensor]] = []
-    hooks = []
     backbone, operators = model.backbone, model.backbone.operators
-    if cache_dtype != "float32":
-        rounding = partial(_attend_rounded, operators.attention, getattr(torch, cache_dtype))
-        backbone.operators = replace(operators, attention=rounding)
-    eight_bits = (model.backbone.embed_tokens, model.backbone.lm_head, model.draft_head)
-
-    def swap(weight: Tensor, array: NDArray[np.float32]) -> None:
-        if keep:
-            saved.append((weight, weight.data))
-            weight.data = torch.from_numpy(np.ascontiguousarray(array)).to(weight.dtype)
-        else:
-            weight.data.copy_(torch.from_numpy(array))
-            release()
-
-    try:
+    eight_bits = (backbone.embed_tokens, backbone.lm_head, model.draft_head)
+    with ExitStack() as undo:
+        if cache_dtype != "float32":
+            rounding = partial(_attend_rounded, operators.attention, getattr(torch, cache_dtype))
+            undo.callback(setattr, backbone, "operators", operators)
+            backbone.operators = replace(operators, attention=rounding)
         done: set[int] = set()
         downs: set[int] = set()
         floats: set[int] = set()
@@ -68,19 +57,19 @@ def simulated(
                 continue
             whole = quant is Quant.INT8 or part in eight_bits or id(part) in downs
             if isinstance(part, nn.Linear):
-                hooks.append(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
-            if id(part.weight) not in done:
-                done.add(id(part.weight))
-                stored = part.weight.detach().float().numpy().T
-                form = Int8Weight.of(stored) if whole else Int4Weight.of(stored)
-                swap(part.weight, form.dequantized().T)
+                undo.enter_context(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
+            weight = part.weight
+            if id(weight) in done:
+                continue
+            done.add(id(weight))
+            form = (Int8Weight if whole else Int4Weight).of(weight.detach().float().numpy().T)
+            if keep:
+                undo.callback(setattr, weight, "data", weight.data)
+                weight.data = torch.from_numpy(np.ascontiguousarray(form.dequantized().T)).to(weight.dtype)
+            else:
+                weight.data.copy_(torch.from_numpy(form.dequantized().T))
+                release()
         yield
-    finally:
-        backbone.operators = operators
-        for hook in hooks:
-            hook.remove()
-        for weight, data in saved:
-            weight.data = data
 
 
 def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> Tensor:

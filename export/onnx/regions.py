@@ -8,7 +8,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import OPSET, Editor, constant_of, shape_of
+from ssdevice.export.onnx.editor import OPSET, Editor, constant_of, shape_of, sizes_of
 from ssdevice.export.onnx.graph import LOGITS
 from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION, STANDARD
 
@@ -69,7 +69,7 @@ def _fits_standard(node: ir.Node) -> bool:
     if kind == "ArgMax":
         return values[0].name != LOGITS  # whoever compares logits looks for what chooses of them
     if kind == "MatMul":
-        return all(shape and len(shape) == 2 and None not in shape and prod(shape) <= SMALL for shape in shapes)  # type: ignore[arg-type]
+        return all(len(sizes) == 2 and prod(sizes) <= SMALL for sizes in (sizes_of(value) or () for value in values))
     if kind in ("Slice", "Range"):
         step = constant_of(node.inputs[-1])
         return len(values) == (6 if kind == "Slice" else 4) and step is not None and step.size == 1 and bool(step > 0)

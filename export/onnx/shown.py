@@ -9,13 +9,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, Geometry, past_key, past_value
+from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
 from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
 from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.onnx.nodes import ancestors, makers, show_products
-from ssdevice.export.parity.products import Array, Call, Product
+from ssdevice.export.parity.difference import Array
+from ssdevice.export.parity.products import Call, Product
+from ssdevice.export.plan import ExportPlan
 from ssdevice.memory import free_memory
+from ssdevice.runtime.onnx.adapter import AdapterTensors
 
 MODULE = "module.model."
 """Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
@@ -25,31 +28,23 @@ WRAPPED = ".base"
 
 
 class OnnxShown:
-    """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take, by graph input.
+    """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take.
 
-    ``heads``: query heads of attention, whose order in the graph is another (``attention.permuted_heads``).
+    ``plan``: the app's. Query heads have another order in the graph (``heads.permuted_heads``).
     """
 
     def __init__(
-        self,
-        files: Mapping[str, Path],
-        geometry: Geometry,
-        heads: int,
-        adapter: Mapping[str, ort.OrtValue] | None = None,
-        slotted: bool = False,
-        cache_dtype: str = "float32",
+        self, files: Mapping[str, Path], plan: ExportPlan, cache_dtype: str, adapter: AdapterTensors | None
     ) -> None:
         self.dtype: type[np.generic] = np.dtype(cache_dtype).type
-        self.files, self.geometry, self.heads, self.slotted = files, geometry, heads, slotted
-        self.adapter = {name: value.numpy() for name, value in (adapter or {}).items()}
+        self.files, self.geometry, self.heads, self.slotted = files, plan.geometry, plan.query_heads, not plan.merged
+        self.adapter = {name: value.numpy() for name, value in adapter.values.items()} if adapter is not None else {}
         self._open: tuple[str, ort.InferenceSession, list[tuple[str, str, str]]] | None = None
 
     def spell(self, parameter: str) -> str:
-        """See Shown."""
         return parameter.replace(WRAPPED, "")
 
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
-        """See Shown."""
         if self._open is None or self._open[0] != function:
             self.close()  # a session holds the weights, so there is one at a time
             self._open = function, *open_shown(self.files[function])
@@ -67,7 +62,6 @@ class OnnxShown:
         return Call(out, [made for name, *ends in marks for made in self._products(name, *map(out.__getitem__, ends))])
 
     def close(self) -> None:
-        """See Shown."""
         self._open = None
         free_memory()
 

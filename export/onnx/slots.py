@@ -16,16 +16,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
 from ssdevice.contract import FunctionSpec, TensorSpec
-from ssdevice.export.onnx.editor import CONTRIB, Editor, constant_of, producer, role_of, shape_of
+from ssdevice.export.onnx.editor import (
+    CONTRIB,
+    Editor,
+    Shape,
+    constant_of,
+    only_user,
+    producer,
+    role_of,
+    shape_of,
+    sizes_of,
+    source_of,
+)
+from ssdevice.export.onnx.functions import ZERO_POINT
 from ssdevice.export.onnx.linears import LINEAR, Linear, Part
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
-
-KINDS = {"int8": ir.DataType.INT8, "int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class SlotBook:
             side = self._side_of(node)
             if side is None or not side.up:
                 continue
-            down = _placeholder(node.inputs[0])
+            down = producer(node.inputs[0], LINEAR)
             if down is None or self._side_of(down) is None:  # an activation stands between
                 continue
             add, base = self._beside(node, down)
@@ -111,15 +122,12 @@ class SlotBook:
         return role if role is not None and role.part is ModelPart.FACTOR else None
 
     def _beside(self, up: ir.Node, down: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
-        uses = list(up.outputs[0].uses())
-        if len(uses) != 1 or uses[0].node.op_type != "Add":
-            return None, None
-        add = uses[0].node
-        for value in add.inputs:
-            base = _placeholder(value)
+        add = only_user(up.outputs[0], "Add")
+        for value in add.inputs if add is not None else ():
+            base = producer(value, LINEAR)
             if base is None or base is up or self._side_of(base) is not None:
                 continue
-            if base.inputs[0] is down.inputs[0] and len(list(base.outputs[0].uses())) == 1:
+            if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
                 return add, base
         return None, None
 
@@ -127,12 +135,8 @@ class SlotBook:
 def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
     """The graph's inputs behind those of the contract, as they stand: slots, and the stream identifiers."""
     known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
-    found = []
-    for value in edit.graph.inputs[len(spec.inputs) :]:
-        name = value.name or ""
-        shape = tuple(size or 0 for size in shape_of(value) or ()) if name == IDENTIFIERS else known[name].shape
-        found.append(known.get(name) or TensorSpec(IDENTIFIERS, shape, "float32"))
-    return tuple(found)
+    own = edit.graph.inputs[len(spec.inputs) :]
+    return tuple(known.get(value.name) or TensorSpec(IDENTIFIERS, sizes_of(value) or (), "float32") for value in own)
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
@@ -140,7 +144,7 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     for value in edit.graph.inputs:
         if value.name == tensor.name:
             return value
-    value = ir.Value(name=tensor.name, shape=ir.Shape(list(tensor.shape)), type=ir.TensorType(KINDS[tensor.dtype]))
+    value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
     edit.graph.inputs.append(value)
     return value
 
@@ -153,30 +157,35 @@ def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bo
     return _from_column(edit, _column(edit, x, before), weight, None, before)
 
 
-def int8_down(edit: Editor, slot: Slot, codes: ir.Value, zero: ir.Value, before: ir.Node) -> ir.Value:
+def int8_down(edit: Editor, slot: Slot, codes: ir.Value, before: ir.Node) -> ir.Value:
     """``codes @ down`` without the rows' scale, from rows in eight bits."""
-    one = edit.scalar(1.0)
-    inputs = [codes, graph_input(edit, slot.down), one, graph_input(edit, slot.down_scale), zero]
-    shape = (*_lead(codes), None)
+    down, scale = graph_input(edit, slot.down), graph_input(edit, slot.down_scale)
+    return integer_product(edit, codes, down, scale, (*_lead(codes), None), before)
+
+
+def integer_product(
+    edit: Editor, codes: ir.Value, weight: ir.Value, scale: ir.Value, shape: Shape, before: ir.Node
+) -> ir.Value:
+    """``codes @ weight`` times the columns' ``scale``, without that of the rows in eight bits."""
+    zero = edit.constant(np.array(ZERO_POINT, np.uint8))
+    inputs = [codes, weight, edit.scalar(1.0), scale, zero]
     return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
     """``h @ up`` of every part, side by side."""
-    single = _single(h, exact)
-    lead = _lead(h)
-    whole = _column(edit, h, before) if single else h
-    pieces = [whole]
+    single, lead = _single(h, exact), _lead(h)
+    pieces = [_column(edit, h, before) if single else h]
     if len(slot.parts) > 1:
         ranks = graph_input(edit, slot.ranks)
         shape = (*lead[:-1], None, 1) if single else (*lead, None)
         axis = len(lead) - 1 if single else len(lead)
-        pieces = list(edit.split(before, whole, ranks, [shape] * len(slot.parts), axis))
-    made = []
-    for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True):
-        weight = graph_input(edit, spec)
-        make = _from_column if single else _product
-        made.append(make(edit, piece, weight, part.outputs, before))
+        pieces = list(edit.split(before, pieces[0], ranks, [shape] * len(slot.parts), axis))
+    make = _from_column if single else _product
+    made = [
+        make(edit, piece, graph_input(edit, spec), part.outputs, before)
+        for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True)
+    ]
     if len(made) == 1:
         return made[0]
     return edit.insert(before, "Concat", made, (*lead, slot.outputs), ir.DataType.FLOAT, {"axis": -1})
@@ -217,13 +226,8 @@ def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, b
 def lower_alone(edit: Editor, book: SlotBook) -> None:
     """Every factor that is left becomes a product with a graph input."""
     for node, slot, side in book.alone(edit):
-        x = node.inputs[0]
-        assert x is not None
+        x = source_of(node)
         made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
         shape = made.shape
         edit.replace(node, made)
         made.shape = shape  # the rank is the app's, not the one that was traced
-
-
-def _placeholder(value: ir.Value | None) -> ir.Node | None:
-    return producer(value, LINEAR)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ssdevice.contract import STEP
-from ssdevice.errors import MissingExtraError
 from ssdevice.export.cost import Cost
 from ssdevice.export.target import AsStored, ExportTarget
 
@@ -33,11 +32,9 @@ class OnnxTarget(ExportTarget):
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
         try:
-            import onnx  # noqa: F401
+            from ssdevice.export.onnx.logits import LogitsEngine
         except ModuleNotFoundError:
-            return None  # margins are then not measured, and a difference is a fault
-        from ssdevice.export.onnx.logits import LogitsEngine
-
+            return None  # without onnx margins are not measured, and a difference is a fault
         return LogitsEngine.of(bundle, app, options)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
@@ -55,14 +52,14 @@ class OnnxTarget(ExportTarget):
         return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:
-        from ssdevice.export.onnx.parts import parts_of
         from ssdevice.runtime.onnx.engine import OnnxEngine
 
-        assert isinstance(engine, OnnxEngine)
         try:
-            return parts_of(engine.files[STEP])
-        except MissingExtraError:
+            from ssdevice.export.onnx.parts import parts_of
+        except ModuleNotFoundError:
             return {}
+        assert isinstance(engine, OnnxEngine)
+        return parts_of(engine.files[STEP])
 
 
 TARGET = OnnxTarget()

@@ -75,24 +75,20 @@ def number(edit: Editor, content: float, kind: ir.DataType) -> ir.Value:
 
 
 def view(edit: Editor, out: Out, x: ir.Value, *_: object) -> ir.Value:
-    """The same elements in another shape."""
     return edit.reshape(None, x, out.shape)
 
 
 def same(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
-    """The value itself."""
     return x
 
 
 def cast(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
-    """Another element type."""
     if x.dtype is out.dtype:
         return x
     return edit.insert(None, "Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
 
 
 def transpose(edit: Editor, out: Out, x: ir.Value, first: int, second: int) -> ir.Value:
-    """Two dimensions change places."""
     perm = list(range(len(out.shape)))
     perm[first], perm[second] = perm[second], perm[first]
     return edit.transpose(None, x, perm)
@@ -112,7 +108,6 @@ def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.V
 
 
 def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
-    """Joined along a new dimension."""
     axis = dim % len(out.shape)
     one = (*out.shape[:axis], 1, *out.shape[axis + 1 :])
     return cat(edit, out, [edit.reshape(None, part, one) for part in parts], axis)
@@ -124,7 +119,6 @@ def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir
 
 
 def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
-    """Rows of a table."""
     return gather(edit, out, table, 0, ids)
 
 
@@ -141,7 +135,6 @@ def repeat(edit: Editor, out: Out, x: ir.Value, repeats: int, dim: int) -> ir.Va
 def cut(
     edit: Editor, out: Out, x: ir.Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ir.Value:
-    """A range of a dimension."""
     axis = dim % len(out.shape)
     last = np.iinfo(np.int64).max if end is None else end
     bounds = [edit.ints(value) for value in (start or 0, int(last), axis, step)]
@@ -158,50 +151,41 @@ def split(edit: Editor, out: Out, x: ir.Value, size: int, dim: int = 0) -> Seque
 
 
 def chunk(edit: Editor, out: Out, x: ir.Value, count: int, dim: int = 0) -> Sequence[ir.Value]:
-    """``count`` equal pieces."""
     return split(edit, out, x, -(-((shape_of(x) or ())[dim] or 0) // count), dim)
 
 
 def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -> ir.Value:
-    """Of two, by element."""
     return edit.insert(None, "Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
 
 
 def power(edit: Editor, out: Out, x: ir.Value, exponent: float) -> ir.Value:
-    """A constant exponent."""
     if exponent == 2:
         return square(edit, out, x)
     return edit.insert(None, "Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
 
 
 def square(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    """By itself."""
     return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
 
 
 def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    """One over the root."""
     return edit.insert(None, "Reciprocal", [edit.insert(None, "Sqrt", [x], out.shape, out.dtype)], out.shape, out.dtype)
 
 
 def silu(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    """``x * sigmoid(x)``."""
     return edit.insert(None, "Mul", [x, edit.insert(None, "Sigmoid", [x], out.shape, out.dtype)], out.shape, out.dtype)
 
 
 def gelu(edit: Editor, out: Out, x: ir.Value, approximate: str = "none") -> ir.Value:
-    """Exact or by tanh."""
     return edit.insert(None, "Gelu", [x], out.shape, out.dtype, {"approximate": approximate})
 
 
 def clamp(edit: Editor, out: Out, x: ir.Value, low: float | None = None, high: float | None = None) -> ir.Value:
-    """Bounded."""
     bounds = [None if bound is None else number(edit, bound, out.dtype) for bound in (low, high)]
     return edit.insert(None, "Clip", [x, *bounds], out.shape, out.dtype)
 
 
 def mean(edit: Editor, out: Out, x: ir.Value, dims: Sequence[int], keep: bool = False) -> ir.Value:
-    """Over dimensions."""
     return edit.insert(None, "ReduceMean", [x, edit.ints(*dims)], out.shape, out.dtype, {"keepdims": int(keep)})
 
 
@@ -215,7 +199,6 @@ def layer_norm(
     eps: float = 1e-5,
     *_: object,
 ) -> ir.Value:
-    """Over the last dimensions."""
     weight = edit.constant(np.ones(tuple(sizes), np.float32)) if scale is None else scale
     terms = [x, weight, bias] if bias is not None else [x, weight]
     return edit.insert(None, "LayerNormalization", terms, out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps})

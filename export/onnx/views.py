@@ -5,12 +5,13 @@ Each is a rule: it changes the graph at a node and says whether it did. Values s
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of, source_of
+from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of, sizes_of, source_of
 
 
 def views_as_reshapes(edit: Editor, node: ir.Node) -> bool:
@@ -76,9 +77,8 @@ def joined_transposes(edit: Editor, node: ir.Node) -> bool:
         return True
     view = producer(source, "Reshape")
     if view is not None and producer(view.inputs[0], "Transpose") is not None:
-        whole, shape = shape_of(view.inputs[0]), shape_of(source)
-        out = shape_of(node.outputs[0])
-        if whole is not None and shape is not None and out is not None and whole == (1, *shape) and None not in out:
+        shape, out = sizes_of(source), sizes_of(node.outputs[0])
+        if shape is not None and out is not None and shape_of(view.inputs[0]) == (1, *shape):
             lifted = [0, *(d + 1 for d in perm)]
             moved = edit.insert(node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted})
             edit.replace(node, edit.reshape(node, moved, out))
@@ -92,35 +92,30 @@ def gathers_first(edit: Editor, node: ir.Node) -> bool:
         return False
     source, index = source_of(node), source_of(node, 1)
     axis = node.attributes.get_int("axis", 0)
-    picked, shape = shape_of(index), shape_of(source)
-    if picked is None or len(picked) != 1 or shape is None or None in shape or picked[0] is None:
+    picked, shape = sizes_of(index), sizes_of(source)
+    if picked is None or len(picked) != 1 or shape is None:
         return False
     content = constant_of(index)
-    if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
+    if content is not None and np.array_equal(content, np.arange(shape[axis])):
         edit.replace(node, source)
         return True
-    out = (*shape[:axis], picked[0], *shape[axis + 1 :])
-    above = producer(source, "Transpose")
-    if above is not None:
-        perm = above.attributes["perm"].as_ints()
-        inner_shape = shape_of(above.inputs[0])
-        assert inner_shape is not None
-        inner_axis = perm[axis]
-        inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
-        got = edit.insert(node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis})
-        edit.replace(node, edit.insert(node, "Transpose", [got], out, source.dtype, {"perm": list(perm)}))
-        return True
-    above = producer(source, "Reshape")
-    if above is not None and (inner_shape := shape_of(above.inputs[0])) is not None and None not in inner_shape:
-        for inner_axis, size in enumerate(inner_shape):
-            if size == shape[axis] and prod(inner_shape[:inner_axis]) == prod(shape[:axis]):  # type: ignore[arg-type]
-                inner_out = (*inner_shape[:inner_axis], picked[0], *inner_shape[inner_axis + 1 :])
-                got = edit.insert(
-                    node, "Gather", [above.inputs[0], index], inner_out, source.dtype, {"axis": inner_axis}
-                )
-                edit.replace(node, edit.reshape(node, got, out))
-                return True
-    return False
+    above = source.producer()
+    if above is None or above.op_type not in ("Transpose", "Reshape") or (inner := sizes_of(above.inputs[0])) is None:
+        return False
+    if above.op_type == "Transpose":
+        at = above.attributes["perm"].as_ints()[axis]
+    else:
+        same = (d for d, size in enumerate(inner) if size == shape[axis] and prod(inner[:d]) == prod(shape[:axis]))
+        at = next(same, -1)
+        if at < 0:
+            return False
+    rows = (*inner[:at], *picked, *inner[at + 1 :])
+    got = edit.insert(node, "Gather", [above.inputs[0], index], rows, source.dtype, {"axis": at})
+    if above.op_type == "Transpose":
+        edit.replace(node, edit.transpose(node, got, above.attributes["perm"].as_ints()))
+    else:
+        edit.replace(node, edit.reshape(node, got, (*shape[:axis], *picked, *shape[axis + 1 :])))
+    return True
 
 
 def one_gather_of_rows(edit: Editor, node: ir.Node) -> bool:
@@ -131,15 +126,14 @@ def one_gather_of_rows(edit: Editor, node: ir.Node) -> bool:
     for value in node.inputs:
         view = producer(value, "Reshape")
         gather = producer(view.inputs[0] if view is not None else value, "Gather")
-        if gather is None or shape_of(value) is None or (index is not None and gather.inputs[1] is not index):
+        if gather is None or (index is not None and gather.inputs[1] is not index):
             return False
         index, source = gather.inputs[1], source_of(gather)
-        shape, rows = shape_of(source), shape_of(index)
-        whole = shape_of(value)
+        shape, rows, whole = sizes_of(source), shape_of(index), shape_of(value)
         axis = gather.attributes.get_int("axis", 0)
-        if shape is None or whole is None or len(whole) != 3 or rows is None or len(rows) != 1 or None in shape:
+        if shape is None or whole is None or len(whole) != 3 or rows is None or len(rows) != 1:
             return False
-        if whole[0] != 1 or prod(shape[:axis]) != 1 or prod(shape[axis + 1 :]) != whole[2]:  # type: ignore[arg-type]
+        if whole[0] != 1 or prod(shape[:axis]) != 1 or prod(shape[axis + 1 :]) != whole[2]:
             return False
         sources.append((source, (1, shape[axis], whole[2])))
     assert index is not None
@@ -158,17 +152,13 @@ def sliced_tables(edit: Editor, node: ir.Node) -> bool:
     bounds = [constant_of(value) for value in node.inputs[1:]]
     if gather is None or any(b is None or b.size != 1 for b in bounds):
         return False
-    table, shape = constant_of(gather.inputs[0]), shape_of(node.inputs[0])
-    start, end, axis, step = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
+    whole, shape = source_of(gather), shape_of(node.inputs[0])
+    table = constant_of(whole)
+    start, end, axis, step = (int(b.item()) for b in bounds if b is not None)
     if table is None or table.ndim != 2 or shape is None or axis % len(shape) != len(shape) - 1:
         return False
-    name = f"{gather.inputs[0].name}:{start}:{end}:{step}" if gather.inputs[0] is not None else None
-    known = edit.graph.initializers.get(name or "")
-    cut = (
-        known
-        if known is not None
-        else edit.constant(np.ascontiguousarray(table[:, start:end:step]), name, role_of(gather.inputs[0]))
-    )
+    columns = table[:, start:end:step]
+    cut = edit.named(f"{whole.name}:{start}:{end}:{step}", partial(np.ascontiguousarray, columns), role_of(whole))
     out = shape_of(node.outputs[0])
     edit.replace(node, edit.insert(node, "Gather", [cut, gather.inputs[1]], out, cut.dtype, {"axis": 0}))
     return True

@@ -23,6 +23,7 @@ from ssdevice.model.roles import Part, Role
 from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
 
 Floats = NDArray[np.float32]
+PARTS = {"layers", "head", "verification", "streams", "stream head", "rows"}
 SOURCE = "model.layers.0.self_attn.o_proj"
 """What the adapter folder calls the low-rank term."""
 

@@ -27,7 +27,7 @@ from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.fused import attention_in_one
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.nodes import show_regions
-from ssdevice.export.onnx.parts import PARTS, parts_of
+from ssdevice.export.onnx.parts import parts_of
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
@@ -338,7 +338,7 @@ def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
 def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: str) -> None:
     bundle = bundles[name]
     parts = parts_of(bundle.file(STEP))
-    assert set(parts.values()) == set(PARTS)
+    assert set(parts.values()) == forms.PARTS
     model = onnx.load(str(bundle.file(STEP)), load_external_data=False)
     show_regions(model)
     graph = model.graph

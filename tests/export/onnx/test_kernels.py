@@ -24,7 +24,7 @@ from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.nodes import show_regions
-from ssdevice.export.onnx.parts import PARTS, parts_of
+from ssdevice.export.onnx.parts import parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engine import EngineOptions, open_engine
@@ -93,8 +93,8 @@ def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
     inverse = np.float32(127) / np.where(peak > 1e-35, peak, np.float32(np.inf))
     codes = np.rint(grouped * inverse[..., None]).astype(np.int32)
     scales = peak * np.float32(1 / 127)
-    values = np.stack([weight.packed & 15, weight.packed >> 4], axis=-1).reshape(*weight.scale.shape, 32)
-    y = np.zeros((len(x), len(weight.packed)), np.float32)
+    values = np.stack([weight.codes & 15, weight.codes >> 4], axis=-1).reshape(*weight.scale.shape, 32)
+    y = np.zeros((len(x), len(weight.codes)), np.float32)
     for b in range(blocks):
         sums = codes[:, b] @ (values[:, b].astype(np.int32) - 8).T
         y += sums.astype(np.float32) * (weight.scale[None, :, b] * scales[:, b, None])
@@ -245,7 +245,7 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
         for ours in (True, False)
     }
     assert len(texts) == 1
-    assert set(parts_of(tmp_path / "halves" / "step.onnx").values()) == set(PARTS)
+    assert set(parts_of(tmp_path / "halves" / "step.onnx").values()) == forms.PARTS
 
 
 ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")

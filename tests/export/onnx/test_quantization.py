@@ -23,7 +23,7 @@ def test_int8_errs_by_half_a_level_at_most() -> None:
     weight = RNG.standard_normal((96, 40)).astype(np.float32)
     form = Int8Weight.of(weight)
     assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
-    assert form.values.min() >= -127
+    assert form.codes.min() >= -127
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 7, 96])
@@ -33,19 +33,19 @@ def test_int8_neighbours_fit_a_sum_of_16_bits(inputs: int, kind: str) -> None:
     weight = (draws[kind]((inputs, 40)) * RNG.exponential(1, 40)).astype(np.float32)
     form = Int8Weight.of(weight)
     even = inputs // 2 * 2
-    pairs = form.values[0:even:2].astype(int) + form.values[1:even:2]
+    pairs = form.codes[0:even:2].astype(int) + form.codes[1:even:2]
     assert np.abs(pairs).max(initial=0) * 255 < 2**15
     assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
     # Never coarser than seven bits, and eight where no two neighbours stand in the way.
     assert (form.scale <= np.abs(weight).max(axis=0) / 63.5).all()
-    assert inputs > 1 or (np.abs(form.values) == 127).all()
+    assert inputs > 1 or (np.abs(form.codes) == 127).all()
 
 
 @pytest.mark.parametrize("inputs", [32, 40, 704])
 def test_int4_errs_by_half_a_level_but_at_the_end_of_the_range(inputs: int) -> None:
     weight = RNG.standard_normal((inputs, 24)).astype(np.float32)
     form = Int4Weight.of(weight)
-    assert form.packed.shape == (24, -(-inputs // BLOCK), BLOCK // 2)
+    assert form.codes.shape == (24, -(-inputs // BLOCK), BLOCK // 2)
     # 16 codes around a zero point of 8 reach 7 levels to one side and 8 to the other; a level is a bfloat16, so eight
     # of them may lack 8 / 2^8 of one.
     level = np.repeat(np.abs(form.scale), BLOCK, axis=1).T[:inputs]

@@ -301,7 +301,7 @@ def product(slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray]) -
     graph = ir.Graph([x], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1})
     edit = Editor(ir.Model(graph, ir_version=11))
     last = graph[-1]
-    h = int8_down(edit, slot, x, edit.constant(np.array(128, np.uint8)), last)
+    h = int8_down(edit, slot, x, last)
     out = up(edit, slot, h, last, exact=True)
     graph.outputs.append(out)
     graph.remove(last)
