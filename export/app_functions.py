@@ -50,4 +50,4 @@ def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
     first, *others = job.plan.apps
     yield first, replace(job, plan=job.plan.of(first))
     for app in others:
-        yield app, job.for_app(app, job.plan.merged)
+        yield app, job.for_app(app)

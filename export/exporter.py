@@ -41,20 +41,13 @@ class ExportJob:
     calibrated: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        plan: ExportPlan,
-        report: Report,
-        merge: bool | None = None,
-        calibrated: Mapping[str, Tensor] | None = None,
-    ) -> ExportJob:
-        """Load the first app of a plan; ``merge``: merge its LoRA into the weights (default: ``plan.merged``)."""
+    def of(cls, plan: ExportPlan, report: Report, calibrated: Mapping[str, Tensor] | None = None) -> ExportJob:
+        """Load the first app of a plan."""
         from ssdevice.model.loading import load
 
-        gamma = plan.geometry.gamma or None
-        merge = plan.merged if merge is None else merge
-        own = calibrated or {}
-        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, merge, own, plan.options.out.parent)
+        own, gamma = calibrated or {}, plan.geometry.gamma or None
+        scratch = plan.options.out.parent
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch)
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
@@ -72,9 +65,9 @@ class ExportJob:
             row.weight.data = mapped(row.weight, self.plan.options.out.parent)
         return replace(self, notes=(*self.notes, FOLDED)) if folded else self
 
-    def for_app(self, app: AppPlan, merge: bool) -> ExportJob:
+    def for_app(self, app: AppPlan) -> ExportJob:
         """The job for one app of several, with a separate model: drop it before the next."""
-        return ExportJob.of(self.plan.of(app), self.report, merge, self.calibrated)
+        return ExportJob.of(self.plan.of(app), self.report, self.calibrated)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class ExecutorchExporter(Exporter):
             adapter = folder / kept.files[0] if kept.files else None
             return _compare(alone, file, plan, None, tuple(kept.functions), adapter)
 
-        return check_each(False, ((app, job.for_app(app, merge=False)) for app in plan.apps), check_app)
+        return check_each(False, ((app, job.for_app(app)) for app in plan.apps), check_app)
 
 
 def _compare(

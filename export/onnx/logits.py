@@ -6,7 +6,6 @@ a copy in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import PLAIN, STEP, TOKENS, Geometry, TensorSpec
+from ssdevice.contract import PLAIN, STEP, TOKENS, TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.export.logits import LogitsConversation
 from ssdevice.export.onnx.nodes import ancestors, makers, show_choices
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.engine import OnnxEngine, app_adapter, app_graphs
 from ssdevice.runtime.onnx.sessions import SharedBase
 
@@ -33,27 +31,17 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 class LogitsEngine(OnnxEngine):
     """An OnnxEngine whose conversations keep the logits of what the last step emitted."""
 
-    def __init__(
-        self,
-        files: Mapping[str, Path],
-        geometry: Geometry,
-        cache_dtype: str,
-        options: EngineOptions,
-        adapter: AdapterTensors | None = None,
-    ) -> None:
-        super().__init__(files, geometry, cache_dtype, options, adapter=adapter)
-        for name in (STEP, PLAIN):
-            spec = self.specs[name]
-            rows = geometry.tree.size if name == STEP else 1
-            shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
-            self.specs[name] = replace(spec, outputs=(*spec.outputs, shown))
-
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
         """The engine of an app; its graphs are its own."""
         files, geometry = app_graphs(bundle, app)
         adapter = app_adapter(bundle, app, SharedBase.of(bundle, options))
-        return cls(files, geometry, bundle.manifest.cache_dtype, options, adapter)
+        engine = cls(files, geometry, bundle.manifest.cache_dtype, options, adapter=adapter)
+        for name, rows in ((STEP, geometry.tree.size), (PLAIN, 1)):
+            spec = engine.specs[name]
+            shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
+            engine.specs[name] = replace(spec, outputs=(*spec.outputs, shown))
+        return engine
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
         if function not in (STEP, PLAIN):

@@ -15,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,7 +26,7 @@ from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
 from ssdevice.export.onnx.operators import OPERATORS
-from ssdevice.export.onnx.translations import DTYPES, TRANSLATIONS, Out
+from ssdevice.export.onnx.translations import TRANSLATIONS, Out
 
 KNOWN = OPERATORS | TRANSLATIONS
 """Operators and their translations."""
@@ -49,8 +50,7 @@ def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str])
 
 def _input(spec: TensorSpec) -> ir.Value:
     shape = [size if isinstance(size, int) else None for size in spec.shape]
-    kind = DTYPES[getattr(torch, spec.dtype)]
-    return ir.Value(name=spec.name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+    return ir.val(spec.name, from_torch_dtype(getattr(torch, spec.dtype)), shape)
 
 
 def _record(form: nn.Module, inputs: Sequence[TensorSpec]) -> fx.GraphModule:
@@ -139,7 +139,7 @@ def _out(node: fx.Node) -> Out:
     first = made[0] if isinstance(made, (list, tuple)) else made
     if not isinstance(first, Tensor):  # the dynamic size
         return Out((), ir.DataType.INT64)
-    return Out(tuple(size if isinstance(size, int) else None for size in first.shape), DTYPES[first.dtype])
+    return Out(tuple(size if isinstance(size, int) else None for size in first.shape), from_torch_dtype(first.dtype))
 
 
 def _in_place(node: fx.Node) -> bool:

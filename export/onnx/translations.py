@@ -18,12 +18,6 @@ import torch
 from ssdevice.export.onnx.editor import Editor, Shape, shape_of
 
 aten = torch.ops.aten
-DTYPES = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.int32: ir.DataType.INT32,
-    torch.int64: ir.DataType.INT64,
-    torch.bool: ir.DataType.BOOL,
-}
 Operand = ir.Value | int | float | bool
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import PrefillModule, StepModule
 
 Drafts = list[list[int]]
 FIRST_PROMPT_ID = 3
@@ -97,27 +96,19 @@ class TorchDriver:
         self.streams[:, :1] = 0.0
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
-        module, chunk = self.modules[PREFILL], self.geometry.chunk
-        assert isinstance(module, PrefillModule)
-        ids = torch.tensor([*tokens, *([0] * (chunk - len(tokens)))], dtype=torch.int32)
-        out = self._watched(lambda: module(ids, int32(len(tokens)), int32(length), self._past(length)))
+        ids = torch.tensor([*tokens, *([0] * (self.geometry.chunk - len(tokens)))], dtype=torch.int32)
+        out = self._call(PREFILL, length, ids, int32(len(tokens)))
         self.cache.commit(out.rows, len(tokens))
         return int(out.token), out.drafts.tolist()
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
-        module = self.modules[STEP]
-        assert isinstance(module, StepModule)
-        given = torch.tensor(drafts, dtype=torch.int32)
-        out = self._watched(lambda: module(int32(last), given, int32(length), self._past(length)))
+        out = self._call(STEP, length, int32(last), torch.tensor(drafts, dtype=torch.int32))
         count = int(out.count)
         self.cache.commit(out.rows, count)
         return StepOut(out.tokens[:count].tolist(), out.drafts.tolist())
 
     def plain(self, last: int, length: int) -> int:
-        module = self.modules[PLAIN]
-        assert isinstance(module, StepModule)
-        none = torch.zeros(0, 1, dtype=torch.int32)
-        out = self._watched(lambda: module(int32(last), none, int32(length), self._past(length)))
+        out = self._call(PLAIN, length, int32(last), torch.zeros(0, 1, dtype=torch.int32))
         self.cache.commit(out.rows, 1)
         return int(out.tokens)
 
@@ -126,11 +117,8 @@ class TorchDriver:
         shape = (2 * self.geometry.layers, end - start, self.geometry.row_width)
         return rows.reshape(shape).numpy().copy()
 
-    def _past(self, length: int) -> list[Any]:
+    def _call(self, function: str, length: int, *inputs: Tensor) -> Any:
         self.cache.length = length
-        return self.cache.past()
-
-    def _watched(self, call: Callable[[], Any]) -> Any:
         seen: list[Array] = []
 
         def keep(_: object, __: object, logits: Tensor) -> None:
@@ -153,7 +141,7 @@ class TorchDriver:
             hooks.enter_context(self.model.backbone.lm_head.register_forward_hook(keep))
             if self.model.draft_head is not None:
                 hooks.enter_context(self.model.draft_head.register_forward_hook(spread))
-            out = call()
+            out = self.modules[function](*inputs, int32(length), self.cache.past())
         self.main = seen[0]
         self.streams = np.concatenate(seen[1:]) if len(seen) > 1 else self.streams  # streams may follow one another
         return out

@@ -151,7 +151,7 @@ def test_apps_that_stand_apart_share_a_calibrated_base(base: Path, with_lora: Pa
     made = calibrated_job(job, target, chosen_rows([data]), ChatTokenizer.open(base))
     alone = load(base, None, 96).model.backbone.layers[0].mlp.up_proj.weight
     first = made.loaded.model.backbone.layers[0].mlp.up_proj.base.weight
-    second = made.for_app(plan.apps[1], merge=False).loaded.model.backbone.layers[0].mlp.up_proj.weight
+    second = made.for_app(plan.apps[1]).loaded.model.backbone.layers[0].mlp.up_proj.weight
     assert torch.equal(first, second)
     assert not torch.equal(first, alone)
 

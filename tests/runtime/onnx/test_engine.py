@@ -98,8 +98,7 @@ def test_fp32_tokens_are_those_of_torch(prompt: str) -> None:
 
 
 def test_forced_drafts_end_at_every_node_and_change_nothing(bundle: Bundle, session: Session) -> None:
-    files = {function: bundle.file(function) for function in FUNCTIONS}
-    shown = LogitsEngine(files, bundle.geometry, bundle.manifest.cache_dtype, ONE_THREAD)
+    shown = LogitsEngine.of(bundle, None, ONE_THREAD)
     prompts = [session.prompt_ids(prompt) for prompt in PROMPTS]
     result = compare(session.engine, shown, prompts, (), 60, bundle.manifest.precision, lambda *_: None)
     assert result.modes == ["plain_step", "speculative", FORCED]
