@@ -53,10 +53,10 @@ def rotary_split(edit: Editor, node: ir.Node) -> bool:
     widths = [shape[-1] for shape in shapes[1:]]
     if len(partial) != 1 or widths[0] * kv_heads != widths[1] * heads:
         return False
-    inputs, form = [source_of(node), *keys.inputs[1:]], {"heads": heads, "kv_heads": kv_heads}
-    form |= {"rotary_dim": partial.pop(), "widths": widths}
-    outputs = [(shape, inputs[0].dtype) for shape in shapes[1:]]
-    made = edit.insert_several(keys, ROTARY_SPLIT, inputs, outputs, form, DOMAIN)
+    whole = source_of(node)
+    form = {"heads": heads, "kv_heads": kv_heads, "rotary_dim": partial.pop(), "widths": widths}
+    outputs = [(shape, whole.dtype) for shape in shapes[1:]]
+    made = edit.insert_several(keys, ROTARY_SPLIT, [whole, *keys.inputs[1:]], outputs, form, DOMAIN)
     _join_products(edit, node)
     edit.replace(queries, made[0])
     edit.replace(keys, made[1])

@@ -136,7 +136,9 @@ def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[Tenso
     """The graph's inputs behind those of the contract, as they stand: slots, and the stream identifiers."""
     known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
     own = edit.graph.inputs[len(spec.inputs) :]
-    return tuple(known.get(value.name) or TensorSpec(IDENTIFIERS, sizes_of(value) or (), "float32") for value in own)
+    return tuple(
+        known.get(value.name or "") or TensorSpec(IDENTIFIERS, sizes_of(value) or (), "float32") for value in own
+    )
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
