@@ -15,7 +15,7 @@ from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
-from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, describe, stop_ids
+from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, stop_ids
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
@@ -58,12 +58,12 @@ class CoreMLDelegateExporter(Exporter):
             followed.update(follow_traced(job, specs, programs, FLOAT32, progress))
 
         file = folder / PROGRAM_FILE
-        delegations, notes = lower(job.loaded.model, plan, specs, constants, file, report, check_traced)
+        notes, delegated = lower(job.loaded.model, plan, specs, constants, file, report, check_traced)
         notes = (
             *notes,
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
-            *(describe(name, found) for name, found in delegations.items()),
+            *delegated,
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
         tools = {name: version(name) for name in (*TOOLS, "coremltools")}

@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.lowering import Delegations, finish, to_edge, traced
+from ssdevice.export.executorch.lowering import finish, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
@@ -57,10 +57,10 @@ def lower(
     file: Path,
     report: Callable[[int, str], None],
     check: Callable[[Programs], None] = lambda _: None,
-) -> tuple[Delegations, tuple[str, ...]]:
-    """Write a program with every function of ``specs``. Also returns deviations from the requested precision.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Write a program with every function of ``specs``. ``check`` is called with what was traced, before it is lowered.
 
-    ``check`` is called with what was traced before the lowering changes it.
+    Returns deviations from the requested precision, and the notes of ``finish``.
     """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
@@ -88,7 +88,8 @@ def lower(
         report(len(specs), "lower to Core ML")
         with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
             edge = to_edge(programs, partitioner, constants)
-        return finish(edge, list(specs), file, report), tuple(notes)
+        delegated = finish(edge, specs, file, report)
+    return tuple(notes), delegated
 
 
 def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) -> tuple[Any, tuple[str, ...]]:

@@ -23,7 +23,6 @@ from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.executorch.graph import Delegation
 from ssdevice.export.executorch.lowering import constants_of, lower
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
@@ -37,14 +36,19 @@ from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
-from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import (
+    ADAPTER_FILE,
+    ADAPTERS,
+    CACHE_DTYPE,
+    PROGRAM,
+    ExecutorchEngine,
+    functions_of,
+)
 from ssdevice.runtime.executorch.program import AdapterSlots
 from ssdevice.text.tokenizer import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
-SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class ExecutorchExporter(Exporter):
                 followed.update(follow_traced(reference, specs, programs, bounds, progress))
 
         file = folder / PROGRAM_FILE
-        delegations = lower(model.model, plan, specs, constants, file, report, check_traced)
+        delegated = lower(model.model, plan, specs, constants, file, report, check_traced)
         free_memory()  # of the graphs
         with held_values(model.model, folder):
             check_stored(file, model.model, plan, specs)
@@ -120,7 +124,7 @@ class ExecutorchExporter(Exporter):
             *model.notes,
             *job.notes,
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
-            *(describe(name, found) for name, found in delegations.items()),
+            *delegated,
         ]
         reference = model.model if plan.merged else None
         tools = {name: version(name) for name in TOOLS}
@@ -180,15 +184,6 @@ def _write_app(
     tensors = fill_program(weights, layout, plan.geometry.gamma)
     write_tensors(folder / file, stored(tensors, plan.options.adapter_precision))
     return AppResult(AdapterKind.SLOT, own, (file,), functions)
-
-
-def describe(name: str, found: Delegation) -> str:
-    """A sentence on what a function delegates."""
-    outside = ", ".join(f"{op} {count}" for op, count in found.outside.most_common(SHOWN))
-    return (
-        f"{name}: {found.inside.total()} operators in {found.delegates} delegates, "
-        f"{found.outside.total()} outside (most: {outside})"
-    )
 
 
 def stop_ids(plan: ExportPlan) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Rewrites of exported programs so that one XNNPACK delegate takes as much of a step as possible.
 
 ``tidy`` rewrites the result of ``torch.export``, ``write_last`` the lowered program. Both compute the same up to the
-order of a sum. ``delegation`` counts what remains outside delegates.
+order of a sum. ``delegation`` says what remains outside delegates.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -70,6 +69,7 @@ FREE = ("getitem", "view_copy", "unsqueeze_copy")
 MIN_DELEGATE = 5
 """A delegate with fewer operators is not worth its call, unless one of them is a matrix product."""
 PRODUCTS = ("linear", "bmm", "mm", "addmm")
+SHOWN = 6
 
 
 def worthwhile(nodes: Iterable[fx.Node]) -> bool:
@@ -78,31 +78,22 @@ def worthwhile(nodes: Iterable[fx.Node]) -> bool:
     return len(names) >= MIN_DELEGATE or any(name in PRODUCTS for name in names)
 
 
-@dataclass(frozen=True)
-class Delegation:
-    """Where the operators of one lowered function run. ``inside``/``outside``: operators by name."""
-
-    delegates: int
-    inside: Counter[str]
-    outside: Counter[str]
-
-
-def delegation(program: ExportedProgram) -> Delegation:
-    """What a lowered program delegates, without allocations and views that cost nothing."""
-    inside: Counter[str] = Counter()
+def delegation(name: str, program: ExportedProgram) -> str:
+    """A sentence on what a lowered function delegates, without allocations and views that cost nothing."""
     outside: Counter[str] = Counter()
-    delegates = 0
+    delegates = inside = 0
     for node in program.graph_module.graph.nodes:
         if node.op != "call_function":
             continue
-        name = _name(node)
-        if name == "executorch_call_delegate":
+        operator = _name(node)
+        if operator == "executorch_call_delegate":
             delegates += 1
             lowered = getattr(program.graph_module, str(node.args[0].target))
-            inside.update(_names(lowered.original_module.graph_module.graph.nodes))
-        elif name not in FREE:
-            outside[name] += 1
-    return Delegation(delegates, inside, outside)
+            inside += len(_names(lowered.original_module.graph_module.graph.nodes))
+        elif operator not in FREE:
+            outside[operator] += 1
+    most = ", ".join(f"{operator} {count}" for operator, count in outside.most_common(SHOWN))
+    return f"{name}: {inside} operators in {delegates} delegates, {outside.total()} outside (most: {most})"
 
 
 def _names(nodes: Iterable[fx.Node]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.caches import emptied_caches
-from ssdevice.export.executorch.graph import Delegation, delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch.graph import delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
 from ssdevice.export.executorch.speed import faster
@@ -28,10 +28,6 @@ from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
 NOISY = ("executorch", "torch.export", "torchao", "root")
 
 
-Delegations = Mapping[str, Delegation]
-"""What each function of a program delegates."""
-
-
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
     form, arguments = form_of(name, spec, model, plan)
@@ -43,12 +39,6 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
         ) from error
-
-
-def trace_set_adapter(model: StreamModel) -> ExportedProgram:
-    """The exported program of ``set_adapter`` for a model with slots."""
-    slots = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
-    return torch.export.export(SetAdapter(model).eval(), slots, strict=False)
 
 
 def form_of(
@@ -68,21 +58,22 @@ def lower(
     file: Path,
     report: Callable[[int, str], None],
     check: Callable[[Programs], None] = lambda _: None,
-) -> Delegations:
+) -> tuple[str, ...]:
     """Write a program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
 
     The slots of a model are state too, and ``set_adapter`` fills them. ``check`` is called with what was traced before
-    the lowering changes it.
+    the lowering changes it. Returns notes, see ``finish``.
     """
     with quiet(*NOISY), emptied_caches(), faster():
         programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
         check(programs)
-        slots = [name for name, _ in slots_of(model)]
+        slots = dict(sorted(slots_of(model)))
         if slots:
-            programs[SET_ADAPTER] = trace_set_adapter(model)
+            values = tuple(torch.zeros_like(state) for state in slots.values())
+            programs[SET_ADAPTER] = torch.export.export(SetAdapter(model).eval(), values, strict=False)
         report(len(specs), "lower to XNNPACK")
         edge = to_edge(programs, partitioner(), constants)
-        return finish(edge, list(specs), file, report, slots)
+        return finish(edge, specs, file, report, slots)
 
 
 def traced(
@@ -112,16 +103,19 @@ def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants
 
 
 def finish(
-    edge: Any, names: Sequence[str], file: Path, report: Callable[[int, str], None], slots: Sequence[str] = ()
-) -> Delegations:
-    """Write the program. The functions ``names`` share the cache by name, and write it in place at their end."""
+    edge: Any, names: Collection[str], file: Path, report: Callable[[int, str], None], slots: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Write the program. The functions ``names`` share the cache by name, and write it in place at their end.
+
+    Returns notes on what each of them delegates.
+    """
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
     for name in names:
         write_last(edge.exported_program(name))
         untouch(edge.exported_program(name), slots)
-    delegations = {name: delegation(edge.exported_program(name)) for name in names}
+    notes = tuple(delegation(name, edge.exported_program(name)) for name in names)
     report(len(names) + 1, "lay out the memory")
     program = edge.to_executorch(
         ExecutorchBackendConfig(
@@ -133,7 +127,7 @@ def finish(
     )
     with file.open("wb") as out:
         program.write_to_file(out)  # from where its parts are, without a copy of the whole
-    return delegations
+    return notes
 
 
 def partitioner() -> Any:

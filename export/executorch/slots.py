@@ -8,7 +8,7 @@ operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -156,7 +156,7 @@ def touch(model: nn.Module) -> None:
         torch.ops.aten.index_put_(state, [at], torch.zeros(()))
 
 
-def untouch(program: ExportedProgram, names: Sequence[str]) -> None:
+def untouch(program: ExportedProgram, names: Collection[str]) -> None:
     """Remove the writes of ``touch`` from a lowered program; its slots stay state."""
     signature, graph = program.graph_signature, program.graph_module.graph
     output = graph.output_node()

@@ -47,10 +47,6 @@ class InterpretedProgram:
             return self._program.load_method(name)
         return InterpretedMethod(self._methods[name], self.interpreter, self.states, self._program.metadata(name))
 
-    def metadata(self, name: str) -> Any:
-        """Shapes of a method's tensors."""
-        return self._program.metadata(name)
-
 
 class InterpretedMethod:
     """One method; its inputs and outputs are torch tensors, as in ExecuTorch's binding."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
-from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain, load_program
+from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -22,6 +22,9 @@ PROGRAM = "program"
 CACHE_DTYPE = "float32"
 LOGITS = "logits"
 """An additional last output ``[T, V]`` of ``step`` and ``step_plain``, in programs exported with it."""
+ADAPTERS = "adapters"
+ADAPTER_FILE = "adapter.safetensors"
+"""An app's tensors by slot, which a host passes to ``set_adapter``."""
 
 
 class ExecutorchEngine(Engine):
@@ -144,13 +147,6 @@ def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec
     return {name: every[name] for name in names}
 
 
-def constants(file: Path) -> dict[str, Any]:
-    """The constant methods of a program by name: integers, and arrays of integers."""
-    program = load_program(file)
-    found: dict[str, Any] = {}
-    for name in sorted(program.method_names):
-        meta = program.metadata(name)
-        if not meta.num_inputs() and not meta.num_attributes():
-            (value,) = program.load_method(name).execute([])
-            found[name] = value if isinstance(value, (int, float, bool, str)) else value.numpy()
-    return found
+def functions_of(streams: bool) -> dict[str, str]:
+    """The contract's functions of an app -> their names in the program, which are the same."""
+    return {name: name for name in (FUNCTIONS if streams else (PREFILL, PLAIN))}

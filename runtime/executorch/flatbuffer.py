@@ -58,7 +58,7 @@ class Table:
 
     @classmethod
     def root(cls, data: Data, at: int) -> Table:
-        return cls(data, at + _unsigned(data, at))
+        return cls(data, _linked(data, at))
 
     def _field(self, number: int) -> int | None:
         """Offset of a field; None if it has its default."""
@@ -81,38 +81,38 @@ class Table:
         return self._field(number) is not None
 
     def byte(self, number: int) -> int:
-        at = self._field(number)
-        return 0 if at is None else self.data[at]
+        return self._scalar(number, "<B")
 
     def integer(self, number: int) -> int:
-        at = self._field(number)
-        return 0 if at is None else int(struct.unpack_from("<i", self.data, at)[0])
+        return self._scalar(number, "<I")
 
     def long(self, number: int) -> int:
-        at = self._field(number)
-        return 0 if at is None else int(struct.unpack_from("<Q", self.data, at)[0])
+        return self._scalar(number, "<Q")
 
-    def vector(self, number: int) -> tuple[int, int]:
-        """Offset of the first entry of a vector, and the number of entries."""
+    def _scalar(self, number: int, kind: str) -> int:
+        at = self._field(number)
+        return 0 if at is None else int(struct.unpack_from(kind, self.data, at)[0])
+
+    def vector(self, number: int, width: int) -> tuple[int, int]:
+        """Offset of the first entry of a vector whose entries have ``width`` bytes, and the number of entries."""
         at = self._field(number)
         if at is None:
             return 0, 0
-        start = at + _unsigned(self.data, at)
-        return start + 4, _unsigned(self.data, self._checked(start))
+        start = _linked(self.data, at) + 4
+        (count,) = struct.unpack_from("<I", self.data, start - 4)
+        if (width > 1 and count > LIMIT) or start + width * count > len(self.data):
+            raise ValueError(f"{count} entries at {start} of {len(self.data)} bytes")
+        return start, count
 
     def length(self, number: int) -> int:
-        return self.vector(number)[1]
+        return self.vector(number, 4)[1]
 
     def octets(self, number: int) -> bytes:
-        start, count = self.vector(number)
-        if start + count > len(self.data):
-            raise ValueError(f"{count} bytes at {start} of {len(self.data)}")
+        start, count = self.vector(number, 1)
         return self.data[start : start + count]
 
     def integers(self, number: int) -> list[int]:
-        start, count = self.vector(number)
-        if count > LIMIT or start + 4 * count > len(self.data):
-            raise ValueError(f"{count} integers at {start} of {len(self.data)} bytes")
+        start, count = self.vector(number, 4)
         return list(struct.unpack_from(f"<{count}i", self.data, start))
 
     def text(self, number: int) -> str:
@@ -122,15 +122,13 @@ class Table:
         at = self._field(number)
         if at is None:
             raise ValueError(f"field {number} of a table is missing")
-        return Table(self.data, at + _unsigned(self.data, at))
+        return Table.root(self.data, at)
 
     def tables(self, number: int) -> Iterator[Table]:
-        start, count = self.vector(number)
-        if count > LIMIT or start + 4 * count > len(self.data):
-            raise ValueError(f"{count} entries at {start} of {len(self.data)} bytes")
-        for at in range(start, start + 4 * count, 4):
-            yield Table(self.data, at + _unsigned(self.data, at))
+        start, count = self.vector(number, 4)
+        return (Table.root(self.data, at) for at in range(start, start + 4 * count, 4))
 
 
-def _unsigned(data: Data, at: int) -> int:
-    return int(struct.unpack_from("<I", data, at)[0])
+def _linked(data: Data, at: int) -> int:
+    """Where the offset at ``at`` points."""
+    return at + int(struct.unpack_from("<I", data, at)[0])

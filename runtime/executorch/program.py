@@ -24,7 +24,8 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.file import COREML, has_coreml, read_calls
+from ssdevice.runtime.executorch.description import describe_program
+from ssdevice.runtime.executorch.file import COREML, has_coreml
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -132,8 +133,6 @@ class LoadedProgram:
         if function not in self._methods:
             if self._program is None:
                 raise InputError(f"{self.file}: the session was closed")
-            if function not in self.specs and function != SET_ADAPTER:
-                raise BundleError(f"{self.file}: the bundle has no {function}; it has {', '.join(self.specs)}")
             if function not in self._program.method_names:
                 raise BundleError(f"{self.file}: the program has no {function}; export the bundle again")
             POOL.acquire(self.options.threads)
@@ -279,7 +278,7 @@ def explain(file: Path, function: str, error: Exception) -> str:
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; load its libraries first"
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
-        missing = set(read_calls(file)[function].kernels) - set(portable._get_operator_names())
+        missing = set(describe_program(file)[function]["kernels"]) - set(portable._get_operator_names())
         if missing:
             reason += f" ({', '.join(sorted(missing))})"
     if "0x20" in reason or "0x30" in reason:

@@ -35,7 +35,7 @@ class ExecutorchTarget(RuntimeTarget):
         from ssdevice.adapters.slots import read_program_layout
         from ssdevice.adapters.weights import fill_program
         from ssdevice.runtime.apps import NewApp, slots_for
-        from ssdevice.runtime.executorch.adapters import ADAPTER_FILE, ADAPTERS, functions_of
+        from ssdevice.runtime.executorch.engine import ADAPTER_FILE, ADAPTERS, functions_of
 
         file, weights = slots_for(bundle, name, folder)
         layout, wanted = read_program_layout(file), weights.variant

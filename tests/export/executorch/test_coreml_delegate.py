@@ -27,8 +27,9 @@ from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.executorch.delegates import open_delegates
+from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.engine import PROGRAM
-from ssdevice.runtime.executorch.file import COREML, read_calls
+from ssdevice.runtime.executorch.file import COREML
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
@@ -79,11 +80,11 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
 
 def test_every_method_is_one_delegate_and_writes_of_the_cache() -> None:
     made = bundle(*QUICK)
-    calls = read_calls(made.file(PROGRAM))
+    calls = describe_program(made.file(PROGRAM))
     assert set(calls) == set(made.functions)
     for found in calls.values():
-        assert [one.backend for one in found.delegates] == [COREML]
-        assert dict(found.kernels) == {"aten::index_put_": 2 * made.geometry.layers}
+        assert [one["backend"] for one in found["delegates"]] == [COREML]
+        assert found["kernels"] == {"aten::index_put_": 2 * made.geometry.layers}
 
 
 def test_methods_share_one_package_that_goes_with_its_interpreter() -> None:

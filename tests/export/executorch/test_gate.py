@@ -15,7 +15,6 @@ from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch import exporter as target
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, ExecutorchExporter
-from ssdevice.export.executorch.lowering import Delegations
 from ssdevice.export.exporter import FOLDED, ExportJob, TargetFile, TargetResult
 from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
@@ -95,9 +94,9 @@ def test_stream_adapters_are_folded_where_streams_run_on_their_own(
     given = programs.job(Quant.FP32, Mode.LOSSLESS, schedule, tmp_path / "out")
     seen: list[StreamModel] = []
 
-    def lowered(model: StreamModel, *_: object) -> Delegations:
+    def lowered(model: StreamModel, *_: object) -> tuple[str, ...]:
         seen.append(model)
-        return {}
+        return ()
 
     monkeypatch.setattr(target, "lower", lowered)
     monkeypatch.setattr(target, "check_stored", lambda *_: None)  # of an empty program

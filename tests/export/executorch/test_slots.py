@@ -28,8 +28,7 @@ from ssdevice.export.plan import Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.engine import EngineOptions, open_engine
-from ssdevice.runtime.executorch.adapters import ADAPTER_FILE
-from ssdevice.runtime.executorch.engine import ExecutorchEngine
+from ssdevice.runtime.executorch.engine import ADAPTER_FILE, ExecutorchEngine
 from ssdevice.runtime.executorch.program import SET_ADAPTER, AdapterSlots
 from ssdevice.runtime.session import Session
 from tests.export.executorch import programs

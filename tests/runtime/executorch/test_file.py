@@ -14,8 +14,8 @@ from ssdevice.cli import main
 from ssdevice.contract import FUNCTIONS, PLAIN
 from ssdevice.errors import BundleError
 from ssdevice.runtime.executorch import program as loaded
+from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.engine import PROGRAM
-from ssdevice.runtime.executorch.file import read_calls
 from tests.export.executorch import programs
 
 PORTABLE: Any = pytest.importorskip("executorch.extension.pybindings.portable_lib")
@@ -27,20 +27,21 @@ def file() -> Path:
 
 
 def test_every_function_is_read_with_what_it_calls(file: Path) -> None:
-    found = read_calls(file)
+    found = describe_program(file)
     assert set(found) == set(FUNCTIONS)  # constants take no inputs
     for calls in found.values():
-        assert len(calls.runs) == len(calls.delegates) + 1
-        assert calls.kernels.total() == sum(calls.runs)
-        assert calls.breaks == sum(run > 0 for run in calls.runs[1:-1])
-        assert all(one.backend == "XnnpackBackend" and one.nodes for one in calls.delegates)
+        runs = calls["portable_runs"]
+        assert len(runs) == len(calls["delegates"]) + 1
+        assert calls["portable_calls"] == sum(calls["kernels"].values()) == sum(runs)
+        assert calls["breaks"] == sum(run > 0 for run in runs[1:-1])
+        assert all(one["backend"] == "XnnpackBackend" and one["operators"] for one in calls["delegates"])
         layers = programs.bundle().geometry.layers
-        assert calls.kernels["aten::index_put_"] == 2 * layers  # keys and values of each layer are written in place
+        assert calls["kernels"]["aten::index_put_"] == 2 * layers  # keys and values of each layer are written in place
 
 
 def test_kernels_are_those_the_runtime_has(file: Path) -> None:
     known = set(PORTABLE._get_operator_names())
-    assert all(set(calls.kernels) <= known for calls in read_calls(file).values())
+    assert all(set(calls["kernels"]) <= known for calls in describe_program(file).values())
 
 
 def test_an_operator_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +57,13 @@ def test_a_cut_file_is_refused_in_one_line(file: Path, tmp_path: Path, part: flo
     cut = tmp_path / "model.pte"
     cut.write_bytes(data[: int(part * len(data)) if isinstance(part, float) else part])
     with pytest.raises(BundleError, match="model.pte: not a whole ExecuTorch program") as found:
-        read_calls(cut)
+        describe_program(cut)
     assert "\n" not in str(found.value)
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot be read"):
-        read_calls(tmp_path / "model.pte")
+        describe_program(tmp_path / "model.pte")
 
 
 def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Pat
         target = tmp_path / "model.pte"
         target.write_bytes(changed)
         try:
-            read_calls(target)
+            describe_program(target)
         except BundleError:
             refused += 1
     assert refused > 0
