@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.lowering import finish, to_edge, traced
+from ssdevice.export.executorch.lowering import finish, inputs_of, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
@@ -39,14 +39,12 @@ WRITE = "aten.index_put.default"
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function, with one state tensor per layer and values that float16 holds."""
-    arguments = tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     module = function_module(name, half_precision(model), plan.geometry, plan.schedule)
+    logits = plan.options.chosen(ExecutorchOptions).logits
     # Every row is read, because Core ML's shapes are static.
-    form = InternalCacheForm(
-        name, module, plan.geometry, stacked=False, logits=plan.options.chosen(ExecutorchOptions).logits
-    ).eval()
+    form = InternalCacheForm(name, module, plan.geometry, stacked=False, logits=logits).eval()
     with torch.no_grad():
-        return torch.export.export(form, arguments, strict=False)
+        return torch.export.export(form, inputs_of(spec), strict=False)
 
 
 def lower(

@@ -90,13 +90,12 @@ class ExecutorchExporter(Exporter):
         source = job.loaded.model
         if not plan.merged:
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
-            slots = slot_model(job, list(weights.values()))
-            apps = {app.name: _write_app(plan, slots.layout, app, weights.get(app.name), folder) for app in plan.apps}
-            (folder / LAYOUT_FILE).write_text(json.dumps(to_json(slots.layout)), encoding="utf-8")
+            source, layout = slot_model(job, list(weights.values()))
+            apps = {app.name: _write_app(plan, layout, app, weights.get(app.name), folder) for app in plan.apps}
+            (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
             files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
             if (adapter := weights.get(check_apps(plan).name)) is not None:
-                shown = fill_program(adapter, slots.layout, plan.geometry.gamma)
-            source = slots.model
+                shown = fill_program(adapter, layout, plan.geometry.gamma)
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)
@@ -136,8 +135,7 @@ class ExecutorchExporter(Exporter):
 
         Separate apps are compared one by one, each with its own reference.
         """
-        plan = job.plan
-        file = folder / next(entry.path for entry in result.files if entry.role == PROGRAM)
+        plan, file = job.plan, folder / PROGRAM_FILE
         if plan.merged:
             known = result.reference if isinstance(result, ExecutorchResult) else None
             return _compare(job, file, plan, known)

@@ -46,8 +46,12 @@ def form_of(
 ) -> tuple[VisibleForm, tuple[torch.Tensor, ...]]:
     """The module of one function that is traced, and inputs for it."""
     logits = plan.options.chosen(ExecutorchOptions).logits
-    form = VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval()
-    return form, tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    return VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval(), inputs_of(spec)
+
+
+def inputs_of(spec: FunctionSpec) -> tuple[torch.Tensor, ...]:
+    """Inputs with which a function is traced."""
+    return tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
 
 
 def lower(

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +98,8 @@ def held_values(model: StreamModel, folder: Path) -> Iterator[None]:
     weights = [getattr(part, "weight", None) for part in model.modules()]
     held = [weight for weight in weights if weight is not None and hasattr(weight, "qdata")]
     for weight in held:
-        weight.dequantize = partial(_same, mapped(weight.dequantize(), folder))
+        values = mapped(weight.dequantize(), folder)
+        weight.dequantize = lambda values=values: values
         release_mapped()
     try:
         with released_after((*model.backbone.layers, model.backbone.lm_head)):
@@ -108,10 +108,6 @@ def held_values(model: StreamModel, folder: Path) -> Iterator[None]:
         for weight in held:
             del weight.dequantize  # the class's method is left
         free_memory()
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
 
 
 def four_bits(part: nn.Module) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -52,14 +51,6 @@ class SlotFactors(nn.Module):
         h = torch.bmm(x.reshape(1, -1, x.shape[-1]), self.down)
         y = torch.bmm(nn.functional.silu(h) if self.activation else h, self.up)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-@dataclass(frozen=True)
-class SlotModel:
-    """A model with slots. ``layout``: their description in the bundle, with which apps can be added later."""
-
-    model: StreamModel
-    layout: ProgramLayout
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -104,8 +95,8 @@ def check_apps(plan: ExportPlan) -> AppPlan:
     return first
 
 
-def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
-    """The base, with a slot wherever one of these adapters has factors."""
+def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamModel, ProgramLayout]:
+    """The base, with a slot wherever one of these adapters has factors, and their layout, with which apps are added."""
     plan = job.plan
     variant = variant_of(check_apps(plan))
     model = template(job, variant).loaded.model
@@ -115,23 +106,23 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> SlotModel:
             ranks[key] = max(ranks.get(key, 0), len(pair.down))
     terms = low_rank_terms(model)
     made: dict[nn.Module, SlotFactors] = {}
-    for term, (kind, source) in terms.items():
-        if kind is SlotKind.STREAM or (kind, source) in ranks:
-            made[term] = _slot(cast(LowRank, term), ranks.get((kind, source), 0))
+    for term, key in terms.items():
+        if key[0] is SlotKind.STREAM or key in ranks:
+            low, rank = cast(LowRank, term), max(ranks.get(key, 0), 1)
+            made[term] = SlotFactors(low.down.in_features, low.up.out_features, rank, low.activation)
     _install(model, made)
     if model.streams is not None:
         model.streams.adapters.clear()  # a second path to slots that layers hold, which a trace takes for more state
         identifiers = model.streams.identifiers.detach()[: model.gamma]
         del model.streams.identifiers
         model.streams.register_buffer("identifiers", torch.zeros_like(identifiers))
-    places = {terms[term]: slot for term, slot in made.items()}
     names = {id(part): name for name, part in model.named_modules()}
     slots = tuple(
-        StateSlot(kind, source, f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
-        for (kind, source), part in places.items()
+        StateSlot(*terms[term], f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
+        for term, part in made.items()
     )
     state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
-    return SlotModel(model, ProgramLayout(plan.identity.hidden_size, variant, slots, state))
+    return model, ProgramLayout(plan.identity.hidden_size, variant, slots, state)
 
 
 def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
@@ -142,11 +133,6 @@ def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
                 setattr(owner, name, made[child])
             elif isinstance(child, LoraLinear) and child.adapter not in made:
                 setattr(owner, name, child.base)
-
-
-def _slot(factors: LowRank, rank: int) -> SlotFactors:
-    down, up = factors.down, factors.up
-    return SlotFactors(down.in_features, up.out_features, max(rank, 1), factors.activation)
 
 
 def touch(model: nn.Module) -> None:

@@ -64,27 +64,21 @@ def faster() -> Iterator[None]:
         made.passes = [one for one in made.passes if one.__name__ not in NEEDLESS]
         return made
 
-    patches = (
+    with (
         # XNNPACK refuses run-time sizes, because it does not support empty tensors. Here the only such size is that of
         # the visible cache, which has at least one row.
         patch.object(xnnpack_config, "has_free_unbacked_symbols", lambda _: False),
         patch.object(xnnpack_preprocess, "XNNPACKPassManager", needed),
         patch.object(torch.fx.traceback, "NodeSource", Origin),
-    )
-    with ExitStack() as stack:
-        for one in patches:
-            stack.enter_context(one)
-        for context in (
-            without_stack_traces,
-            _decomposed_once,
-            _results_kept,
-            _weights_shared,
-            _code_when_called,
-            _signatures_read_once,
-            partitions_merged_by_masks,
-            constants_duplicated_at_once,
-        ):
-            stack.enter_context(context())
+        without_stack_traces(),
+        _decomposed_once(),
+        _results_kept(),
+        _weights_shared(),
+        _code_when_called(),
+        _signatures_read_once(),
+        partitions_merged_by_masks(),
+        constants_duplicated_at_once(),
+    ):
         yield
 
 
