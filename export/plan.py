@@ -147,9 +147,9 @@ class ExportPlan:
         return self.apps[0].folder
 
     def of(self, app: AppPlan) -> ExportPlan:
-        """The plan for one of the apps; without streams it is a plan of plain decoding."""
+        """The plan for one of the apps; beside others, one without streams has a plan of plain decoding."""
         geometry = self.geometry
-        if app.settings is None:
+        if app.settings is None and not self.merged:
             geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
         return replace(self, apps=(app,), geometry=geometry)
 

@@ -23,6 +23,15 @@ def difference(mine: Array, theirs: Array) -> float:
     return float(np.nan_to_num(far, nan=np.inf).max(initial=0.0))
 
 
+def stored_difference(mine: Array, exact: Array) -> float:
+    """``difference`` of rows, in the type of a cache, from exact ones of which rounding to that type is no part.
+
+    An outlier at a rounding edge may be most of its row, and goes either way.
+    """
+    stored, held = as_stored(exact, mine.dtype), mine.astype(np.float32)
+    return min(difference(held, stored), max(0.0, difference(held, exact) - difference(stored, exact)))
+
+
 def product_difference(mine: Array, theirs: Array) -> float:
     """The relative difference (rms) of two products ``[rows, N]``, in which each row has the same weight."""
     scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12

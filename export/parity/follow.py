@@ -24,7 +24,7 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.parity.difference import Array, as_stored, difference
+from ssdevice.export.parity.difference import Array, as_stored, stored_difference
 from ssdevice.export.parity.products import Bounds, Call, Follower, Shown
 from ssdevice.export.parity.reference import Drafts, StepOut, TorchDriver, force_drafts, random_prompt
 
@@ -121,12 +121,11 @@ class Walk:
         same_ids(f"{where}: {name}", mine, theirs, logits, self.bounds.product)
 
     def _same_rows(self, where: str, call: Call, length: int, count: int) -> None:
-        mine = call.outputs[ROWS][:, :count]
-        theirs = as_stored(self.reference.rows(length, length + count), self.shown.dtype)
+        mine, theirs = call.outputs[ROWS][:, :count], self.reference.rows(length, length + count)
         if mine.shape != theirs.shape:
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape}, not {theirs.shape}")
         for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            off = difference(one.astype(np.float32), other)
+            off = stored_difference(one, other)
             if not off <= self.bounds.rows:
                 raise ParityError(
                     f"{where}: the rows to commit, {'values' if at % 2 else 'keys'} of layer {at // 2}, differ by "
