@@ -6,13 +6,11 @@ system than yours, so a warning says what to measure there; it is not a verdict.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ssdevice.mil.plan import CONST, READ_STATE, WRITE_STATE
-from ssdevice.mil.program import unsupported
+from ssdevice.mil.plan import CONST
 from ssdevice.mil.reader import Package, constants
 from ssdevice.mil.schema import BlobRef, Function, Operation, TensorType, Value
 
@@ -20,7 +18,6 @@ MAX_QUERY_ROWS = 16
 STATE_MULTIPLE = 32
 BLOCKWISE = "constexpr_blockwise_shift_scale"
 PALETTE = "constexpr_lut_to_dense"
-CONSTEXPR = "constexpr_"
 DATA = {BLOCKWISE: "data", PALETTE: "indices"}
 """Operations that decompress weights, and their parameter with the data."""
 
@@ -83,10 +80,9 @@ def audit(package: Package) -> Audit:
         counted = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
         operations[name] = dict(counted.most_common())
         states.update((state, kind) for state, kind in function.inputs if kind.state)
-        types = dict(function.inputs) | {key: kind for one in function.operations for key, kind in one.outputs}
-        rows[name] = max((_query_rows(operation, types) for operation in function.operations), default=0)
+        rows[name] = max((_query_rows(operation) for operation in function.operations), default=0)
         loaded[name] = sum(places(package, function).values())
-        warnings += list(_warnings(package, function))
+        warnings += list(_warnings(function))
     weights = _weights(package)
     if len(loaded) > 1:
         text = (
@@ -119,23 +115,17 @@ def _weights(package: Package) -> tuple[Weights, ...]:
     main: set[BlobRef] = set()  # the data of compressed weights, without their scales, offsets and tables
     for function in package.functions.values():
         sizes |= places(package, function)
-        stored = {
-            operation.output: value
-            for operation in function.operations
-            if operation.kind == CONST and (value := operation.attributes.get("val")) is not None
-        }
-        for operation in function.operations:
-            if operation.kind in DATA:
-                for name in (*operation.inputs, *operation.attributes):
-                    value = _value(operation, name, stored)
-                    if value is not None and isinstance(value.data, BlobRef):
-                        forms[value.data] = _form(operation, stored)
-                        if name == DATA[operation.kind]:
-                            main.add(value.data)
-        for value in stored.values():
-            if isinstance(value.data, BlobRef) and value.data not in forms and value.type and value.type.dtype:
-                forms[value.data] = value.type.dtype.name
-                main.add(value.data)
+        # What compressed weights refer to is not counted as a plain constant, even if one has the same bytes.
+        for operation in sorted(function.operations, key=lambda operation: operation.kind not in DATA):
+            for name in operation.inputs:
+                value = _stored(operation, name)
+                if value is None or not isinstance(value.data, BlobRef) or value.type.dtype is None:
+                    continue
+                if operation.kind in DATA:
+                    forms[value.data] = _form(operation)
+                if name == DATA.get(operation.kind) or value.data not in forms:
+                    forms.setdefault(value.data, value.type.dtype.name)
+                    main.add(value.data)
     return tuple(
         Weights(
             name,
@@ -146,105 +136,75 @@ def _weights(package: Package) -> tuple[Weights, ...]:
     )
 
 
-def _value(operation: Operation, name: str, stored: dict[str, Value]) -> Value | None:
+def _stored(operation: Operation, name: str) -> Value | None:
+    """A parameter that is written into the operation itself, as all of compressed weights are."""
     arguments = operation.inputs.get(name, ())
-    argument = arguments[0] if arguments else operation.attributes.get(name)
-    return stored.get(argument) if isinstance(argument, str) else argument
+    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], Value) else None
 
 
-def _form(operation: Operation, stored: dict[str, Value]) -> str:
+def _form(operation: Operation) -> str:
     """The format of a compressed weight in words."""
-    data = _value(operation, DATA[operation.kind], stored)
-    dtype = data.type.dtype.name if data is not None and data.type is not None and data.type.dtype else "values"
+    data = _stored(operation, DATA[operation.kind])
+    dtype = data.type.dtype.name if data is not None and data.type.dtype is not None else "values"
     if operation.kind == PALETTE:
         return f"palette of {dtype} indices"
-    block = _block(operation, stored)
+    block = _block(operation)
     return f"{dtype}, per channel" if block is None else f"{dtype}, blocks of {block}"
 
 
-def _block(operation: Operation, stored: dict[str, Value]) -> int | None:
+def _block(operation: Operation) -> int | None:
     """Block size along the input axis, None if a channel has a single scale."""
-    data, scale = _value(operation, "data", stored), _value(operation, "scale", stored)
-    if data is None or scale is None or data.type is None or scale.type is None:
+    data, scale = _stored(operation, "data"), _stored(operation, "scale")
+    if data is None or scale is None:
         return None
     split = [
-        (size or 1) // (scales or 1)
+        size // scales
         for size, scales in zip(data.type.shape, scale.type.shape, strict=False)
-        if scales != 1 and scales != size
+        if scales not in (0, 1, size)
     ]
     return min(split) if split else None
 
 
-def _warnings(package: Package, function: Function) -> Iterator[Warning]:
+def _warnings(function: Function) -> Iterator[Warning]:
     name = function.name
-    types = dict(function.inputs)
-    fixed: set[str] = set()
-    stored: dict[str, Value] = {}
+    constant = {operation.output for operation in function.operations if operation.kind == CONST}
     wide: Counter[str] = Counter()
     blocks: Counter[str] = Counter()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
-        odd = [size for size in dims if size is None or size % STATE_MULTIPLE]
-        if odd:
+        if any(size % STATE_MULTIPLE for size in dims):
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
             yield Warning("state-size", name, kind, text, STATES)
     for operation in function.operations:
-        types.update(operation.outputs)
-        if operation.kind == CONST:
-            fixed.add(operation.output)
-            value = operation.attributes.get("val")
-            if value is not None and isinstance(value.data, BlobRef):
-                stored[operation.output] = value
-            continue
-        if all(argument in fixed for argument in operation.names()) and operation.kind not in (READ_STATE, WRITE_STATE):
-            fixed.update(output for output, _ in operation.outputs)
-        if operation.kind == BLOCKWISE and _block(operation, stored) is not None:
-            blocks[_form(operation, stored)] += 1
-        yield from _operation_warnings(name, operation, fixed, types)
-        wide.update(_wide_types(operation))
+        if operation.kind == BLOCKWISE and _block(operation) is not None:
+            blocks[_form(operation)] += 1
+        yield from _operation_warnings(name, operation, constant)
+        if operation.kind not in (CONST, "cast", *DATA):
+            wide.update(kind.dtype.name for _, kind in operation.outputs if kind.dtype and kind.dtype.name == "float32")
     for form, count in blocks.items():
         text = f"{count} weights are {form}, which suits the GPU; the Neural Engine wants one scale per channel"
         yield Warning("block-scales", name, form, text, REPORTS)
     for dtype, count in wide.items():
         text = f"{count} operations return {dtype}, which runs only on the CPU or GPU"
         yield Warning("wide-type", name, dtype, text, GUIDE)
-    for line in unsupported(package):
-        if line.startswith(f"function {name!r}:"):
-            yield Warning("no-kernel", name, line, "cannot be executed or verified without a device", "this tool")
 
 
-def _wide_types(operation: Operation) -> Iterator[str]:
-    if operation.kind != "cast" and not operation.kind.startswith(CONSTEXPR):
-        for _, kind in operation.outputs:
-            if kind.dtype is not None and kind.dtype.name in ("float32", "float64", "int64", "uint64"):
-                yield kind.dtype.name
-
-
-def _operation_warnings(
-    function: str, operation: Operation, fixed: set[str], types: dict[str, TensorType]
-) -> Iterator[Warning]:
-    """Known problems of one operation."""
-    if operation.kind in ("slice_update", "slice_by_index", "slice_by_size"):
-        names = ("begin", "end", "size")
-        moving = [n for n in names for a in operation.inputs.get(n, ()) if isinstance(a, str) and a not in fixed]
-        if moving:
-            text = f"{operation.kind} at a run-time offset: loading can crash (write by mask or scatter instead)"
-            yield Warning("runtime-offset", function, operation.output, text, OFFSETS)
-    rows = _query_rows(operation, types)
+def _operation_warnings(function: str, operation: Operation, constant: set[str]) -> Iterator[Warning]:
+    """Known problems of one operation. ``constant``: names of the function's constants."""
+    if operation.kind == "slice_update" and not constant.issuperset(
+        argument for name in ("begin", "end") for argument in operation.inputs.get(name, ())
+    ):
+        text = "slice_update at a run-time offset: loading can crash (write by mask or scatter instead)"
+        yield Warning("runtime-offset", function, operation.output, text, OFFSETS)
+    rows = _query_rows(operation)
     if rows > MAX_QUERY_ROWS:
         text = f"attention over {rows} query rows: above {MAX_QUERY_ROWS}, results differed from run to run"
         yield Warning("query-rows", function, operation.output, text, REPORTS)
-    if operation.kind in ("reduce_argmax", "reduce_argmin"):
+    if operation.kind == "reduce_argmax":
         text = "the index that wins a tie is not specified; here it is the lowest"
         yield Warning("argmax-ties", function, operation.output, text, MIL)
 
 
-def _query_rows(operation: Operation, types: dict[str, TensorType]) -> int:
-    """Query rows of an attention operation, or rows of a softmax over the last of three or more axes; 0 for others."""
-    if operation.kind == "scaled_dot_product_attention":
-        query = operation.inputs.get("query", ("",))[0]
-        shape = types[query].shape if isinstance(query, str) and query in types else ()
-    elif operation.kind == "softmax" and operation.outputs and len(operation.outputs[0][1].shape) >= 3:
-        shape = operation.outputs[0][1].shape
-    else:
-        return 0
-    return math.prod(size or 1 for size in shape[-2:-1])
+def _query_rows(operation: Operation) -> int:
+    """Query rows of attention, which are those of a softmax over the last of three or more axes; 0 for others."""
+    shape = operation.outputs[0][1].shape if operation.kind == "softmax" and operation.outputs else ()
+    return shape[-2] if len(shape) >= 3 else 0

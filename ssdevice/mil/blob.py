@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ssdevice.errors import BundleError
-from ssdevice.mil.dtypes import BY_BLOB, Array, DType, unpack
+from ssdevice.mil.dtypes import BY_BLOB, Array, DType
 
 ALIGNMENT = 64
 SENTINEL = 0xDEADBEEF
 VERSION = 2
 _HEADER = struct.Struct("<II56x")
 _METADATA = struct.Struct("<IIQQQ32x")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checked entry: element type, number of elements, offset and size of their bytes."""
-
-    dtype: DType
-    count: int
-    start: int
-    size: int
 
 
 class BlobFile:
@@ -53,8 +42,8 @@ class BlobFile:
         if version != VERSION:
             raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
 
-    def entry(self, offset: int, dtype: DType, count: int) -> Entry:
-        """The entry with metadata at ``offset``, which must hold ``count`` elements of ``dtype``.
+    def data(self, offset: int, dtype: DType, count: int) -> Array:
+        """The bytes [size] uint8 of the entry with metadata at ``offset``, which must hold ``count`` of ``dtype``.
 
         Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong.
         """
@@ -75,11 +64,4 @@ class BlobFile:
             raise BundleError(
                 f"{where} needs bytes {start}..{start + size}, the file has {self.size}: it was cut short or edited"
             )
-        return Entry(dtype, count, start, size)
-
-    def read(self, entry: Entry) -> Array:
-        """The elements of an entry [count] in their storage type: a read-only view, or a copy if they were packed."""
-        if entry.dtype.packed:
-            data = np.frombuffer(self._data, np.uint8, entry.size, entry.start)
-            return unpack(data, entry.dtype, entry.count)
-        return np.frombuffer(self._data, entry.dtype.storage.newbyteorder("<"), entry.count, entry.start)
+        return np.frombuffer(self._data, np.uint8, size, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def describe_package(package: Package) -> dict[str, Any]:
             }
             for name, kinds in found.operations.items()
         },
-        "weights": [{"form": group.form, "tensors": group.tensors, "bytes": group.bytes} for group in found.weights],
+        "weights": [asdict(group) for group in found.weights],
         "memory": {
             "weights": found.weight_bytes,
             "state": found.state_bytes,

@@ -6,53 +6,25 @@ import math
 
 import numpy as np
 
+from ssdevice.mil.dtypes import BY_NAME
 from ssdevice.mil.registry import Function, Node, Tensor, define, kernel
 
-_BINARY: dict[str, Function] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "real_div": np.true_divide,
-    "floor_div": np.floor_divide,
-    "mod": np.mod,
-    "pow": np.power,
-}
-_BINARY_EXACT: dict[str, Function] = {
+_ROUNDED: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "real_div": np.true_divide}
+_EXACT: dict[str, Function] = {
     "maximum": np.maximum,
-    "minimum": np.minimum,
     "equal": np.equal,
-    "not_equal": np.not_equal,
-    "greater": np.greater,
     "greater_equal": np.greater_equal,
     "less": np.less,
     "less_equal": np.less_equal,
     "logical_and": np.logical_and,
-    "logical_or": np.logical_or,
 }
-_UNARY: dict[str, Function] = {
-    "cos": np.cos,
-    "exp": np.exp,
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "square": np.square,
-    "tanh": np.tanh,
-}
-_UNARY_EXACT: dict[str, Function] = {
-    "abs": np.abs,
-    "ceil": np.ceil,
-    "floor": np.floor,
-    "logical_not": np.logical_not,
-    "round": np.round,
-    "sign": np.sign,
-}
-for _operands, _exact, _table in (
-    ("x y", False, _BINARY),
-    ("x y", True, _BINARY_EXACT),
-    ("x", False, _UNARY),
-    ("x", True, _UNARY_EXACT),
-):
-    for _kind, _function in _table.items():
-        define(_kind, _operands, _function, exact=_exact)
+for _kind, _function in _ROUNDED.items():
+    define(_kind, "x y", _function)
+for _kind, _function in _EXACT.items():
+    define(_kind, "x y", _function, exact=True)
+define("abs", "x", np.abs, exact=True)
+define("sqrt", "x", np.sqrt)
+define("tanh", "x", np.tanh)
 define("select", "cond a b", np.where, exact=True)
 
 
@@ -98,8 +70,6 @@ def _gelu(node: Node) -> Function:
     if mode == "TANH_APPROXIMATION":
         root = np.float32(math.sqrt(2 / math.pi))
         return lambda x: 0.5 * x * (1 + np.tanh(root * (x + np.float32(0.044715) * x * x * x)))
-    if mode == "SIGMOID_APPROXIMATION":
-        return lambda x: x * sigmoid(np.float32(1.702) * x)
     raise node.unsupported(f"mode {mode!r}")
 
 
@@ -134,18 +104,16 @@ def _rsqrt(node: Node) -> Function:
     return lambda x: np.reciprocal(np.sqrt(x + epsilon))
 
 
-@kernel("log", "x")
-def _log(node: Node) -> Function:
-    epsilon = node.number("epsilon", 1e-45)
-    return lambda x: np.log(x + epsilon)
+_FLOATS = {"fp16": "float16", "fp32": "float32"}
+"""The names that cast uses."""
 
 
-@kernel("cast", "x", view=True)
+@kernel("cast", "x")
 def _cast(node: Node) -> Function:
-    target = node.cast_type("dtype")
+    target = node.text("dtype")
     # Floats are float32 here; every output is rounded to its declared type, which does the narrowing to float16.
-    storage = np.dtype(np.float32) if target.floating else target.storage
-    node.exact = not target.floating
-    if target.name == "bool":
-        return lambda x: np.not_equal(x, 0)
-    return lambda x: x.astype(storage, copy=False)
+    dtype = BY_NAME.get(_FLOATS.get(target, target))
+    if dtype is None:
+        raise node.unsupported(f"type {target!r}")
+    held = dtype.held
+    return lambda x: x.astype(held, copy=False)

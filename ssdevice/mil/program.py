@@ -25,10 +25,10 @@ import numpy as np
 
 from ssdevice.errors import InputError
 from ssdevice.mil.constants import ConstantPool
-from ssdevice.mil.dtypes import Array, DType
-from ssdevice.mil.plan import CONST, FP16, PRECISIONS, READ_STATE, WRITE_STATE, Compiler, Plan, check_type, round_half
+from ssdevice.mil.dtypes import Array
+from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, Plan, check_type, round_half
 from ssdevice.mil.reader import Package
-from ssdevice.mil.registry import KERNELS, ExecutionError
+from ssdevice.mil.registry import ExecutionError
 from ssdevice.mil.schema import Function, Operation, TensorType
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
@@ -40,20 +40,13 @@ class State:
     """The states of a program between runs, zero at first. Floating-point states are held as float32."""
 
     def __init__(self, types: Mapping[str, TensorType]) -> None:
-        self._types = dict(types)
         self.arrays: dict[str, Array] = {}
-        for name, kind in self._types.items():
-            if kind.dtype is None or None in kind.shape:
-                raise ExecutionError(f"state {name!r} has no fixed shape and type")
-            if kind.count * _held_type(kind.dtype).itemsize > MAX_STATE_BYTES:
+        for name, kind in types.items():
+            if kind.dtype is None:
+                raise ExecutionError(f"state {name!r} holds strings")
+            if kind.count * kind.dtype.held.itemsize > MAX_STATE_BYTES:
                 raise ExecutionError(f"state {name!r} of shape {list(kind.shape)} is over {MAX_STATE_BYTES} bytes")
-            self.arrays[name] = np.zeros([size or 0 for size in kind.shape], _held_type(kind.dtype))
-
-    def read(self, name: str) -> Array:
-        """A copy of one state in its declared type."""
-        dtype = self._types[name].dtype
-        assert dtype is not None
-        return self.arrays[name].astype(dtype.storage)
+            self.arrays[name] = np.zeros(kind.shape, kind.dtype.held)
 
     def write(self, name: str, array: Array) -> None:
         """Replace one state. Raises InputError if the shape differs."""
@@ -114,12 +107,12 @@ class Program:
                 for step in plan.steps:
                     result = step.run(*[values[name] for name in step.reads])
                     values.update(zip(step.writes, result if len(step.writes) > 1 else (result,), strict=True))
-                    own = len(step.writes) == len(step.operation.outputs)
-                    if check and own:
-                        for name, kind in step.operation.outputs:
+                    outputs = step.operation.outputs
+                    if check:
+                        for name, kind in outputs:
                             check_type(values[name], kind, f"output {name!r}")
-                    if observe is not None and own:
-                        observe(step.operation, tuple(np.asarray(values[name]) for name in step.writes))
+                    if observe is not None:
+                        observe(step.operation, tuple(np.asarray(values[name]) for name, _ in outputs))
                     for name in step.frees:
                         del values[name]
         except _FAILURES as error:
@@ -154,10 +147,7 @@ class Program:
         dtype = kind.dtype
         if dtype is None:
             raise ExecutionError(f"input {name!r} is a string")
-        fits = len(array.shape) == len(kind.shape) and all(
-            b is None or a == b for a, b in zip(array.shape, kind.shape, strict=True)
-        )
-        if not fits:
+        if array.shape != kind.shape:
             raise InputError(f"input {name!r} has shape {list(array.shape)}, expected {list(kind.shape)}")
         if dtype.floating:
             value = array.astype(np.float32)
@@ -169,21 +159,5 @@ class Program:
 
     def _output(self, value: Any, kind: TensorType) -> Array:
         assert kind.dtype is not None
-        keep = kind.dtype.floating and self.precision != FP16
-        shape = [own if size is None else size for size, own in zip(kind.shape, np.shape(value), strict=False)]
-        return np.array(value, np.float32 if keep else kind.dtype.storage).reshape(shape)
-
-
-def unsupported(package: Package) -> list[str]:
-    """One line for every operation of the package without a kernel here. Nothing is run."""
-    missing = []
-    for function in package.functions.values():
-        for operation in function.operations:
-            known = operation.kind in KERNELS or operation.kind in (CONST, READ_STATE, WRITE_STATE)
-            if not known or operation.blocks:
-                missing.append(f"function {function.name!r}: operation {operation.kind!r} ({operation.output!r})")
-    return missing
-
-
-def _held_type(dtype: DType) -> np.dtype[Any]:
-    return np.dtype(np.float32) if dtype.floating else dtype.storage
+        dtype = kind.dtype.storage if self.precision == FP16 else kind.dtype.held
+        return np.array(value, dtype).reshape(kind.shape)

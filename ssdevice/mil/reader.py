@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from ssdevice import strict_json
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError
-from ssdevice.mil.blob import BlobFile, Entry
-from ssdevice.mil.dtypes import Array
+from ssdevice.mil.blob import BlobFile
+from ssdevice.mil.dtypes import Array, decode
 from ssdevice.mil.schema import BlobRef, Function, Model, Operation, TensorType, Value, parse_model
 from ssdevice.wire import WireError
 
@@ -23,14 +23,12 @@ MAX_PROGRAM_BYTES = 1 << 30
 class Package:
     """An opened package; create one with ``Package.open``.
 
-    ``functions`` maps names to functions. ``default_function`` is the one Core ML runs if the caller names none.
-    Weights are memory-mapped; ``constant`` reads one.
+    ``functions`` maps names to functions. Weights are memory-mapped; ``constant`` reads one.
     """
 
     def __init__(self, path: Path, model: Model, folder: Path) -> None:
         self.path = path
         self.functions = dict(model.functions)
-        self.default_function = model.default_function
         self.specification_version = model.version
         self._folder = folder
         self._blobs: dict[str, BlobFile] = {}
@@ -59,11 +57,11 @@ class Package:
             for operation in function.operations:
                 for value in constants(operation):
                     if isinstance(value.data, BlobRef):
-                        package._entry(value)
+                        package._stored(value)
         return package
 
     def spec(self, function: str) -> FunctionSpec:
-        """Inputs, outputs and states of a function with shapes and dtypes; "?" is a size that is not fixed.
+        """Inputs, outputs and states of a function with shapes and dtypes.
 
         Raises BundleError if the package has no such function.
         """
@@ -84,48 +82,38 @@ class Package:
 
     def constant(self, value: Value) -> Array:
         """The array of a tensor constant in its stored type, from the program or from the weight file."""
-        if isinstance(value.data, BlobRef):
-            blob, entry = self._entry(value)
-            return blob.read(entry).reshape([size or 0 for size in self._type(value).shape])
-        if isinstance(value.data, str | tuple):
-            raise BundleError(f"{self.path}: a string or a list is given where a tensor is needed")
-        return value.data
+        if isinstance(value.data, str):
+            raise BundleError(f"{self.path}: a string is given where a tensor is needed")
+        if not isinstance(value.data, BlobRef):
+            return value.data
+        assert value.type.dtype is not None
+        return decode(self._stored(value), value.type.dtype, value.type.count).reshape(value.type.shape)
 
     def stored_bytes(self, value: Value) -> int:
-        """Bytes a constant takes on disk."""
-        if isinstance(value.data, BlobRef):
-            return self._entry(value)[1].size
-        return 0 if isinstance(value.data, str | tuple) else value.data.nbytes
+        """Bytes a constant takes in the weight file."""
+        return self._stored(value).nbytes
 
-    def _entry(self, value: Value) -> tuple[BlobFile, Entry]:
+    def _stored(self, value: Value) -> Array:
+        """The bytes of a constant in the weight file."""
         assert isinstance(value.data, BlobRef)
-        kind = self._type(value)
-        if kind.dtype is None or None in kind.shape:
-            raise BundleError(f"{self.path}: a stored weight has no fixed tensor type")
+        if value.type.dtype is None:
+            raise BundleError(f"{self.path}: a stored weight is a string")
         name = value.data.file
         if name not in self._blobs:
             if not name.startswith(MODEL_PATH):
                 raise BundleError(f"{self.path}: weight file {name!r} does not begin with {MODEL_PATH}")
             self._blobs[name] = BlobFile(_inside(self._folder, name[len(MODEL_PATH) :], self.path))
-        blob = self._blobs[name]
-        return blob, blob.entry(value.data.offset, kind.dtype, kind.count)
-
-    def _type(self, value: Value) -> TensorType:
-        if value.type is None:
-            raise BundleError(f"{self.path}: a stored weight has no type")
-        return value.type
+        return self._blobs[name].data(value.data.offset, value.type.dtype, value.type.count)
 
 
 def constants(operation: Operation) -> Iterator[Value]:
-    """Every constant in an operation: its attributes and its inline parameters."""
-    yield from operation.attributes.values()
+    """Every constant in an operation."""
     for arguments in operation.inputs.values():
         yield from (argument for argument in arguments if isinstance(argument, Value))
 
 
 def _tensor(name: str, kind: TensorType) -> TensorSpec:
-    dtype = "string" if kind.dtype is None else kind.dtype.name
-    return TensorSpec(name, tuple("?" if size is None else size for size in kind.shape), dtype)
+    return TensorSpec(name, kind.shape, "string" if kind.dtype is None else kind.dtype.name)
 
 
 def _root_model(path: Path) -> Path:

@@ -7,15 +7,14 @@ program declares, and float64 for kernels that sum. ``Program`` rounds the resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ssdevice.errors import SSDeviceError
-from ssdevice.mil.dtypes import BY_NAME, CAST_NAMES, Array, DType
-from ssdevice.mil.schema import TensorType
+from ssdevice.mil.dtypes import Array
 
 Tensor: TypeAlias = Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
 Function = Callable[..., Any]
@@ -35,18 +34,14 @@ class ExecutionError(SSDeviceError):
 class Kernel:
     """One kernel.
 
-    ``exact``: it only moves or compares values, so its output needs no rounding. ``view``: its output may share
-    memory with its first operand. ``updates``: it writes into its first operand and returns it; the program passes a
-    copy unless nothing can see the difference. ``view`` and ``updates`` imply ``exact``. ``weight``: it decompresses
-    a constant, which keeps its declared type in every precision. ``sums``: it adds values and gets float64 operands,
-    so that the rounded sum does not depend on the order of its terms.
+    ``exact``: it only moves or compares values, so its output needs no rounding. ``weight``: it decompresses a
+    constant, which keeps its declared type in every precision. ``sums``: it adds values and gets float64 operands, so
+    that the rounded sum does not depend on the order of its terms. A kernel never writes into its operands.
     """
 
     build: Build
     operands: tuple[str, ...]
     exact: bool = False
-    view: bool = False
-    updates: bool = False
     weight: bool = False
     sums: bool = False
 
@@ -77,21 +72,15 @@ def define(kind: str, operands: str, function: Function, **traits: bool) -> None
 class Node:
     """An operation as its kernel sees it: ``constants`` maps a parameter to what is known of it before running.
 
-    A parameter absent from the operation is not in ``constants``; one that is only known at run time is None.
+    A parameter absent from the operation, or a tuple, is not in ``constants``; one only known at run time is None.
     """
 
     where: str
-    outputs: tuple[TensorType, ...]
-    constants: Mapping[str, Sequence[Constant | None]]
-    exact: bool | None = None  # a kernel may overrule what its registration says
+    constants: Mapping[str, Constant | None]
 
     def has(self, name: str) -> bool:
         """Whether the operation gives this parameter at all."""
         return name in self.constants
-
-    def known(self, name: str) -> bool:
-        """Whether the parameter is absent or a constant."""
-        return all(value is not None for value in self.constants.get(name, ()))
 
     def array(self, name: str) -> Array:
         """A constant tensor parameter. Raises UnsupportedOpError if it is only known at run time."""
@@ -125,14 +114,6 @@ class Node:
             raise ExecutionError(f"{self.where}: parameter {name!r} is not a string")
         return value
 
-    def cast_type(self, name: str) -> DType:
-        """The element type that a parameter such as ``dtype`` names."""
-        text = self.text(name)
-        dtype = BY_NAME.get(CAST_NAMES.get(text, text))
-        if dtype is None:
-            raise UnsupportedOpError(f"{self.where}: type {text!r} is unknown")
-        return dtype
-
     def unsupported(self, what: str) -> UnsupportedOpError:
         """The error for a variant of the operation that is not implemented."""
         return UnsupportedOpError(f"{self.where}: {what} is not supported")
@@ -148,10 +129,9 @@ class Node:
         return value.reshape(-1)[0]
 
     def _value(self, name: str) -> Constant:
-        values = self.constants.get(name)
-        if values is None or len(values) != 1:
+        if name not in self.constants:
             raise ExecutionError(f"{self.where}: parameter {name!r} is missing or a tuple")
-        value = values[0]
+        value = self.constants[name]
         if value is None:
             raise self.unsupported(f"a parameter {name!r} that is only known at run time")
         return value

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ssdevice import wire
-from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, unpack
+from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, decode
 from ssdevice.wire import Message, WireError
 
-MAX_NESTING = 8
 MAX_RANK = 16
 MAX_SIZE = 1 << 31
 OPSETS = ("CoreML5", "CoreML6", "CoreML7", "CoreML8", "CoreML9")
@@ -28,24 +27,24 @@ class BlobRef:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Element type (None for strings), shape (None for a size known only at run time), and whether it is a state."""
+    """Element type (None for strings), shape, and whether it is a state."""
 
     dtype: DType | None
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
     state: bool = False
 
     @property
     def count(self) -> int:
-        """Number of elements; unknown sizes count as 0."""
-        return math.prod(size or 0 for size in self.shape)
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A constant: ``data`` is an array, a string, a reference into the weight file or a tuple of values."""
+    """A constant: ``data`` is an array, a string or a reference into the weight file."""
 
-    type: TensorType | None
-    data: Array | str | BlobRef | tuple[Value, ...]
+    type: TensorType
+    data: Array | str | BlobRef
 
 
 Argument = str | Value
@@ -53,13 +52,11 @@ Argument = str | Value
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. Its parameters are names of values or inline constants; ``blocks`` counts nested blocks."""
+    """One operation. Its parameters are names of values or inline constants."""
 
     kind: str
     inputs: Mapping[str, tuple[Argument, ...]]
     outputs: tuple[tuple[str, TensorType], ...]
-    attributes: Mapping[str, Value]
-    blocks: int
 
     @property
     def output(self) -> str:
@@ -84,10 +81,9 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model file: its specification version, its default function and all functions by name."""
+    """A model file: its specification version and all functions by name."""
 
     version: int
-    default_function: str
     functions: Mapping[str, Function]
 
 
@@ -97,14 +93,10 @@ def parse_model(data: bytes) -> Model:
     program = wire.submessage(fields, 502)
     if program is None:
         raise WireError("it holds no ML program")
-    description = wire.submessage(fields, 2) or {}
     functions = {name: _function(name, body) for name, body in _entries(program, 2)}
     if not functions:
         raise WireError("its program has no functions")
-    default = wire.text(description, 21) or ("main" if "main" in functions else next(iter(functions)))
-    if default not in functions:
-        raise WireError(f"its default function {default!r} is not among {', '.join(functions)}")
-    return Model(wire.integer(fields, 1), default, functions)
+    return Model(wire.integer(fields, 1), functions)
 
 
 def _entries(fields: Message, number: int) -> Iterator[tuple[str, Message]]:
@@ -165,11 +157,13 @@ def _type(fields: Message, state: bool = False) -> TensorType | None:
     number = wire.integer(tensor, 1)
     if number not in BY_PROTO and number != STRING_PROTO:
         raise WireError(f"element type number {number} is unknown")
-    shape: list[int | None] = []
+    shape = []
     for dimension in wire.messages(tensor, 3):
         constant = wire.submessage(dimension, 1)
-        shape.append(None if constant is None else wire.integer(constant, 1))
-        if (shape[-1] or 0) > MAX_SIZE:
+        if constant is None:
+            raise WireError("a tensor whose size is only known at run time")
+        shape.append(wire.integer(constant, 1))
+        if shape[-1] > MAX_SIZE:
             raise WireError(f"a tensor with {shape[-1]} elements along one axis")
     if len(shape) > MAX_RANK:
         raise WireError(f"a tensor of rank {len(shape)}")
@@ -178,84 +172,62 @@ def _type(fields: Message, state: bool = False) -> TensorType | None:
 
 def _operation(fields: Message) -> Operation:
     kind = wire.text(fields, 1)
-    inputs = {}
+    if 4 in fields:
+        raise WireError(f"{kind} has nested blocks")
+    # Constants and older forms of some operations give their parameters as attributes.
+    inputs: dict[str, tuple[Argument, ...]] = {
+        name: (_value(value),) for name, value in _entries(fields, 5) if name != "name"
+    }
     for name, argument in _entries(fields, 2):
         bindings: list[Argument] = []
         for binding in wire.messages(argument, 1):
             value = wire.submessage(binding, 2)
-            bindings.append(wire.text(binding, 1) if value is None else parse_value(value))
+            bindings.append(wire.text(binding, 1) if value is None else _value(value))
         inputs[name] = tuple(bindings)
-    outputs = tuple(_output(item, kind) for item in wire.messages(fields, 3))
-    attributes = {name: parse_value(value) for name, value in _entries(fields, 5)}
-    return Operation(kind, inputs, outputs, attributes, len(fields.get(4, ())))
+    return Operation(kind, inputs, tuple(_named_type(item) for item in wire.messages(fields, 3)))
 
 
-def _output(fields: Message, kind: str) -> tuple[str, TensorType]:
-    type_fields = wire.submessage(fields, 2) or {}
-    # No kernel reads a list of strings. It is kept as a placeholder so that the check of names sees it.
-    if kind == "const" and (2 in type_fields or 3 in type_fields):
-        return wire.text(fields, 1), TensorType(None, (None,))
-    return _named_type(fields)
-
-
-def parse_value(fields: Message, depth: int = 0) -> Value:
+def _value(fields: Message) -> Value:
     """A constant. Raises WireError if it does not hold as many elements as its type says."""
-    if depth > MAX_NESTING:
-        raise WireError(f"a value nested more than {MAX_NESTING} deep")
-    kind = wire.submessage(fields, 2)
-    value_type = None if kind is None else _type(kind)
+    declared = wire.submessage(fields, 2)
+    kind = None if declared is None else _type(declared)
+    if kind is None:
+        raise WireError("a constant is not a tensor")
     blob = wire.submessage(fields, 5)
     if blob is not None:
-        return Value(value_type, BlobRef(wire.text(blob, 1), wire.integer(blob, 2)))
-    immediate = wire.submessage(fields, 3) or {}
-    for number in (2, 3):
-        items = wire.submessage(immediate, number)
-        if items is not None:
-            return Value(None, tuple(parse_value(item, depth + 1) for item in wire.messages(items, 1)))
-    tensor = wire.submessage(immediate, 1)
-    if tensor is None or value_type is None:
-        raise WireError("a constant is neither a tensor, a tuple nor a list")
-    return Value(value_type, _immediate(tensor, value_type))
-
-
-def _immediate(fields: Message, kind: TensorType) -> Array | str | tuple[Value, ...]:
-    strings = wire.submessage(fields, 4)
+        return Value(kind, BlobRef(wire.text(blob, 1), wire.integer(blob, 2)))
+    tensor = wire.submessage(wire.submessage(fields, 3) or {}, 1) or {}
     if kind.dtype is None:
-        values = wire.texts(strings or {}, 1)
-        if kind.shape == ():
-            return values[0] if values else ""
-        return tuple(Value(TensorType(None, ()), value) for value in values)
-    if None in kind.shape:
-        raise WireError("a constant of unknown shape")
-    array = _elements(fields, kind.dtype, kind.count)
+        texts = wire.texts(wire.submessage(tensor, 4) or {}, 1)
+        if kind.shape or len(texts) != 1:
+            raise WireError(f"a constant of {len(texts)} strings")
+        return Value(kind, texts[0])
+    array = _elements(tensor, kind.dtype, kind.count)
     if array.size != kind.count:
         raise WireError(f"a constant of shape {list(kind.shape)} holds {array.size} elements")
-    return array.reshape([size or 0 for size in kind.shape])
+    return Value(kind, array.reshape(kind.shape))
 
 
 def _elements(fields: Message, dtype: DType, count: int) -> Array:
     """The elements of an immediate tensor, from whichever of the typed lists holds them."""
-    for number, storage in ((1, np.float32), (6, np.float64)):
-        packed = wire.submessage(fields, number)
-        if packed is not None:
-            data = wire.raw(packed, 1)
-            if len(data) % np.dtype(storage).itemsize:
-                raise WireError("a list of floats ends inside one")
-            return np.frombuffer(data, np.dtype(storage).newbyteorder("<")).astype(dtype.storage)
-    for number in (2, 3, 5):
-        packed = wire.submessage(fields, number)
-        if packed is not None:
-            return _integers(wire.signed_integers(packed, 1), dtype)
+    floats = wire.submessage(fields, 1)
+    if floats is not None:
+        data = wire.raw(floats, 1)
+        if len(data) % 4:
+            raise WireError("a list of floats ends inside one")
+        return np.frombuffer(data, "<f4").astype(dtype.storage)
+    for number in (2, 3):
+        integers = wire.submessage(fields, number)
+        if integers is not None:
+            return _integers(wire.signed_integers(integers, 1), dtype)
     packed = wire.submessage(fields, 7)
     if packed is not None:
         data = wire.raw(packed, 1)
         if len(data) * 8 < count * dtype.bits:
             raise WireError(f"{len(data)} bytes for {count} elements of {dtype.name}")
-        if dtype.packed:
-            return unpack(np.frombuffer(data, np.uint8), dtype, count)
-        if len(data) % dtype.storage.itemsize:
+        if not dtype.packed and len(data) % dtype.storage.itemsize:
             raise WireError(f"{len(data)} bytes are not a whole number of {dtype.name} elements")
-        return np.frombuffer(data, dtype.storage.newbyteorder("<")).astype(dtype.storage)
+        return decode(np.frombuffer(data, np.uint8), dtype, count)
     return np.empty(0, dtype.storage)
 
 

@@ -48,29 +48,20 @@ def _torch(function: str, *arguments: Any, **options: Any) -> Any:
 def elementwise() -> list[Case]:
     """Arithmetic, comparison, activations."""
     cases = []
-    for kind in ("add", "sub", "mul", "real_div", "maximum", "minimum", "equal", "greater", "less_equal", "floor_div"):
+    for kind in ("add", "sub", "mul", "real_div", "maximum", "equal", "greater_equal", "less", "less_equal"):
         cases.append(Case(f"{kind}_f", op(kind, "x", "y"), (f(2, 1, 3), f(4, 3, low=0.5)), exact=True))
-    for kind in ("add", "sub", "mul", "floor_div", "mod", "maximum", "minimum", "equal", "not_equal", "greater",
-                 "greater_equal", "less", "less_equal"):  # fmt: skip
+    for kind in ("add", "sub", "mul", "maximum", "equal", "greater_equal", "less", "less_equal"):
         cases.append(Case(f"{kind}_i", op(kind, "x", "y"), (i(2, 5), i(5, low=1)), exact=True))
-    cases.append(Case("mod_f", op("mod", "x", "y"), (f(2, 5), f(5, low=0.5))))
-    cases.append(Case("mod_negative", op("mod", "x", "y"), (i(2, 9), i(9, low=-4, high=0)), exact=True))
-    cases.append(Case("floor_div_negative", op("floor_div", "x", "y"), (i(2, 9), i(9, low=-4, high=0)), exact=True))
-    cases.append(Case("pow_f", op("pow", "x", "y"), (f(2, 5, low=0.1), f(5))))
-    for kind in ("logical_and", "logical_or"):
-        cases.append(Case(kind, op(kind, "x", "y"), (b(3, 4), b(4)), exact=True))
-    cases.append(Case("logical_not", op("logical_not", "x"), (b(3, 4),), exact=True))
-    for kind in ("abs", "ceil", "cos", "erf", "exp", "floor", "round", "sign", "sin", "square", "tanh", "sigmoid",
-                 "relu", "softplus"):  # fmt: skip
+    cases.append(Case("logical_and", op("logical_and", "x", "y"), (b(3, 4), b(4)), exact=True))
+    for kind in ("abs", "erf", "tanh", "sigmoid", "relu", "softplus"):
         cases.append(Case(kind, op(kind, "x"), (f(3, 7, low=-4, high=8),)))
     cases.append(Case("abs_i", op("abs", "x"), (i(3, 7),), exact=True))
     cases.append(Case("sqrt", op("sqrt", "x"), (f(3, 7, low=0, high=9),)))
     cases.append(Case("rsqrt", op("rsqrt", "x", epsilon=1e-3), (f(3, 7, low=0, high=9),)))
     cases.append(Case("rsqrt_default", op("rsqrt", "x"), (f(3, 7, low=0.1, high=9),)))
-    cases.append(Case("log", op("log", "x", epsilon=1e-2), (f(3, 7, low=0, high=9),)))
     cases.append(Case("inverse", op("inverse", "x"), (f(3, 7, low=0.5, high=9),)))
     cases.append(Case("silu", op("silu", "x"), (f(3, 7),), _torch("nn.functional.silu")))
-    for mode in ("EXACT", "TANH_APPROXIMATION", "SIGMOID_APPROXIMATION"):
+    for mode in ("EXACT", "TANH_APPROXIMATION"):
         cases.append(Case(f"gelu_{mode.lower()}", op("gelu", "x", mode=mode), (f(3, 7, low=-5, high=5),)))
     cases.append(Case("softmax", op("softmax", "x", axis=1), (f(2, 5, 3, low=-30, high=30),)))
     cases.append(Case("clip", op("clip", "x", alpha=-0.5, beta=0.25), (f(3, 7),), exact=True))
@@ -89,33 +80,15 @@ def _cast_back(dtype: str) -> Build:
 
 
 def reductions() -> list[Case]:
-    """Along axes: sums, norms, sorting."""
+    """Along axes: sums, norms, choices."""
     cases = []
-    for kind in ("sum", "mean", "max", "min"):
+    for kind in ("mean", "max"):
         name = f"reduce_{kind}"
         cases.append(Case(f"{name}_keep", op(name, "x", axes=[-1, 0], keep_dims=True), (f(2, 3, 4),)))
         cases.append(Case(f"{name}_one", op(name, "x", axes=[1], keep_dims=False), (f(2, 3, 4),)))
-    cases.append(Case("reduce_sum_i", op("reduce_sum", "x", axes=[1]), (i(2, 9),), exact=True))
-    cases.append(Case("reduce_max_all", op("reduce_max", "x", keep_dims=True), (f(2, 9),), exact=True))
     cases.append(Case("reduce_argmax", op("reduce_argmax", "x", axis=1, keep_dims=True), (f(2, 9, 2),), exact=True))
     cases.append(Case("reduce_argmax_tie", op("reduce_argmax", "x"), (np.full((2, 5), 3, np.float32),), exact=True))
     cases.append(Case("reduce_argmax_u16", _argmax_u16, (f(2, 9),), lambda x: x.argmax(-1), exact=True))
-    for k in (1, 3, 20):
-        cases.append(Case(f"topk_{k}", op("topk", "x", k=k, axis=1), (f(2, 32, 2),), exact=True))
-    ties = np.array([[1, 3, 3, 2, 3], [0, 0, 0, 0, 0]], np.float32)
-    cases.append(
-        Case(
-            "topk_ties",
-            op("topk", "x", k=3),
-            (ties,),
-            lambda x: [[[3, 3, 3], [0, 0, 0]], [[1, 2, 4], [0, 1, 2]]],
-            exact=True,
-        )
-    )
-    infinite = np.array([[-np.inf, 1, -np.inf]], np.float32)
-    cases.append(
-        Case("topk_infinite", op("topk", "x", k=3), (infinite,), lambda x: [x[:, [1, 0, 2]], [[1, 0, 2]]], exact=True)
-    )
     gamma, beta = f(4), f(4)
     cases.append(
         Case("layer_norm", op("layer_norm", "x", axes=[-1], gamma=gamma, beta=beta, epsilon=1e-3), (f(2, 3, 4),))

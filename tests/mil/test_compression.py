@@ -8,17 +8,33 @@ import numpy as np
 import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
-pytest.importorskip("torch", reason="the decoder is a torch module")
+pytest.importorskip("torch", reason="the step is a torch module")
 
+from ssdevice.config import Mode, Schedule
+from ssdevice.contract import DRAFTS, FUNCTIONS, LENGTH, ROOT
+from ssdevice.export.coreml.convert import save
+from ssdevice.export.coreml.logits import logits_of
+from ssdevice.export.mlprogram.options import KVWrite
+from ssdevice.export.mlprogram.program import MAIN
+from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
-from tests.mil.conftest import Conversions
-from tests.mil.decoder import SLICE, TRACE, steps
+from tests.export.coreml.tiny import GEOMETRY, PLAIN, STEP, package, part, program
+from tests.once import made_once
+
+
+def step() -> Path:
+    """A package with a step as its only function; coremltools compresses no others."""
+
+    def make(out: Path) -> None:
+        save({MAIN: program(STEP, Quant.FP16, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)}, out, MAIN)
+
+    return made_once("mil/step.mlpackage", make)
 
 
 @pytest.fixture(scope="module")
-def base(conversions: Conversions) -> Path:
-    return conversions(SLICE, TRACE)
+def base() -> Path:
+    return step()
 
 
 def compressed(path: Path, kind: str, folder: Path) -> Path:
@@ -49,47 +65,44 @@ def test_compressed_weights_equal_coremltools(base: Path, kind: str, tmp_path: P
     from coremltools.converters.mil.frontend.milproto import load
 
     path = compressed(base, kind, tmp_path)
-    package = Package.open(path)
-    program = Program(package)
-    plan = program.plan("main")
+    opened = Package.open(path)
+    made = Program(opened)
+    plan = made.plan(MAIN)
     spec = ct.utils.load_spec(str(path))
     weights = path / "Data" / "com.apple.CoreML" / "weights"
     reference = load.load(spec, spec.specificationVersion, str(weights))
     checked = 0
-    for operation in reference.functions["main"].operations:
+    for operation in reference.functions[MAIN].operations:
         if operation.op_type.startswith("constexpr_"):
             expected = operation.materialized_val_inference()
             np.testing.assert_array_equal(plan.constants[operation.outputs[0].name], expected.astype(np.float32))
             checked += 1
     assert checked >= 8
-    tokens, length = steps()[0]
-    inputs = {"tokens": tokens, "length": np.array([length], np.int32)}
-    result = program.run("main", inputs, program.make_state())["logits"].astype(np.float32)
-    plain_program = Program(Package.open(base))
-    plain = plain_program.run("main", inputs, plain_program.make_state())["logits"].astype(np.float32)
-    assert 0 < np.abs(result - plain).max() < 0.6
+    logits = logits_of(opened.function(MAIN))
+    found, plain = (_values(one, logits) for one in (made, Program(Package.open(base))))
+    assert 0 < np.abs(found - plain).max() < np.abs(plain).max()
 
 
-def test_functions_of_one_package_share_weights_and_states(base: Path, tmp_path: Path) -> None:
-    import coremltools as ct
+def _values(made: Program, name: str) -> np.ndarray:
+    """A value of the first call of a step."""
+    seen: list[np.ndarray] = []
+    drafts = np.ones((GEOMETRY.gamma, GEOMETRY.k), np.int32)
+    made.run(
+        MAIN,
+        {ROOT: np.array([7], np.int32), DRAFTS: drafts, LENGTH: np.array([0], np.int32)},
+        made.make_state(),
+        lambda operation, outputs: seen.extend(outputs if operation.output == name else ()),
+    )
+    return seen[0]
 
-    descriptor = ct.models.utils.MultiFunctionDescriptor()
-    for name in ("first", "second"):
-        descriptor.add_function(str(base), src_function_name="main", target_function_name=name)
-    descriptor.default_function_name = "second"
-    path = tmp_path / "both.mlpackage"
-    ct.models.utils.save_multifunction(descriptor, str(path))
-    package = Package.open(path)
-    assert set(package.functions) == {"first", "second"} and package.default_function == "second"
-    program = Program(package)
-    state, alone = program.make_state(), Program(Package.open(base))
-    other = alone.make_state()
-    for (tokens, length), function in zip(steps(), ("first", "second") * 3, strict=True):
-        inputs = {"tokens": tokens, "length": np.array([length], np.int32)}
-        together = program.run(function, inputs, state)
-        np.testing.assert_array_equal(together["logits"], alone.run("main", inputs, other)["logits"])
-    weights = [
-        {id(value) for value in program.plan(name).constants.values() if value.nbytes > 4096}
-        for name in package.functions
-    ]
-    assert weights[0] == weights[1] != set()
+
+def test_functions_of_one_package_share_weights_and_states() -> None:
+    made, alone = Program(Package.open(package())), Program(Package.open(part(PLAIN, Quant.FP16)))
+    state, other = made.make_state(), alone.make_state()
+    assert state.arrays.keys() == other.arrays.keys()
+    for length in range(3):
+        inputs = {ROOT: np.array([7 + length], np.int32), LENGTH: np.array([length], np.int32)}
+        together, apart = made.run(PLAIN, inputs, state), alone.run(PLAIN, inputs, other)
+        assert all(np.array_equal(together[name], apart[name]) for name in apart)
+    weights = [{id(value) for value in made.plan(name).constants.values() if value.nbytes > 4096} for name in FUNCTIONS]
+    assert weights[0] & weights[1] & weights[2]

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
-from ssdevice.mil.program import Program, unsupported
+from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import KERNELS
 from tests.mil import cases, cases_index
@@ -56,31 +56,7 @@ def test_an_operation_gives_its_reference(case: Case, results: dict[str, np.ndar
             np.testing.assert_allclose(result, value, rtol=3e-6, atol=3e-6)
 
 
-def test_everything_in_the_table_has_a_kernel(opened: Package) -> None:
-    assert unsupported(opened) == []
-
-
 def test_every_kernel_is_in_the_table(opened: Package) -> None:
     used = {operation.kind for operation in opened.functions["main"].operations}
     untested = {kind for kind in KERNELS.keys() - used if not kind.startswith("constexpr_")}
     assert untested == set()
-
-
-def test_outputs_that_share_memory_are_declared_views(opened: Package) -> None:
-    """Updates in place rely on it: a kernel whose result is part of its operand must say so."""
-    inputs = {
-        f"in_{case.name}_{index}": array.astype(np.int32) if array.dtype == bool else array
-        for case in CASES
-        for index, array in enumerate(case.inputs)
-    }
-    values: dict[str, np.ndarray] = {}
-    sharing = set()
-
-    def watch(operation, outputs):  # type: ignore[no-untyped-def]
-        values.update(zip((name for name, _ in operation.outputs), outputs, strict=True))
-        for name in operation.names():
-            if name in values and any(np.shares_memory(values[name], output) for output in outputs):
-                sharing.add(operation.kind)
-
-    Program(opened).run("main", inputs, observe=watch)
-    assert {kind for kind in sharing if not KERNELS[kind].view} == set()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
 from ssdevice.errors import BundleError, SSDeviceError
-from ssdevice.mil.program import Program, unsupported
+from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package, constants
 from ssdevice.mil.registry import UnsupportedOpError
 from ssdevice.mil.schema import BlobRef
@@ -196,11 +196,9 @@ def test_a_path_that_is_no_package(tmp_path: Path) -> None:
         Package.open(tmp_path / "nothing.mlpackage")
 
 
-def test_an_unknown_operation_is_listed_and_refused(package: Path) -> None:
+def test_an_unknown_operation_is_refused(package: Path) -> None:
     edit_program(_rename_op)(package)
     opened = Package.open(package)
-    (line,) = unsupported(opened)
-    assert "'main'" in line and "'frobnicate'" in line
     with pytest.raises(UnsupportedOpError, match="function 'main', frobnicate '.*'.* is not supported"):
         Program(opened).plan("main")
 

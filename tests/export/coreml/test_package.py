@@ -23,7 +23,7 @@ from ssdevice.export.mlprogram.options import KVWrite  # noqa: E402
 from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.mil.program import Program, State  # noqa: E402
-from ssdevice.mil.reader import Package  # noqa: E402
+from ssdevice.mil.reader import Package, constants  # noqa: E402
 from ssdevice.runtime.coreml.engine import CoreMLCache, CoreMLEngine, NumPyProgram, check_package  # noqa: E402
 from tests.conformance.engine_driver import OracleDriver  # noqa: E402
 from tests.conformance.oracle import check, drive  # noqa: E402
@@ -63,7 +63,7 @@ def oracle_driver(path: Path, precision: str) -> OracleDriver:
     driver = OracleDriver(engine_of(path, precision))
     draw = np.random.default_rng(9)
     for name in (KEYS, VALUES):
-        garbage = 3 * draw.standard_normal(state_of(driver.inner).read(name).shape)
+        garbage = 3 * draw.standard_normal(state_of(driver.inner).arrays[name].shape)
         state_of(driver.inner).write(name, garbage.astype(np.float16))
     return driver
 
@@ -121,7 +121,7 @@ def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path
     assert whole.prefill(PROMPT[:5], 0) == less.prefill(PROMPT[:5], 0)
     for length in range(5, 12):
         assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(length, [[1, 2], [3, 4]], length)
-    assert np.array_equal(state_of(whole).read(KEYS), state_of(less).read(KEYS))
+    assert np.array_equal(state_of(whole).arrays[KEYS], state_of(less).arrays[KEYS])
     with stored_weights(model(), program_of(less), FUNCTIONS):
         pass  # every matrix is found under its short name
 
@@ -138,11 +138,11 @@ def test_the_state_is_cut_in_multiples_of_32():
 )
 def test_rows_go_where_the_length_says(write: KVWrite):
     driver = EngineDriver(engine_of(package(write=write)))
-    before = {name: state_of(driver).read(name) for name in (KEYS, VALUES)}
+    before = {name: state_of(driver).arrays[name] for name in (KEYS, VALUES)}
     for length in (3, 11, GEOMETRY.context - 1):
         driver.plain(7, length)
         for name in (KEYS, VALUES):
-            now = state_of(driver).read(name)
+            now = state_of(driver).arrays[name]
             changed = np.flatnonzero((now != before[name]).any(axis=(0, 1, 3)))
             assert changed.tolist() == [length]
             before[name] = now
@@ -151,9 +151,9 @@ def test_rows_go_where_the_length_says(write: KVWrite):
 def test_a_step_writes_its_rows_and_no_others():
     driver = EngineDriver(engine_of(package()))
     driver.prefill(PROMPT[:5], 0)
-    before = state_of(driver).read(KEYS)
+    before = state_of(driver).arrays[KEYS]
     driver.step(3, [[1, 2], [3, 4]], 5)
-    changed = np.flatnonzero((state_of(driver).read(KEYS) != before).any(axis=(0, 1, 3)))
+    changed = np.flatnonzero((state_of(driver).arrays[KEYS] != before).any(axis=(0, 1, 3)))
     assert changed.tolist() == list(range(5, 5 + TREE.emitted))
 
 
@@ -214,9 +214,9 @@ def test_every_matrix_is_compressed_and_tables_are_not(quant: Quant, per_channel
 def test_what_cannot_be_said_in_float16_is_not_in_the_program():
     for function in Package.open(package()).functions.values():
         for operation in function.operations:
-            value = operation.attributes.get("val")
-            if value is not None and isinstance(value.data, np.ndarray) and value.data.dtype.kind == "f":
-                assert np.isfinite(value.data).all(), operation.output
+            for value in constants(operation):
+                if isinstance(value.data, np.ndarray) and value.data.dtype.kind == "f":
+                    assert np.isfinite(value.data).all(), operation.output
 
 
 # Sums in the interpreter do not depend on the order of their terms, so not a bit may differ.
