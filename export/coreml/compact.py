@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.mlprogram.names import CONST, PREFIX, short_name, weight_key
 
@@ -64,7 +66,7 @@ def _rename(block: Any, fixed: set[str]) -> None:
             if output.name in fixed:
                 continue
             key = weight_key(operation.type, output.name) if output.name.startswith(PREFIX) else None
-            name = short_name(key) if key is not None else _numbered(len(names))
+            name = short_name(key) if key is not None else f"v{np.base_repr(len(names), 36).lower()}"
             while name in taken:
                 name += "_"
             names[output.name] = name
@@ -84,12 +86,3 @@ def _redirect(block: Any, names: Mapping[str, str]) -> None:
             for binding in argument.arguments:
                 if binding.name in names:
                     binding.name = names[binding.name]
-
-
-def _numbered(number: int) -> str:
-    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
-    text = ""
-    while number or not text:
-        number, digit = divmod(number, len(digits))
-        text = digits[digit] + text
-    return f"v{text}"
