@@ -34,12 +34,11 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class _Opened:
-    """An app that a session has used. ``streams``: whether it has any; without, drafts only repeat the text."""
+    """An app that a session has used."""
 
     engine: Engine
     conversation: Conversation
     instruction: str
-    streams: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ class Session:
         self._running: Generation | None = None  # the answer that owns the cache
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
-        self.streams = True
         self._adaptive: WeakKeyDictionary[Conversation, Adaptive] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
         self._messages: Messages = []  # replaced by a new list whenever the conversation continues
@@ -104,9 +102,13 @@ class Session:
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
         session.bundle, session._options = opened, options
-        session.streams = found.mode is not None
-        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction, session.streams)
+        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
         return session
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model drafts; otherwise drafts only repeat the text."""
+        return self.bundle is None or self.bundle.manifest.mode is not None
 
     @property
     def last(self) -> Generation:
@@ -123,7 +125,6 @@ class Session:
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
-        self.streams = opened.streams
         self.reset()
 
     def preload(self, *apps: str) -> None:
@@ -139,10 +140,9 @@ class Session:
         if self.bundle is None:
             raise InputError(f"app {app!r}: this session was not opened from a bundle")
         if app not in self._apps:
-            found = self.bundle.app(app)
+            instruction = self.bundle.app(app).instruction
             with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
-                conversation = engine.new_conversation(self._conversation)
-                self._apps[app] = _Opened(engine, conversation, found.instruction, found.mode is not None)
+                self._apps[app] = _Opened(engine, engine.new_conversation(self._conversation), instruction)
         return self._apps[app]
 
     def reset(self) -> None:

@@ -19,8 +19,7 @@ def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup
     """The arms of a bundle's app (None: its default app). ``label``: what the bundle is called in the table."""
     from ssdevice.bench.runner import available_modes  # here: a worker does not need it
 
-    found = bundle.app(app)
-    available = available_modes(bundle.function_names(app), found.mode is not None)
+    available = available_modes(bundle.function_names(app), bundle.manifest.mode is not None)
     plain = f"{label}, plain"
     modes = {plain: available[0]} | {f"{label}, {mode}": mode for mode in (SPECULATIVE, ADAPTIVE) if mode in available}
     engine = asdict(options) | {"threads": setup.threads}

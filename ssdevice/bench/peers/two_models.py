@@ -21,7 +21,7 @@ FEW = 4
 
 def offers(bundle: Bundle, drafter: Bundle, options: EngineOptions, setup: Setup, label: str) -> Offers:
     """The arm of a bundle, called ``label``, for which ``drafter`` drafts; none if it has streams or no step."""
-    if bundle.app(None).mode is None and STEP in bundle.function_names(None):
+    if bundle.manifest.mode is None and STEP in bundle.function_names(None):
         engine = asdict(options) | {"threads": setup.threads}
         big, small = (str(each.folder.resolve()) for each in (bundle, drafter))
         yield Arm(

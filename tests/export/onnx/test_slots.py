@@ -267,7 +267,10 @@ def test_an_adapter_without_a_slots_tensors_is_not_run(
 
 
 def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_path: Path) -> None:
-    assert main(export(base, tmp_path / "b", "--quant", "fp32", "--dry-run", "--adapter", f"a={plain_lora}")) == 2
+    assert (
+        main(export(base, tmp_path / "b", "--quant", "fp32", "--dry-run", "--slots", "--adapter", f"a={plain_lora}"))
+        == 2
+    )
     flags = ("--adapter", f"a={plain_lora}", "--slots", "--quant", "int4")
     arguments = [flag for flag in export(base, tmp_path / "b", *flags) if flag not in ("--tree", "chain:2")]
     assert main(arguments) == 0
