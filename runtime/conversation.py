@@ -95,6 +95,11 @@ class Conversation:
         self.text[self.length :] = [last]
         return token
 
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of these first ``tokens`` are committed. The last one must be computed, to predict the next."""
+        most = max(0, min(self.length, len(tokens) - 1))
+        return next((i for i in range(most) if self.text[i] != tokens[i]), most)
+
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         """See ``Cache.rows``."""
         return self.cache.rows(start, end)

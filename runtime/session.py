@@ -218,7 +218,7 @@ class Session:
             raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
-        shared = _shared(self._conversation, prompt) if turn else 0
+        shared = self._conversation.shared(prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
         return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn)
 
@@ -237,7 +237,7 @@ class Session:
         """
         if self._conversation is not conversation or (turn and self._messages is not turn.before):
             raise InputError(LOST)
-        conversation.length = shared = _shared(conversation, prompt)
+        conversation.length = shared = conversation.shared(prompt)
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
@@ -296,9 +296,3 @@ def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:
         for run in runs:
             if run.text:
                 yield run.text
-
-
-def _shared(conversation: Conversation, prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt are in the cache. At least its last one must be computed, to predict the next."""
-    most = max(0, min(conversation.length, len(prompt) - 1))
-    return next((i for i in range(most) if conversation.text[i] != prompt[i]), most)

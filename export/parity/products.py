@@ -81,14 +81,14 @@ class Bounds:
     """Allowed relative differences (rms). ``rows``: of a row that is read or committed. ``product``: of a product.
 
     ``column``: of any column in half of its rows; a wrong scale shows in every row, a rounding edge in one. ``bits``:
-    of the significand of every value between products, if rows may also differ as much as such a rounding makes them,
+    rows may also differ as much as rounding every value between products to so many bits of significand makes them,
     within ``ROUNDING``.
     """
 
     rows: float
     product: float
     column: float
-    bits: int | None = None
+    bits: int
 
 
 FLOAT32 = Bounds(rows=2e-4, product=1e-4, column=1e-4, bits=21)
@@ -143,11 +143,9 @@ class Follower:
             with self._following(call, rounding=False):
                 return run()
         except RowsDifferError:
-            if self.bounds.bits is None:
-                raise
-        self.worst_rows, self.worst_product, self.count = before
-        with RoundedTo(self.bounds.bits), self._following(call, rounding=True):
-            run()
+            self.worst_rows, self.worst_product, self.count = before
+            with RoundedTo(self.bounds.bits), self._following(call, rounding=True):
+                run()
         with self._following(call, rounding=False):
             return run()
 

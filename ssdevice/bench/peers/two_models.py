@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
+from ssdevice.bench.peers.ours import BundleEngine
 from ssdevice.contract import STEP
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import decode, prefill
@@ -48,8 +49,7 @@ class DraftModel:
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step."""
         small, text = self.small, [*conversation.text[: conversation.length], last]
-        known = min(small.length, len(text) - 1)  # the last token is read again, to predict the next
-        small.length = next((i for i in range(known) if small.text[i] != text[i]), known)
+        small.length = small.shared(text)
         unread = text[small.length :]
         if len(unread) > FEW:
             token = prefill(small, unread)
@@ -68,24 +68,20 @@ class DraftModel:
         return following
 
 
-class TwoModels:
+class TwoModels(BundleEngine):
     """``bundle`` verifies what ``drafter`` drafts; ``options``: the fields of EngineOptions, for both."""
 
     def __init__(self, bundle: str, drafter: str, options: Json) -> None:
-        from ssdevice import __version__
         from ssdevice.runtime.engine import EngineOptions
         from ssdevice.runtime.session import Session
 
-        session, small = (Session.open(folder, options=EngineOptions(**options)) for folder in (bundle, drafter))
-        self._output = session.tokenizer.output
-        self._conversation, self._small = session.engine.new_conversation(), small.engine.new_conversation()
-        assert session.bundle is not None
-        manifest = session.bundle.manifest
-        self.version = f"ssdevice {__version__}, {manifest.target}"
-        self.weights = manifest.precision.value
+        super().__init__(bundle, None, "plain", options)
+        self._conversation = self._session.engine.new_conversation()
+        small = Session.open(drafter, options=EngineOptions(**options))
+        self._advance = DraftModel(small.engine.new_conversation())
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
-        self._conversation.length = self._small.length = 0
-        advance, accept = DraftModel(self._small), self._output(()).push
-        for run in decode(self._conversation, prompt, advance, accept, answer.max_tokens):
+        self._conversation.length = self._advance.small.length = 0
+        accept = self._session.tokenizer.output(()).push
+        for run in decode(self._conversation, prompt, self._advance, accept, answer.max_tokens):
             answer.add(run.tokens)
