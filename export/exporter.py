@@ -109,7 +109,8 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``, ``chunk``: the defaults. ``calibrates``: the precisions whose weights may be rounded with rows of
+    ``schedule``, ``chunk``: the defaults; ``repeats``: without streams, how many drafts repeat the text (0: there is no
+    step). ``calibrates``: the precisions whose weights may be rounded with rows of
     data, see ``grid``. ``smooths``: those with one scale for a whole row of a linear's inputs, which outliers decide,
     see ``calibration.smoothing``. ``several_apps``: whether it also takes plans that are not merged, and then fills
     ``TargetResult.apps``.
@@ -118,6 +119,7 @@ class Exporter(ABC):
     bits: ClassVar[Mapping[Quant, float]]
     schedule: ClassVar[Schedule]
     chunk: ClassVar[int] = 64
+    repeats: ClassVar[int] = 0
     several_apps: ClassVar[bool] = False
     calibrates: ClassVar[frozenset[Quant]] = frozenset()
     smooths: ClassVar[frozenset[Quant]] = frozenset()

@@ -37,11 +37,11 @@ class ExportOptions:
     """The options of an export; None is the default of the target or the adapter.
 
     ``model``: Hugging Face folder or hub id. ``adapters``: (app name, adapter folder). ``tree``: the draft tree, by
-    default the chain of all streams. ``context``: tokens that a conversation may hold. ``chunk``: prompt tokens per
-    prefill. ``slots``: keep even a single adapter separate from the base, so that apps can be added and switched.
-    ``adapter_precision``: how separate adapters store their floats, see ``ssdevice.adapters.storage``. ``calibrate``:
-    data files of the apps, with whose rows weights are rounded instead of to nearest. ``target_options``: options of
-    some targets only, at most one of each kind; see ``chosen``.
+    default the chain of all streams; without streams, of the drafts that repeat the text. ``context``: tokens that a
+    conversation may hold. ``chunk``: prompt tokens per prefill. ``slots``: keep even a single adapter separate from the
+    base, so that apps can be added and switched. ``adapter_precision``: how separate adapters store their floats, see
+    ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights are rounded instead of
+    to nearest. ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
     """
 
     model: str
@@ -220,7 +220,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     twice = repeated_name(app.name.lower() for app in apps)
     if twice:
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
-    tree = _tree(options, apps)
+    tree = _tree(options, apps, target.repeats if merged else 0)
     chunk = options.chunk or target.chunk
     if chunk + tree.depth + 2 > POSITION_MARGIN:
         raise ConfigError(f"--chunk {chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
@@ -290,14 +290,14 @@ def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...
     return Schedule.DEFERRED if waiting else options.schedule or target.schedule
 
 
-def _tree(options: ExportOptions, apps: tuple[AppPlan, ...]) -> Tree:
-    """The requested tree, or the chain of the streams that all apps have; without streams only the root.
+def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], repeats: int) -> Tree:
+    """The requested tree, or the chain of the streams that all apps have.
 
-    A tree without streams is a chain: its drafts repeat the text.
+    A tree without streams is a chain, whose drafts repeat the text, by default as many as ``repeats``.
     """
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
-        tree = options.tree or Tree.root_only()
+        tree = options.tree or Tree.chain(repeats)
         if tree.size > 1 and (not tree.is_chain or len(apps) > 1):
             raise ConfigError(
                 "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "

@@ -64,7 +64,7 @@ class Conversation:
         self._inputs[CHUNK][count:] = 0
         self._inputs[VALID][0] = count
         out = self._call(PREFILL)
-        token = int(out[NEXT_ROOT].item(0))
+        token: int = out[NEXT_ROOT].item()
         self._keep(PREFILL, out, [token], count)
         self.text = [*self.text[: self.length], *chunk]
         return token
@@ -78,10 +78,10 @@ class Conversation:
         self._inputs[ROOT][0] = last
         self.verified = self.drafts.copy()
         out = self._call(STEP)
-        count, most = int(out[COUNT].item(0)), self.geometry.tree.emitted
+        count, most = int(out[COUNT].item()), self.geometry.tree.emitted
         if not 1 <= count <= most:
             raise BundleError(f"{self.engine.source}: {STEP} returned {count} tokens, expected 1 to {most}")
-        tokens: list[int] = out[TOKENS].ravel()[:count].tolist()
+        tokens: list[int] = out[TOKENS].tolist()[:count]
         self._keep(STEP, out, tokens, count)
         self.text[self.length :] = [last, *tokens[:-1]]
         return tokens
@@ -90,7 +90,7 @@ class Conversation:
         """Write the row of ``last`` at ``length`` and return the token after it. Does not change ``drafts``."""
         self._inputs[ROOT][0] = last
         out = self._call(PLAIN)
-        token = int(out[TOKENS].item(0))
+        token: int = out[TOKENS].item()
         self._keep(PLAIN, out, [token], 1)
         self.text[self.length :] = [last]
         return token
@@ -123,5 +123,5 @@ class Conversation:
                 f"{self.engine.source}: {function} returned token {wrong}, the model has {self.geometry.vocab}"
             )
         if drafts is not None:
-            self.drafts[:] = drafts
+            self.drafts[...] = drafts
         self.cache.commit(out, self.length, rows)

@@ -241,10 +241,7 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
-        adaptive = None
-        if mode == ADAPTIVE:
-            step = Lookup() if self.streams else LookupAlone()
-            adaptive = self._adaptive.setdefault(conversation, Adaptive(step))
+        adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
             while answer.reason is None:
@@ -262,6 +259,11 @@ class Session:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:
                 self._messages = [*turn.messages, {"role": "assistant", "content": answer.text}]
+
+    def _adaptive_of(self, conversation: Conversation) -> Adaptive:
+        if conversation not in self._adaptive:
+            self._adaptive[conversation] = Adaptive(Lookup() if self.streams else LookupAlone())
+        return self._adaptive[conversation]
 
     def close(self) -> None:
         """Release the target's memory."""

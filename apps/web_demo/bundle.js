@@ -22,6 +22,7 @@ export class BundleError extends Error {}
  * @property {number} schema_version
  * @property {string} target
  * @property {string} precision
+ * @property {string | null} mode  of the streams; null without: this host does not look drafts up
  * @property {string} cache
  * @property {keyof typeof ARRAYS} cache_dtype
  * @property {{model_type: string, parameters: number, sha256: string}} model

@@ -101,7 +101,7 @@ export class Conversation {
   }
 
   get speculates() {
-    return STEP in this.sessions;
+    return STEP in this.sessions && this.engine.bundle.manifest.mode !== null;
   }
 
   /**

@@ -24,7 +24,7 @@ class CoreMLTarget(ExportTarget):
     extra = "coreml"
     options = (CoreMLOptions,)
     # SmolLM2-135M (30 layers, 3 graphs): INT4 85 to 160 s and 1.8 GB, FP16 1.9 GB; there is no FP32.
-    cost = Cost(start=15, graph_layer=0.9, weight=0.45, memory=700, weight_bytes=9, float_bytes=9)
+    cost = Cost(start=15, graph_layer=0.9, weight=0.25, memory=1000, weight_bytes=6.5, float_bytes=9)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.coreml.exporter import CoreMLExporter

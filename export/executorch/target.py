@@ -26,7 +26,7 @@ class ExecutorchTarget(ExportTarget):
     extra = "executorch"
     options = (ExecutorchOptions, CoreMLOptions)
     # SmolLM2-135M (30 layers, 3 graphs): INT8 136 to 352 s and 1.8 GB, FP32 3.1 GB.
-    cost = Cost(start=15, graph_layer=3.0, weight=0.5, memory=700, weight_bytes=9, float_bytes=18)
+    cost = Cost(start=15, graph_layer=3.0, weight=0.15, memory=1200, weight_bytes=5, float_bytes=18)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from ssdevice.export.mlprogram.options import Deployment
 from ssdevice.export.mlprogram.quiet import ct
+from ssdevice.model.mapped import release
 
 MAIN = "main"
 """The name that coremltools gives the only function of a program."""
@@ -32,7 +33,7 @@ def to_program(program: ExportedProgram, outputs: Sequence[Any], deployment: Dep
             convert_to="milinternal",
             outputs=list(outputs),
             minimum_deployment_target=ct.target[deployment.value],
-            compute_precision=ct.precision.FLOAT16,
+            compute_precision=ct.transform.FP16ComputePrecision(op_selector=_half),
         )
         PassPipelineManager.apply_pipeline(made, PassPipeline.get_pipeline("backend_mlprogram"))
     made.validate(check_essential_scope=True)
@@ -40,6 +41,13 @@ def to_program(program: ExportedProgram, outputs: Sequence[Any], deployment: Dep
     # Otherwise the model's package would also hold the origin of every operation, for ExecuTorch's debugger.
     made.functions[MAIN]._essential_scope_sources.clear()
     return made
+
+
+def _half(operation: Any) -> bool:
+    """Every operation is computed in float16. The weights that have been rounded so far leave memory."""
+    if operation.op_type in ("linear", "gather"):
+        release()
+    return True
 
 
 def to_model(programs: Mapping[str, Any], default: str, deployment: Deployment) -> Any:

@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4",
     )
-    add("--tree", metavar="SPEC", help=f"draft tree: {FORMS} (default: the chain of all streams)")
+    add(
+        "--tree",
+        metavar="SPEC",
+        help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
+        "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)",
+    )
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=int, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ssdevice.errors import ConfigError
 
@@ -178,8 +177,7 @@ class StopStrings:
         return text
 
 
-@dataclass(frozen=True)
-class Emission:
+class Emission(NamedTuple):
     """What a run of tokens gave: settled ``text``, the ``used`` first tokens of the run, and whether it ``stopped``.
 
     If it stopped, token ``used - 1`` of the run is the stop token or completes the stop string, and later tokens of the

@@ -80,7 +80,7 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
             quant=Quant(quant),
             out=out,
             adapters=((APP, adapter_folder()),) if streams else (),
-            tree=TREE if streams else None,
+            tree=TREE if streams else Tree.root_only(),
             context=CONTEXT,
             chunk=CHUNK,
         )

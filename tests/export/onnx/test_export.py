@@ -17,7 +17,7 @@ from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import NEXT_DRAFTS, PLAIN, PREFILL, STEP
+from ssdevice.contract import FUNCTIONS, NEXT_DRAFTS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob, TargetResult
@@ -122,10 +122,13 @@ def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -
     np.testing.assert_allclose(seen[0][1], plain_rows, atol=1e-4 if name == "fp32" else 0.1)
 
 
-def test_without_an_adapter_only_plain_decoding_is_exported(base: Path, tmp_path: Path) -> None:
-    assert main(export(base, tmp_path / "b", "--quant", "fp32")) == 0
+@pytest.mark.parametrize(("tree", "functions"), [((), FUNCTIONS), (("--tree", "[]"), (PREFILL, PLAIN))])
+def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is_wanted(
+    base: Path, tmp_path: Path, tree: tuple[str, ...], functions: tuple[str, ...]
+) -> None:
+    assert main(export(base, tmp_path / "b", "--quant", "fp32", *tree)) == 0
     bundle = Bundle.open(tmp_path / "b")
-    assert sorted(bundle.functions) == [PREFILL, PLAIN]
+    assert tuple(bundle.functions) == functions
     assert bundle.manifest.mode is None and bundle.app().kind == "base"
 
 
