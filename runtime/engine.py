@@ -76,6 +76,13 @@ class Cache(ABC):
         return None
 
 
+def rows_of_state(keys: NDArray[Any], values: NDArray[Any], start: int, end: int) -> NDArray[Any]:
+    """``Cache.rows`` of a cache that the target holds as ``[layers, kv_heads, capacity, head_dim]`` twice."""
+    both = np.stack([keys[:, :, start:end], values[:, :, start:end]], axis=1)
+    layers, _, heads, count, size = both.shape
+    return both.transpose(0, 1, 3, 2, 4).reshape(2 * layers, count, heads * size)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A node of a graph, its operator, and the microseconds it takes per call."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError
 from ssdevice.runtime.coreai.asset import OpenAsset
-from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs
+from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, rows_of_state
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -82,7 +82,5 @@ class CoreAICache(Cache):
         return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.engine.shows_logits}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
-        g = self.engine.geometry
-        both = np.stack([self.state[name].numpy()[:, :, start:end] for name in (KEYS, VALUES)], axis=1)
-        # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
-        return both.transpose(0, 1, 3, 2, 4).reshape(2 * g.layers, end - start, g.row_width)
+        keys, values = (self.state[name].numpy() for name in (KEYS, VALUES))
+        return rows_of_state(keys, values, start, end)

@@ -22,7 +22,7 @@ from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, rows_of_state
 from ssdevice.runtime.notice import say_once
 
 if TYPE_CHECKING:
@@ -144,11 +144,7 @@ class CoreMLCache(Cache):
         keys, values = (self.program.read(self.state, name) for name in (KEYS, VALUES))
         if keys is None or values is None:
             return None
-        both = np.stack([keys, values], axis=1)[:, :, :, start:end]
-        # [layers, 2, kv_heads, n, hd] -> keys and values of each layer in turn, heads side by side
-        g = self.engine.geometry
-        rows: NDArray[Any] = both.transpose(0, 1, 3, 2, 4).reshape(2 * g.layers, end - start, g.row_width)
-        return rows.astype(np.float32)
+        return rows_of_state(keys, values, start, end).astype(np.float32)
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
