@@ -41,3 +41,7 @@ class ConstantPool:
             array.flags.writeable = False
             self._arrays[key] = array
         return self._arrays[key]
+
+    def forget(self, value: Value) -> None:
+        """Do not keep a constant any longer; what was made of it stays."""
+        self._arrays.pop(self.key(value), None)

@@ -172,6 +172,8 @@ class Compiler:
             raise ExecutionError(f"{where}: {error}") from error
         check_type(array, kind, where)
         self._constants[name] = array
+        for value in values:
+            self._pool.forget(value)
 
     def _parameter(self, operation: Operation, name: str) -> Argument:
         arguments = operation.inputs.get(name, ())
