@@ -110,6 +110,20 @@ class Compiler:
                 f"{self._where(operation)}: operation {operation.kind!r} is not supported by the interpreter; "
                 f"export the bundle again if the package was edited, otherwise run it on a Mac"
             )
+        if kernel.weight:
+            self._decompress(operation, kernel)
+            return
+        run = self._run(operation, kernel)
+        names = []
+        for position, source in enumerate(self._sources(operation, kernel)):
+            name = source if isinstance(source, str) else f"{operation.output}.{position}"
+            if isinstance(source, Value):
+                self._constants[name] = self._pool.load(source)
+            names.append(name)
+        self._steps.append(Step(run, tuple(names), tuple(name for name, _ in operation.outputs), operation))
+
+    def _run(self, operation: Operation, kernel: Kernel) -> Run:
+        """The kernel's function for an operation, with outputs of their declared types."""
         constants = {
             name: self._known(arguments[0]) for name, arguments in operation.inputs.items() if len(arguments) == 1
         }
@@ -118,21 +132,10 @@ class Compiler:
             run = kernel.build(node)
         except (IndexError, TypeError, ValueError) as error:
             raise ExecutionError(f"{node.where}: {error}") from error
-        run = _finished(
+        return _finished(
             _on_wide(run) if kernel.sums else run,
             [self._finish(kind, kernel, node.where) for _, kind in operation.outputs],
         )
-        sources = self._sources(operation, kernel)
-        if kernel.weight:
-            self._decompress(operation, run, sources)
-            return
-        names = []
-        for position, source in enumerate(sources):
-            name = source if isinstance(source, str) else f"{operation.output}.{position}"
-            if isinstance(source, Value):
-                self._constants[name] = self._pool.load(source)
-            names.append(name)
-        self._steps.append(Step(run, tuple(names), tuple(name for name, _ in operation.outputs), operation))
 
     def _known(self, argument: Argument) -> Constant | None:
         """A constant; None for a value that is only known at run time."""
@@ -157,23 +160,26 @@ class Compiler:
         held = kind.dtype.held
         return lambda value: value if value.dtype == held else value.astype(held)
 
-    def _decompress(self, operation: Operation, run: Run, sources: list[Argument]) -> None:
-        """Make a weight, once for all functions that store it alike."""
-        where = self._where(operation)
+    def _decompress(self, operation: Operation, kernel: Kernel) -> None:
+        """Make a weight, once for all functions that store it alike; what it is made of is then not needed."""
+        where, sources = self._where(operation), self._sources(operation, kernel)
         stored = [self._stored.get(source) if isinstance(source, str) else source for source in sources]
         values = [value for value in stored if value is not None]
         if len(values) < len(stored) or len(operation.outputs) != 1:
             raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
         ((name, kind),) = operation.outputs
         key: Hashable = (operation.kind, kind, *(self._pool.key(value) for value in values))
-        try:
-            array = self._pool.made(key, lambda: run(*[self._pool.load(value) for value in values]))
-        except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
-            raise ExecutionError(f"{where}: {error}") from error
+        array = self._pool.find(key)
+        if array is None:
+            run = self._run(operation, kernel)
+            try:
+                array = self._pool.made(key, lambda: run(*[self._pool.load(value) for value in values]))
+            except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
+                raise ExecutionError(f"{where}: {error}") from error
+            for value in values:
+                self._pool.forget(value)
         check_type(array, kind, where)
         self._constants[name] = array
-        for value in values:
-            self._pool.forget(value)
 
     def _parameter(self, operation: Operation, name: str) -> Argument:
         arguments = operation.inputs.get(name, ())
