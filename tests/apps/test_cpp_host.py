@@ -17,13 +17,13 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import CacheDtype
 from ssdevice.contract import ROWS
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.onnx.kernels import COMPILERS
+from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.session import Session
+from tests.compiled_kernels import COMPILER, NO_COMPILER, built
 from tests.once import made_once
 from tests.runtime import tiny_bundle as tiny
 
-COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "apps" / "cpp_host"
 MODELS = ROOT / "models"
@@ -52,7 +52,8 @@ def host() -> Path:
     def make(file: Path) -> None:
         include, lib = package() / "include", package() / "lib"
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{include}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
-        subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", "-lonnxruntime"], check=True)
+        linked = ["-DSSDEVICE_KERNELS", built("native")]
+        subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", *linked, "-lonnxruntime"], check=True)
 
     return made_once("cpp_host/host", make)
 
@@ -66,26 +67,40 @@ def lines(rows: Prompts) -> str:
     return "".join(" ".join(map(str, row)) + "\n" for row in rows)
 
 
-def compare(bundle: Bundle, prompts: Callable[[Session], Prompts], max_tokens: int) -> None:
-    """Compare the host with a session of a bundle, plainly and speculatively."""
-    with Session.open(bundle, options=EngineOptions(threads=1, kernels=False)) as session:
+MODES = (("speculative", "--speculative"), ("plain", "--plain"), ("adaptive", ""))
+"""Python's decoding modes, and the options of the host; when the last one makes steps depends on what they take."""
+
+
+def compare(bundle: Bundle, prompts: Callable[[Session], Prompts], max_tokens: int, with_kernels: bool) -> None:
+    """Compare the host with a session of a bundle, in every mode."""
+    with Session.open(bundle, options=EngineOptions(threads=1, kernels=with_kernels)) as session:
+        assert session.engine.kernels is with_kernels
         given = prompts(session)
-        for mode, options in (("speculative", ()), ("plain", ("--plain",))):
+        for mode, option in MODES:
             expected, steps = [], 0
             for ids in given:
                 list(session.runs(ids, max_tokens=max_tokens, mode=mode))
                 expected.append(session.last.tokens)
                 steps += session.last.steps
-            done = run(bundle.folder, lines(given), "--max-tokens", str(max_tokens), *options)
+            options = ["--max-tokens", str(max_tokens), *option.split(), *([] if with_kernels else ["--no-kernels"])]
+            done = run(bundle.folder, lines(given), *options)
             assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
-            speed, _, per_step, *_ = done.stderr.split()
+            speed, _, per_call, *_ = done.stderr.split()
             assert float(speed) > 0
-            assert float(per_step) == pytest.approx((sum(map(len, expected)) - len(given)) / steps, rel=1e-4)
+            if mode == "plain" or (mode == "speculative" and session.streams):
+                assert float(per_call) == pytest.approx((sum(map(len, expected)) - len(given)) / steps, rel=1e-4)
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "no-kernels"])
+def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether both hosts use the kernels."""
+    monkeypatch.setattr(kernels, "library", lambda: built("native"))
+    return bool(request.param)
 
 
 @pytest.mark.parametrize(("quant", "dtype"), [("int8", CacheDtype.FP16), ("fp32", CacheDtype.FP32)])
 @pytest.mark.parametrize("max_tokens", [2, 40])
-def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDtype) -> None:
+def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDtype, with_kernels: bool) -> None:
     def prompts(session: Session) -> Prompts:
         geometry, random = session.engine.geometry, Random(0)
         sizes = [1, geometry.chunk, geometry.chunk + 1, geometry.context - 1, geometry.context]  # and some at random
@@ -94,11 +109,28 @@ def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDty
 
     bundle = tiny.tiny_bundle(quant)
     assert bundle.manifest.cache_dtype is dtype
-    compare(bundle, prompts, max_tokens)
+    compare(bundle, prompts, max_tokens, with_kernels)
+
+
+@pytest.mark.parametrize("option", ["", "--speculative"])
+def test_drafts_repeat_the_text_of_a_model_without_streams(option: str, with_kernels: bool) -> None:
+    bundle = tiny.tiny_bundle("int8", streams=False, repeats=3)
+    compare(bundle, lambda _: [[1, 2, 3, 4] * 4, [7, 5, 3], [2] * 9], 60, with_kernels)
+    options = [*option.split(), *([] if with_kernels else ["--no-kernels"])]
+    done = run(bundle.folder, lines([[2] * 9]), "--max-tokens", "13", *options)
+    assert len(set(done.stdout.split())) == 1  # the model repeats a token so often
+    assert float(done.stderr.split()[2]) > 1.5, done.stderr
+
+
+def test_a_bundle_for_plain_decoding_needs_no_option(with_kernels: bool) -> None:
+    bundle = tiny.tiny_bundle("int8", streams=False)
+    chosen: tuple[list[str], ...] = ([], ["--plain"], ["--speculative"])
+    answers = {run(bundle.folder, "1 2 3\n", "--max-tokens", "9", *options).stdout for options in chosen}
+    assert len(answers) == 1 and len(answers.pop().split()) > 1
 
 
 @pytest.mark.slow
-def test_tokens_of_the_shipped_model_are_those_of_python() -> None:
+def test_tokens_of_the_shipped_model_are_those_of_python(with_kernels: bool) -> None:
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
         from ssdevice.export.stages import export_bundle
@@ -113,7 +145,7 @@ def test_tokens_of_the_shipped_model_are_those_of_python() -> None:
         rows = [row for file in files for row in file.read_text("utf-8").splitlines()]
         return [session.prompt_ids(json.loads(row)["prompt"]) for row in rows[:PROMPTS]]
 
-    compare(Bundle.open(made_once("cpp_host/sql", export)), prompts, max_tokens=60)
+    compare(Bundle.open(made_once("cpp_host/sql", export)), prompts, 60, with_kernels)
 
 
 @pytest.mark.slow
@@ -153,6 +185,7 @@ def of_an_fp32_bundle(file: Path) -> None:
     [
         ("manifest.json", Path.unlink, "manifest.json: there is no such file"),
         ("manifest.json", lambda file: file.write_text("{}"), "manifest.json: there is no valid stop_ids"),
+        ("manifest.json", lambda file: file.write_text('{"stop_ids": [0]}'), "there is no valid context"),
         ("step.onnx", Path.unlink, "step.onnx: there is no such file"),
         ("step.onnx", lambda file: file.write_bytes(b"no model"), "step.onnx failed"),
         ("step.onnx", lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), "has no tensor 'count'"),
@@ -166,7 +199,7 @@ def test_a_broken_bundle_is_one_line(tmp_path: Path, name: str, change: Callable
     folder = tmp_path / "bundle"
     shutil.copytree(tiny.tiny_bundle("int8").folder, folder)
     change(folder / name)
-    refused(run(folder, "1 2 3\n"), message)
+    refused(run(folder, "1 2 3\n", "--no-kernels"), message)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +216,9 @@ def test_a_wrong_prompt_is_one_line(prompt: str, message: str) -> None:
     refused(run(tiny.tiny_bundle("int8").folder, f"{prompt}\n"), message)
 
 
-@pytest.mark.parametrize("options", [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"]])
+@pytest.mark.parametrize("options", [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"], ["--plain", "--speculative"]])
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
-    refused(run(tmp_path, "", *options), "expected BUNDLE [--plain]")
+    refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
 
 
 def refused(done: subprocess.CompletedProcess[str], message: str) -> None:

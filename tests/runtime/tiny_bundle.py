@@ -67,8 +67,9 @@ def _write_adapter(out: Path) -> None:
 
 
 @cache
-def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
-    """The bundle in a precision; without streams it has plain decoding alone."""
+def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0) -> Bundle:
+    """The bundle in a precision. Without streams its step verifies ``repeats`` drafts of the host, if there are any."""
+    own = Tree.of([[0] * depth for depth in range(1, repeats + 1)]) if repeats else Tree.root_only()
 
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
@@ -80,13 +81,13 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True) -> Bundle:
             quant=Quant(quant),
             out=out,
             adapters=((APP, adapter_folder()),) if streams else (),
-            tree=TREE if streams else Tree.root_only(),
+            tree=TREE if streams else own,
             context=CONTEXT,
             chunk=CHUNK,
         )
         export_bundle(options, lambda *_: None)
 
-    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}", export))
+    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}-{repeats}", export))
 
 
 def bundle_of_another_base(out: Path) -> Path:

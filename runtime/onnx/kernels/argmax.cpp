@@ -21,7 +21,7 @@ namespace {
 
 constexpr float kSure = 7.0f;
 constexpr float kLeastSpread = 4.0f;  // of l, whose deviation is 4.6 where all values are as frequent
-constexpr size_t kNext = 4;           // columns whose lower bits are asked for before they are needed
+[[maybe_unused]] constexpr size_t kNext = 4;  // columns whose lower bits are asked for before they are needed
 constexpr auto kNone = Scales::kNone;
 
 // What is known of a group's columns.

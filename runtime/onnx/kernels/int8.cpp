@@ -14,16 +14,21 @@ namespace {
 constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
 // Inputs of a column that lie side by side: what an instruction multiplies and adds at once.
+int Side() {
 #if defined(SSDEVICE_VNNI)
-const int kSide = kVnni ? 4 : 2;
+  return kVnni ? 4 : 2;
 #elif defined(SSDEVICE_DOT)
-const int kSide = kDot ? 4 : 2;
+  return kDot ? 4 : 2;
 #else
-constexpr int kSide = 2;
+  return 2;
 #endif
+}
 
 // Where in a group the weight of input ``k`` and column ``c`` lies.
-size_t At(int64_t k, int64_t c) { return static_cast<size_t>(k / kSide * kSide * kColumns + kSide * c + k % kSide); }
+size_t At(int64_t k, int64_t c) {
+  const int side = Side();
+  return static_cast<size_t>(k / side * side * kColumns + side * c + k % side);
+}
 
 // For each group of columns its weights, then the scales, then what kShift in every code of a row adds to the sums.
 Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float* scales) {

@@ -20,6 +20,7 @@
 #endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#include <cpuid.h>
 #define SSDEVICE_AVX2 1
 #ifndef SSDEVICE_WITHOUT_VNNI
 #define SSDEVICE_VNNI 1
@@ -29,16 +30,20 @@
 #include <arm_neon.h>
 #if defined(__ARM_FEATURE_DOTPROD)  // every Mac
 #define SSDEVICE_DOT 1
-#elif defined(__linux__) && !defined(__clang__)  // GCC compiles single functions for it
+#elif defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 17)  // others compile no single function for it
 #include <sys/auxv.h>
 #define SSDEVICE_DOT 1
 #endif
 #endif
 
 #ifdef SSDEVICE_AVX2
+// None is made of another: compilers do not agree on which is set first.
 inline const bool kAvx2 = __builtin_cpu_supports("avx2");
-inline const bool kFusedAvx2 = kAvx2 && __builtin_cpu_supports("fma");
-inline const bool kF16c = kAvx2 && __builtin_cpu_supports("f16c");
+inline const bool kFusedAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+inline const bool kF16c = [] {  // Clang before 19 does not know its name
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}();
 #endif
 
 inline void Require(bool holds, const char* otherwise) {

@@ -16,6 +16,7 @@ using ORTCHAR_T = char;
 struct OrtAllocator;
 struct OrtEnv;
 struct OrtMemoryInfo;
+struct OrtModelMetadata;
 struct OrtRunOptions;
 struct OrtSession;
 struct OrtSessionOptions;
@@ -80,7 +81,13 @@ struct OrtApi {
   void (*ReleaseTypeInfo)(OrtTypeInfo*);
   void* at_99[1];
   void (*ReleaseSessionOptions)(OrtSessionOptions*);
-  void* at_101[29];
+  void* at_101[10];
+  OrtStatus* (*SessionGetModelMetadata)(const OrtSession*, OrtModelMetadata**);
+  void* at_112[4];
+  OrtStatus* (*ModelMetadataLookupCustomMetadataMap)(const OrtModelMetadata*, OrtAllocator*, const char* key, char** value);
+  void* at_117[1];
+  void (*ReleaseModelMetadata)(OrtModelMetadata*);
+  void* at_119[11];
   OrtStatus* (*AddSessionConfigEntry)(OrtSessionOptions*, const char* name, const char* value);
 };
 

@@ -33,30 +33,14 @@ from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import LANES
 from ssdevice.runtime.onnx.engine import OnnxCache, app_graphs
 from ssdevice.runtime.session import Session
+from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, built
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
-from tests.once import made_once
 
-COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
 """Inputs and outputs; blocks and groups of columns that are not full among them."""
 ROWS = (1, 2, 3, 4, 5, 7, 8, 10, 11, 17)
-
-
-KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": ["-DSSDEVICE_PORTABLE"]}
-"""The kernels as users get them, as older CPUs run them, and with nothing but standard C++."""
-
-
-def built(kind: str) -> Path:
-    """The compiled kernels of a kind."""
-
-    def make(file: Path) -> None:
-        sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
-        flags = [*kernels.FLAGS, "-Wall", "-Wextra", "-Werror", *KINDS[kind]]
-        subprocess.run([str(COMPILER), *flags, "-o", str(file), *sources], check=True)
-
-    return made_once(f"kernels/{kind}.so", make)
 
 
 @pytest.fixture(params=KINDS)
@@ -248,25 +232,27 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
     assert set(parts_of(tmp_path / "halves" / "step.onnx").values()) == forms.PARTS
 
 
-ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
+ARM_GCC, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
 on_arm = pytest.mark.skipif(
-    shutil.which(ARM_COMPILER) is None or shutil.which(ARM[0]) is None,
-    reason=f"needs {ARM_COMPILER} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
+    shutil.which(ARM_GCC) is None or shutil.which(ARM[0]) is None,
+    reason=f"needs {ARM_GCC} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
+CLANG = next((name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None)
+"""One that compiles single functions for the dot product, as Android's does."""
+ARM_COMPILERS = ([ARM_GCC], *([[CLANG, "--target=aarch64-linux-gnu"]] if CLANG else ()))
 
 
 def says(
     source: str,
     folder: Path,
     *options: str,
-    compiler: str | None = COMPILER,
+    compiler: Sequence[str] = (str(COMPILER),),
     under: Sequence[str] = (),
     beside: Sequence[str] = (),
 ) -> tuple[int, str]:
     """What a program beside this file returns and prints, ``under`` an emulator; ``beside``: sources of kernels."""
     flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
-    assert compiler is not None
-    command = [compiler, *flags, "-Wall", "-Wextra", "-Werror", *options, "-I", str(kernels.SOURCES)]
+    command = [*compiler, *flags, "-Wall", "-Wextra", "-Werror", *options, "-I", str(kernels.SOURCES)]
     sources = [str(Path(__file__).with_name(source)), *(str(kernels.SOURCES / name) for name in beside)]
     subprocess.run([*command, "-o", str(folder / "program"), *sources], check=True)
     done = subprocess.run([*under, str(folder / "program")], capture_output=True, text=True)
@@ -274,11 +260,14 @@ def says(
 
 
 @on_arm
+@pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
 @pytest.mark.parametrize("kind", ["INT4", "INT4_WHOLE", "INT8", "ARGMAX"])
-def test_products_of_arm_processors_have_the_bits_of_integers(kind: str, tmp_path: Path) -> None:
+def test_products_of_arm_processors_have_the_bits_of_integers(
+    kind: str, compiler: Sequence[str], tmp_path: Path
+) -> None:
     """There is no ONNX Runtime to call them, so a program in products.cpp does."""
     sources = ("int4.cpp", "int4_products.cpp", "int8.cpp", "argmax.cpp")
-    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=ARM_COMPILER, under=ARM, beside=sources)
+    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=compiler, under=ARM, beside=sources)
     count = 99 if kind == "ARGMAX" else 5973
     assert found == (0, f"0 of {count} differ\n")
 
@@ -290,7 +279,7 @@ def test_every_float16_is_read_and_rounded_to_as_the_format_says(options: tuple[
 
 @on_arm
 def test_every_float16_is_read_and_rounded_to_on_arm_as_the_format_says(tmp_path: Path) -> None:
-    assert says("halves.cpp", tmp_path, "-static", compiler=ARM_COMPILER, under=ARM) == (0, "0 differ\n")
+    assert says("halves.cpp", tmp_path, "-static", compiler=[ARM_GCC], under=ARM) == (0, "0 differ\n")
 
 
 KV_HEADS, GROUPS = 3, 5
