@@ -14,11 +14,9 @@
 #include <atomic>
 
 #include "exponential.h"
-#include "half.h"
 
 namespace {
 
-constexpr int kLanes = 8;
 constexpr float kHidden = -1e8f;
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
@@ -77,87 +75,69 @@ void Portable(const Heads& heads, Seen<Element>* seen) {
   }
 }
 
-#ifdef SSDEVICE_AVX2
-#define SSDEVICE_TARGET __attribute__((target("avx2,fma,f16c")))
-
-SSDEVICE_TARGET inline __m256 Load(const float* from) { return _mm256_loadu_ps(from); }
-SSDEVICE_TARGET inline __m256 Load(const Half* from) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-// Eight sums of eight lanes each, pairwise as in PairwiseSum.
-SSDEVICE_TARGET inline __m256 Pairwise(const __m256* a) {
-  const __m256 b0 = _mm256_hadd_ps(a[0], a[1]), b1 = _mm256_hadd_ps(a[2], a[3]);
-  const __m256 b2 = _mm256_hadd_ps(a[4], a[5]), b3 = _mm256_hadd_ps(a[6], a[7]);
-  const __m256 c0 = _mm256_hadd_ps(b0, b1), c1 = _mm256_hadd_ps(b2, b3);
-  return _mm256_add_ps(_mm256_permute2f128_ps(c0, c1, 0x20), _mm256_permute2f128_ps(c0, c1, 0x31));
-}
-
+#ifdef SSDEVICE_EIGHT
 // Scores of G heads, eight rows at a time: a key is widened once for all of them. V: vectors of a head; 0: as many as it has.
 template <int G, int V, typename Element>
-SSDEVICE_TARGET void Scores(const Heads& heads, Seen<Element>* seen) {
+SSDEVICE_EIGHT void Scores(const Heads& heads, Seen<Element>* seen) {
   const int64_t end = V ? V * kLanes : heads.dim;
-  const __m256 scale = _mm256_set1_ps(heads.scale);
+  const Eight scale = All(heads.scale);
   for (size_t i = 0; i < seen->count; i += kLanes) {
-    __m256 sums[G][kLanes];
+    Eight sums[G][kLanes];
     for (int j = 0; j < kLanes; ++j) {
       const Element* k = seen->keys[i + j] + heads.offset;
-      __m256 sum[G];
-      for (int g = 0; g < G; ++g) sum[g] = _mm256_setzero_ps();
+      Eight sum[G];
+      for (int g = 0; g < G; ++g) sum[g] = All(0.0f);
 #pragma GCC unroll 8
       for (int64_t d = 0; d < end; d += kLanes) {
-        const __m256 key = Load(k + d);
-        for (int g = 0; g < G; ++g) sum[g] = _mm256_fmadd_ps(_mm256_loadu_ps(heads.q[g] + d), key, sum[g]);
+        const Eight key = Load(k + d);
+        for (int g = 0; g < G; ++g) sum[g] = Fma(Load(heads.q[g] + d), key, sum[g]);
       }
       for (int g = 0; g < G; ++g) sums[g][j] = sum[g];
     }
-    const __m256 mask = _mm256_loadu_ps(&seen->mask[i]);
-    for (int g = 0; g < G; ++g)
-      _mm256_storeu_ps(seen->Weights(g) + i, _mm256_fmadd_ps(Pairwise(sums[g]), scale, mask));
+    const Eight mask = Load(&seen->mask[i]);
+    for (int g = 0; g < G; ++g) Store(Fma(Pairwise(sums[g]), scale, mask), seen->Weights(g) + i);
   }
 }
 
 // Scores become weights, not yet divided by their sum, which is returned.
-SSDEVICE_TARGET inline float Weigh(float* scores, size_t count) {
-  __m256 most = _mm256_set1_ps(-INFINITY), total = _mm256_setzero_ps();
-  for (size_t i = 0; i < count; i += kLanes) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + i));
-  float lanes[kLanes];
-  _mm256_storeu_ps(lanes, most);
-  most = _mm256_set1_ps(*std::max_element(lanes, lanes + kLanes));
+SSDEVICE_EACH float Weigh(float* scores, size_t count) {
+  Eight most = All(-INFINITY), total = All(0.0f);
+  for (size_t i = 0; i < count; i += kLanes) most = Max(most, Load(scores + i));
+  most = All(Largest(most));
   for (size_t i = 0; i < count; i += kLanes) {
-    const __m256 weights = Exp(_mm256_sub_ps(_mm256_loadu_ps(scores + i), most));
-    _mm256_storeu_ps(scores + i, weights);
-    total = _mm256_add_ps(total, weights);
+    const Eight weights = Exp(Sub(Load(scores + i), most));
+    Store(weights, scores + i);
+    total = Add(total, weights);
   }
-  _mm256_storeu_ps(lanes, total);
+  float lanes[kLanes];
+  Store(total, lanes);
   return PairwiseSum(lanes);
 }
 
 // V vectors of G results from column d on, which stay in registers.
 template <int G, int V, typename Element>
-SSDEVICE_TARGET inline void Values(const Heads& heads, Seen<Element>* seen, const float* totals, int64_t d) {
-  __m256 out[G][V];
+SSDEVICE_EACH void Values(const Heads& heads, Seen<Element>* seen, const float* totals, int64_t d) {
+  Eight out[G][V];
   const float* weights[G];
   for (int g = 0; g < G; ++g) {
     weights[g] = seen->Weights(g);
-    for (int v = 0; v < V; ++v) out[g][v] = _mm256_setzero_ps();
+    for (int v = 0; v < V; ++v) out[g][v] = All(0.0f);
   }
   for (size_t i = 0; i < seen->count; ++i) {
     const Element* values = seen->values[i] + heads.offset + d;
-    __m256 weight[G];
-    for (int g = 0; g < G; ++g) weight[g] = _mm256_set1_ps(weights[g][i]);
+    Eight weight[G];
+    for (int g = 0; g < G; ++g) weight[g] = All(weights[g][i]);
     for (int v = 0; v < V; ++v) {
-      const __m256 value = Load(values + kLanes * v);
-      for (int g = 0; g < G; ++g) out[g][v] = _mm256_fmadd_ps(weight[g], value, out[g][v]);
+      const Eight value = Load(values + kLanes * v);
+      for (int g = 0; g < G; ++g) out[g][v] = Fma(weight[g], value, out[g][v]);
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int v = 0; v < V; ++v)
-      _mm256_storeu_ps(heads.y[g] + d + kLanes * v, _mm256_div_ps(out[g][v], _mm256_set1_ps(totals[g])));
+    for (int v = 0; v < V; ++v) Store(Div(out[g][v], All(totals[g])), heads.y[g] + d + kLanes * v);
 }
 
 template <int G, typename Element>
-SSDEVICE_TARGET void Avx2(const Heads& heads, Seen<Element>* seen) {
+SSDEVICE_EIGHT void InVectors(const Heads& heads, Seen<Element>* seen) {
   heads.dim == 64 ? Scores<G, 8>(heads, seen) : Scores<G, 0>(heads, seen);
   float totals[G];
   for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
@@ -169,11 +149,11 @@ SSDEVICE_TARGET void Avx2(const Heads& heads, Seen<Element>* seen) {
 
 template <typename Element>
 void Attend(const Heads& heads, Seen<Element>* seen) {
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2 && kF16c && heads.dim % kLanes == 0) {
-    if (heads.count == 1) return Avx2<1>(heads, seen);
-    if (heads.count == 2) return Avx2<2>(heads, seen);
-    return Avx2<3>(heads, seen);
+#ifdef SSDEVICE_EIGHT
+  if (kEight && heads.dim % kLanes == 0) {
+    if (heads.count == 1) return InVectors<1>(heads, seen);
+    if (heads.count == 2) return InVectors<2>(heads, seen);
+    return InVectors<3>(heads, seen);
   }
 #endif
   Portable(heads, seen);

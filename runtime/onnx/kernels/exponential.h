@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernel.h"
+#include "eight.h"
 
 constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f, kLeastExp = -87.0f;
 constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -29,16 +29,13 @@ inline float Exp(float x) {
   return y * power;
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2,fma"))) inline __m256 Exp(__m256 x) {
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(kLog2e)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 high = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2High), x);
-  const __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(kLn2Low), high);
-  __m256 p = _mm256_set1_ps(kFirst);
-  for (const float term : kTerms) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(term));
-  const __m256 y = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r), _mm256_set1_ps(1.0f));
-  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  const __m256 power = _mm256_mul_ps(y, _mm256_castsi256_ps(bits));
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(kLeastExp), _CMP_LT_OQ), power);
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EACH Eight Exp(Eight x) {
+  const Eight n = Round(Mul(x, All(kLog2e)));
+  const Eight r = Fnma(n, All(kLn2Low), Fnma(n, All(kLn2High), x));
+  Eight p = All(kFirst);
+  for (const float term : kTerms) p = Fma(p, r, All(term));
+  const Eight y = Add(Fma(Mul(p, r), r, r), All(1.0f));
+  return IfLess(x, All(kLeastExp), All(0.0f), Mul(y, Power(n)));
 }
 #endif

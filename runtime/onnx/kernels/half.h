@@ -51,19 +51,3 @@ inline Half HalfOf(float value) {
   return {static_cast<uint16_t>(sign | ((size - 0x38000000 + 0xfff + odd) >> 13))};
 }
 #endif
-
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2,f16c"))) inline void HalvesAvx2(const float* from, int64_t count, Half* to) {
-  for (int64_t i = 0; i < count; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-#endif
-
-inline void HalvesOf(const float* from, int64_t count, Half* to) {
-  int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-  if (kF16c) HalvesAvx2(from, done = count / 8 * 8, to);
-#endif
-  for (; done < count; ++done) to[done] = HalfOf(from[done]);
-}

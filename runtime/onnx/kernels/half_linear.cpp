@@ -5,7 +5,6 @@
 
 #include <cmath>
 
-#include "half.h"
 #include "linears.h"
 
 namespace {
@@ -28,27 +27,23 @@ void Portable(const float* x, int64_t inputs, const Half* weights, float* out) {
   for (int c = 0; c < kColumns; ++c) out[c] = (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2,fma,f16c"))) inline void Add(float x, const Half* weights, __m256 (&sums)[kVectors]) {
-  for (int v = 0; v < kVectors; ++v) {
-    const __m256 wide = _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(weights + kLanes * v)));
-    sums[v] = _mm256_fmadd_ps(_mm256_set1_ps(x), wide, sums[v]);
-  }
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EACH void Accumulate(float x, const Half* weights, Eight (&sums)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) sums[v] = Fma(All(x), Load(weights + kLanes * v), sums[v]);
 }
 
-__attribute__((target("avx2,fma,f16c"))) void Avx2(const float* x, int64_t inputs, const Half* weights, float* out) {
-  __m256 sums[kChains][kVectors];
+SSDEVICE_EIGHT void InVectors(const float* x, int64_t inputs, const Half* weights, float* out) {
+  Eight sums[kChains][kVectors];
   for (auto& chain : sums)
-    for (__m256& sum : chain) sum = _mm256_setzero_ps();
+    for (Eight& sum : chain) sum = All(0.0f);
   int64_t k = 0;
   for (; k + kChains <= inputs; k += kChains) {
     const Half* from = weights + k * kColumns;
     Prefetch(reinterpret_cast<const uint8_t*>(from) + kAhead, kChains * kColumns * sizeof(Half));
-    SSDEVICE_UNROLL for (int i = 0; i < kChains; ++i) Add(x[k + i], from + i * kColumns, sums[i]);
+    SSDEVICE_UNROLL for (int i = 0; i < kChains; ++i) Accumulate(x[k + i], from + i * kColumns, sums[i]);
   }
-  for (; k < inputs; ++k) Add(x[k], weights + k * kColumns, sums[k % kChains]);
-  for (int v = 0; v < kVectors; ++v)
-    _mm256_storeu_ps(out + kLanes * v, _mm256_add_ps(_mm256_add_ps(sums[0][v], sums[1][v]), _mm256_add_ps(sums[2][v], sums[3][v])));
+  for (; k < inputs; ++k) Accumulate(x[k], weights + k * kColumns, sums[k % kChains]);
+  for (int v = 0; v < kVectors; ++v) Store(Add(Add(sums[0][v], sums[1][v]), Add(sums[2][v], sums[3][v])), out + kLanes * v);
 }
 #endif
 
@@ -65,8 +60,8 @@ class HalfWeighted : public Kernel {
     const int64_t inputs = weights_->inputs, outputs = weights_->outputs, rows = x.shape.Rows();
     Require(x.shape.Last() == inputs, "the rows have another width than the weights");
     float* y = context.Output<float>(0, x.shape.WithLast(outputs));
-#ifdef SSDEVICE_AVX2
-    const auto product = kFusedAvx2 && kF16c ? Avx2 : Portable;
+#ifdef SSDEVICE_EIGHT
+    const auto product = kEight ? InVectors : Portable;
 #else
     const auto product = Portable;
 #endif

@@ -70,39 +70,29 @@ void QuantizeBlock(const float* x, int count, Rows::Part* out) {
   out->zero = -kZero * sum;
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, Rows::Part* out) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  __m256 v[4], most = _mm256_setzero_ps();
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EIGHT void QuantizeEight(const float* x, Rows::Part* out) {
+  Eight v[4], most = All(0.0f);
   for (int i = 0; i < 4; ++i) {
-    v[i] = _mm256_loadu_ps(x + 8 * i);
-    most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[i]));
+    v[i] = Load(x + kLanes * i);
+    most = Max(most, Abs(v[i]));
   }
-  __m128 half = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
-  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
-  half = _mm_max_ss(half, _mm_movehdup_ps(half));
-  const float peak = _mm_cvtss_f32(half);
-  const __m256 inverse = _mm256_set1_ps(peak > kLeast ? 127.0f / peak : 0.0f);
-  __m256i q[4];
-  for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-  const __m256i total = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
-  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
-  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->codes), _mm256_permutevar8x32_epi32(bytes, order));
+  const float peak = Largest(most);
+  const Eight inverse = All(peak > kLeast ? 127.0f / peak : 0.0f);
+  EightInts q[4];
+  for (int i = 0; i < 4; ++i) q[i] = Nearest(Mul(v[i], inverse));
+  Store(q, out->codes);
   out->scale = peak * (1.0f / 127.0f);
-  out->zero = -kZero * _mm_cvtsi128_si32(sum);
+  out->zero = -kZero * Sum(Add(Add(q[0], q[1]), Add(q[2], q[3])));
 }
 #endif
 
 void QuantizeRow(const float* x, int64_t inputs, int64_t stride, Rows::Part* to) {
   for (int64_t at = 0; at < inputs; at += kBlock, to += stride) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, inputs - at));
-#ifdef SSDEVICE_AVX2
-    if (kAvx2 && count == kBlock) {
-      QuantizeBlockAvx2(x + at, to);
+#ifdef SSDEVICE_EIGHT
+    if (kEight && count == kBlock) {
+      QuantizeEight(x + at, to);
       continue;
     }
 #endif

@@ -38,33 +38,19 @@ inline float PeakOf(const float* x, int64_t count) {
   return peak;
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2"))) inline float PeakAvx2(const float* x, int64_t count) {
-  __m256 most = _mm256_setzero_ps();
-  for (int64_t k = 0; k < count; k += 8)
-    most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + k)));
-  float lanes[8];
-  _mm256_storeu_ps(lanes, most);
-  return *std::max_element(lanes, lanes + 8);
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EACH float PeakEight(const float* x, int64_t count) {
+  Eight most = All(0.0f);
+  for (int64_t k = 0; k < count; k += kLanes) most = Max(most, Abs(Load(x + k)));
+  return Largest(most);
 }
 
 template <typename Code>
-__attribute__((target("avx2"))) void QuantizeBlockAvx2(const float* x, float scale, Code* codes) {
-  const __m256 divisor = _mm256_set1_ps(scale), least = _mm256_set1_ps(-128.0f), most = _mm256_set1_ps(127.0f);
-  __m256i q[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m256 value = _mm256_div_ps(_mm256_loadu_ps(x + 8 * i), divisor);
-    q[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(value, least), most));
-  }
-  const __m256i words[] = {_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])};
-  __m256i* out = reinterpret_cast<__m256i*>(codes);
-  if constexpr (sizeof(Code) == 2) {
-    for (int i = 0; i < 2; ++i) _mm256_storeu_si256(out + i, _mm256_permute4x64_epi64(words[i], 0xD8));
-  } else {
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
-    _mm256_storeu_si256(out, std::is_unsigned_v<Code> ? _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)) : bytes);
-  }
+SSDEVICE_EIGHT void QuantizeEight(const float* x, float scale, Code* codes) {
+  const Eight divisor = All(scale), least = All(-128.0f), most = All(127.0f);
+  EightInts q[4];
+  for (int i = 0; i < 4; ++i) q[i] = Nearest(Min(Max(Div(Load(x + kLanes * i), divisor), least), most));
+  Store(q, codes);
 }
 #endif
 
@@ -77,16 +63,16 @@ void Quantize(Context& context, const float* all, int64_t count, int64_t inputs,
     const float* x = all + row * inputs;
     int64_t done = 0;
     float peak = 0;
-#ifdef SSDEVICE_AVX2
-    if (kAvx2) peak = PeakAvx2(x, done = inputs / 8 * 8);
+#ifdef SSDEVICE_EIGHT
+    if (kEight) peak = PeakEight(x, done = inputs / kLanes * kLanes);
 #endif
     const float scale = out->scales[static_cast<size_t>(row)] = std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;
     auto* part = out->parts.data() + row;
     for (int64_t at = 0; at < inputs; at += kBlock, part += count) {
       const int full = static_cast<int>(std::min<int64_t>(kBlock, inputs - at));
-#ifdef SSDEVICE_AVX2
-      if (kAvx2 && full == kBlock) {
-        QuantizeBlockAvx2(x + at, scale, part->codes);
+#ifdef SSDEVICE_EIGHT
+      if (kEight && full == kBlock) {
+        QuantizeEight(x + at, scale, part->codes);
         continue;
       }
 #endif

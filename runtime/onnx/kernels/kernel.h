@@ -37,13 +37,7 @@
 #endif
 
 #ifdef SSDEVICE_AVX2
-// None is made of another: compilers do not agree on which is set first.
 inline const bool kAvx2 = __builtin_cpu_supports("avx2");
-inline const bool kFusedAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-inline const bool kF16c = [] {  // Clang before 19 does not know its name
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}();
 #endif
 
 inline void Require(bool holds, const char* otherwise) {

@@ -46,15 +46,17 @@ SSDEVICE_TARGET_DOT inline void InOrder(int32x4_t& sum) { asm volatile("" : "+w"
 #endif
 #ifdef SSDEVICE_AVX2
 __attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum) { asm volatile("" : "+x"(sum)); }
+#endif
 
 // Asks for bytes. Kernels ask for those kAhead later: a processor's own guesses end with a page. One row is a sixth faster.
 // Weights are read once in a step, so they are kept out of the large caches (NTA), which activations and the host need:
 // on Zen 4 a step of SmolLM2 is 5 % faster and the host 10 %, and a model that fits into the caches is as fast.
-inline void Prefetch(const uint8_t* bytes, size_t count) {
-  for (size_t at = 0; at < count; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(bytes + at), _MM_HINT_NTA);
-}
 constexpr size_t kAhead = 1024;
+inline void Prefetch([[maybe_unused]] const uint8_t* bytes, [[maybe_unused]] size_t count) {
+#ifdef SSDEVICE_AVX2
+  for (size_t at = 0; at < count; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(bytes + at), _MM_HINT_NTA);
 #endif
+}
 
 // Some quantized rows, from row ``first`` of ``count`` on, with the weights of one group of columns.
 template <typename Rows>

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "half.h"
+#include "eight.h"
 #include "standard.h"
 
 namespace {

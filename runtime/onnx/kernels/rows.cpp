@@ -24,14 +24,12 @@ float Silu(float g, float u) {
   return g * ((g < 0 ? e : 1.0f) / (1.0f + e)) * u;
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2,fma"))) void SiluAvx2(const float* gate, const float* up, int64_t count, float* y) {
-  const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1.0f);
-  for (int64_t i = 0; i < count; i += 8) {
-    const __m256 g = _mm256_loadu_ps(gate + i), e = Exp(_mm256_or_ps(g, sign));
-    const __m256 below = _mm256_cmp_ps(g, _mm256_setzero_ps(), _CMP_LT_OQ);
-    const __m256 share = _mm256_div_ps(_mm256_blendv_ps(one, e, below), _mm256_add_ps(one, e));
-    _mm256_storeu_ps(y + i, _mm256_mul_ps(_mm256_mul_ps(g, share), _mm256_loadu_ps(up + i)));
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EIGHT void SiluEight(const float* gate, const float* up, int64_t count, float* y) {
+  const Eight zero = All(0.0f), one = All(1.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Eight g = Load(gate + i), e = Exp(Sub(zero, Abs(g)));
+    Store(Mul(Mul(g, Div(IfLess(g, zero, e, one), Add(one, e))), Load(up + i)), y + i);
   }
 }
 #endif
@@ -39,8 +37,8 @@ __attribute__((target("avx2,fma"))) void SiluAvx2(const float* gate, const float
 void GateRow(const float* gate, int64_t width, float* y) {
   const float* up = gate + width;
   int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) SiluAvx2(gate, up, done = width / 8 * 8, y);
+#ifdef SSDEVICE_EIGHT
+  if (kEight) SiluEight(gate, up, done = width / kLanes * kLanes, y);
 #endif
   for (; done < width; ++done) y[done] = Silu(gate[done], up[done]);
 }
@@ -104,7 +102,7 @@ class Split : public Kernel {
 void AddScalar(const float* x, const float* y, int64_t first, int64_t end, float* sum, float* lanes) {
   for (int64_t i = first; i < end; ++i) {
     sum[i] = x[i] + y[i];
-    lanes[i % 8] = std::fma(sum[i], sum[i], lanes[i % 8]);
+    lanes[i % kLanes] = std::fma(sum[i], sum[i], lanes[i % kLanes]);
   }
 }
 
@@ -112,35 +110,33 @@ void ScaleScalar(const float* sum, const float* weight, float scale, int64_t fir
   for (int64_t i = first; i < end; ++i) normed[i] = sum[i] * scale * weight[i];
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2,fma"))) void AddAvx2(const float* x, const float* y, int64_t end, float* sum, float* lanes) {
-  __m256 squares = _mm256_setzero_ps();
-  for (int64_t i = 0; i < end; i += 8) {
-    const __m256 total = _mm256_add_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i));
-    _mm256_storeu_ps(sum + i, total);
-    squares = _mm256_fmadd_ps(total, total, squares);
+#ifdef SSDEVICE_EIGHT
+SSDEVICE_EIGHT void AddEight(const float* x, const float* y, int64_t end, float* sum, float* lanes) {
+  Eight squares = All(0.0f);
+  for (int64_t i = 0; i < end; i += kLanes) {
+    const Eight total = Add(Load(x + i), Load(y + i));
+    Store(total, sum + i);
+    squares = Fma(total, total, squares);
   }
-  _mm256_storeu_ps(lanes, squares);
+  Store(squares, lanes);
 }
 
-__attribute__((target("avx2,fma"))) void ScaleAvx2(const float* sum, const float* weight, float scale, int64_t end,
-                                                   float* normed) {
-  const __m256 by = _mm256_set1_ps(scale);
-  for (int64_t i = 0; i < end; i += 8)
-    _mm256_storeu_ps(normed + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(sum + i), by), _mm256_loadu_ps(weight + i)));
+SSDEVICE_EIGHT void ScaleEight(const float* sum, const float* weight, float scale, int64_t end, float* normed) {
+  const Eight by = All(scale);
+  for (int64_t i = 0; i < end; i += kLanes) Store(Mul(Mul(Load(sum + i), by), Load(weight + i)), normed + i);
 }
 #endif
 
 void Normalize(const float* x, const float* y, const float* weight, int64_t width, float epsilon, float* normed, float* sum) {
-  float lanes[8] = {};
+  float lanes[kLanes] = {};
   int64_t done = 0;
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) AddAvx2(x, y, done = width / 8 * 8, sum, lanes);
+#ifdef SSDEVICE_EIGHT
+  if (kEight) AddEight(x, y, done = width / kLanes * kLanes, sum, lanes);
 #endif
   AddScalar(x, y, done, width, sum, lanes);
   const float scale = 1.0f / std::sqrt(PairwiseSum(lanes) / static_cast<float>(width) + epsilon);
-#ifdef SSDEVICE_AVX2
-  if (kFusedAvx2) ScaleAvx2(sum, weight, scale, done, normed);
+#ifdef SSDEVICE_EIGHT
+  if (kEight) ScaleEight(sum, weight, scale, done, normed);
 #endif
   ScaleScalar(sum, weight, scale, done, width, normed);
 }

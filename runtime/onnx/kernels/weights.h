@@ -11,9 +11,8 @@
 #include <sys/mman.h>
 #endif
 
-#include "kernel.h"
+#include "eight.h"
 
-constexpr int kLanes = 8;             // columns of a vector: floats of 256 bits
 constexpr int kColumns = 2 * kLanes;  // of a group; two vectors side by side, so what is read of a row serves both
 constexpr size_t kLine = 64;          // bytes of a cache line and of the widest vector
 

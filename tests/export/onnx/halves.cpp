@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "half.h"
+#include "eight.h"
 
 int main() {
   constexpr uint16_t kLast = 0x7bff;

@@ -272,6 +272,21 @@ def test_products_of_arm_processors_have_the_bits_of_integers(
     assert found == (0, f"0 of {count} differ\n")
 
 
+OPERATORS = ("attention.cpp", "half_linear.cpp", "int4.cpp", "int4_products.cpp", "int8.cpp", "rows.cpp")
+
+
+@on_arm
+@pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
+def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str], tmp_path: Path) -> None:
+    here = says("bits.cpp", tmp_path, beside=OPERATORS)
+    assert here == says("bits.cpp", tmp_path, "-static", compiler=compiler, under=ARM, beside=OPERATORS)
+    old = subprocess.run(
+        ["qemu-aarch64", "-cpu", "cortex-a53", str(tmp_path / "program")], capture_output=True, text=True
+    )
+    assert here == (old.returncode, old.stdout)
+    assert len(here[1].splitlines()) == 33
+
+
 @pytest.mark.parametrize("options", [(), ("-DSSDEVICE_PORTABLE",)])
 def test_every_float16_is_read_and_rounded_to_as_the_format_says(options: tuple[str, ...], tmp_path: Path) -> None:
     assert says("halves.cpp", tmp_path, *options) == (0, "0 differ\n")
