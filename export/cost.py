@@ -37,7 +37,7 @@ class Cost:
     float_bytes: float
 
     def predict(self, plan: ExportPlan) -> Prediction:
-        """What this export will take, about."""
+        """What this export will roughly take."""
         parameters = sum(plan.parameters.values())
         graphs = len(plan.function_names) * (1 if plan.merged else len(plan.apps))
         seconds = self.start + self.graph_layer * plan.geometry.layers * graphs + self.weight * parameters / 1e6

@@ -109,11 +109,10 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``, ``chunk``: the defaults; ``repeats``: without streams, how many drafts repeat the text (0: there is no
-    step). ``calibrates``: the precisions whose weights may be rounded with rows of
-    data, see ``grid``. ``smooths``: those with one scale for a whole row of a linear's inputs, which outliers decide,
-    see ``calibration.smoothing``. ``several_apps``: whether it also takes plans that are not merged, and then fills
-    ``TargetResult.apps``.
+    ``schedule``, ``chunk``: the defaults. ``repeats``: without streams, how many drafts repeat the text (0: there is no
+    step). ``calibrates``: the precisions whose weights may be rounded with rows of data, see ``grid``. ``smooths``:
+    those with one scale for a whole row of a linear's inputs, which outliers decide, see ``calibration.smoothing``.
+    ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]

@@ -168,7 +168,7 @@ class ExportPlan:
         return int(sum(self.parameters.values()) * self.bits / 8) + 4 * self.geometry.context * self.geometry.head_dim
 
     def predict(self) -> Prediction | None:
-        """What the export will take, about; None where the target does not know."""
+        """What the export will roughly take; None where the target does not know."""
         cost = export_target(self.options.target).cost
         return cost.predict(self) if cost is not None else None
 

@@ -18,13 +18,13 @@ BUDGET, TRIAL = 12.0, 4.0
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 1024, 4
 """Tokens decoded plainly before the next trial. It grows from trial to trial, unless steps have won in the end."""
 MOST = 2 * BUDGET
-"""What steps can have won or lost in the end, at most, so that a text of another kind can change it."""
+"""Bound on the total that is remembered as won or lost, so that a text of another kind can change it."""
 CALIBRATED, STALE = 4, 64
 """Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again."""
 CLEAR, LONGER = 0.5, 4
 """Plain calls that a step gains where there is no doubt; plain decoding is measured so many times less often then."""
 TIMES, ENOUGH = 8, 3
-"""Times of a call of which the median is taken, and of how many at least."""
+"""A cost is the median of the last TIMES calls, and known from ENOUGH on."""
 
 
 class _Cost:

@@ -39,8 +39,8 @@ class Conversation:
     them is undefined, and a prefill replaces the list. ``beside``: a conversation whose memory this one may use, see
     ``Engine.new_cache``.
 
-    The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then), and
-    InputError once the engine is closed.
+    The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
+    ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
     """
 
     def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:

@@ -94,7 +94,7 @@ class Lookup:
         return best
 
 
-class LookupAlone(Lookup):
+class LookupOnly(Lookup):
     """Lookup for a model without streams. Where the text does not repeat itself, nothing is drafted."""
 
     def __init__(self) -> None:

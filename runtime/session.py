@@ -17,7 +17,7 @@ from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
-from ssdevice.runtime.lookup import Lookup, LookupAlone
+from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -262,7 +262,7 @@ class Session:
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
         if conversation not in self._adaptive:
-            self._adaptive[conversation] = Adaptive(Lookup() if self.streams else LookupAlone())
+            self._adaptive[conversation] = Adaptive(Lookup() if self.streams else LookupOnly())
         return self._adaptive[conversation]
 
     def close(self) -> None:

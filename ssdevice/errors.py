@@ -31,7 +31,8 @@ class MissingExtraError(InputError):
     """An optional dependency that the command needs is not installed."""
 
     def __init__(self, extra: str, module: str) -> None:
-        super().__init__(f"{module} is not installed; install it with: pip install 'ssdevice[{extra}]'")
+        package = f"ssdevice[{extra}]" if extra else "ssdevice"
+        super().__init__(f"{module} is not installed; install it with: pip install '{package}'")
 
 
 class ContextOverflowError(InputError):
@@ -51,6 +52,6 @@ NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: libraries have words of their own for it."""
+    """Whether an error says that memory ran out: each library words it differently."""
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     return told or isinstance(error, MemoryError)

@@ -7,7 +7,7 @@ import gc
 from typing import Any
 
 LARGE = 1 << 20
-"""Bytes from which on a block is worth pages of its own."""
+"""A block of at least so many bytes gets pages of its own, which are returned at once."""
 MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of glibc's malloc.h."""
 

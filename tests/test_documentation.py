@@ -38,13 +38,14 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """The options that each command's help names, those of its actions among them."""
-    actions = ("list", "pack", "unpack", "sign", "check", "add-app", "remove-app", "economics")
+    actions = ("list", "pack", "unpack", "sign", "check", "add-app", "remove-app")
     helps = [(name,) for name in cli.COMMANDS] + [("bundle", action) for action in actions]
     found: dict[str, set[str]] = {}
     for command in helps:
         said = io.StringIO()
-        with pytest.raises(SystemExit), redirect_stdout(said):
+        with pytest.raises(SystemExit) as ended, redirect_stdout(said):
             cli.main([*command, "--help"])
+        assert ended.value.code == 0
         found.setdefault(command[0], set()).update(re.findall(OPTION, said.getvalue()))
     return found
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ssdevice import targets
 from ssdevice.commands.web import SOURCES
 
 FOLDERS = {"ssdevice": "ssdevice", "export": "ssdevice/export", "runtime": "ssdevice/runtime"}
@@ -100,6 +101,13 @@ def test_script_and_extras_are_declared(repository: Path) -> None:
     assert set(project["optional-dependencies"]) == {
         "export", "train", "coreml", "executorch", "coreai", "bench", "sign", "smollm2", "peers", "all", "dev"
     }  # fmt: skip
+
+
+def test_targets_name_extras_that_are_declared(repository: Path) -> None:
+    declared = {"", *project_of(repository)["optional-dependencies"]}
+    for name in targets.BUILT_IN:
+        found = targets.find(name)
+        assert {targets.load(found.export).extra, targets.load(found.runtime).extra} <= declared, name
 
 
 def test_every_third_party_import_is_declared(repository: Path) -> None:

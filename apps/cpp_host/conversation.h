@@ -37,6 +37,7 @@ class Manifest {
   }
 
   bool quantized() const { return text_.find("\"precision\": \"int") != std::string::npos; }
+  bool streams() const { return text_.find("\n  \"mode\": null") == std::string::npos; }
 
  private:
   std::string file_, text_;
@@ -60,7 +61,7 @@ class Conversation {
       : context(manifest.number("context")),
         vocab(manifest.number("vocab")),
         candidates(manifest.number("k")),
-        streams(manifest.number("msa_layers") > 0),
+        streams(manifest.streams()),
         mode(manifest.number("gamma") ? wanted : Mode::kPlain),
         prefill_(bundle / "prefill.onnx", options, {"chunk", "valid", "next_root"}) {
     if (mode != Mode::kPlain) {

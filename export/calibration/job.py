@@ -33,7 +33,7 @@ def calibrated_job(
 ) -> ExportJob:
     """The job with weights rounded to the target's grid.
 
-    A merged app's model is rounded as it is, streams included. Where apps stand apart, what they share is rounded: the
+    A merged app's model is rounded as it is, streams included. Of separate apps, what they share is rounded: the
     base, on its own main rows.
     """
     plan = job.plan
@@ -48,7 +48,7 @@ def calibrated_job(
 def smoothed_job(job: ExportJob, target: Exporter, tokenizer: ChatTokenizer) -> ExportJob:
     """The job with a smoothed model, if the target rounds the inputs of linears row by row.
 
-    Apps that stand apart share a base that stays as it is: their adapters were trained beside it.
+    Separate apps share a base that is not changed: their adapters were trained beside it.
     """
     plan = job.plan
     if not plan.merged or plan.options.quant not in target.smooths:

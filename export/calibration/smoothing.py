@@ -22,7 +22,7 @@ from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.text.tokenizer import ChatTokenizer
 
 NOTE = "outliers of channels are moved into the weights of the linears that read them, so that rounded rows are even"
-"""The note in a bundle whose model was smoothed."""
+"""The note in a bundle whose model was smoothed. It is a part of the format, because `verify --model` looks for it."""
 STRENGTH = 0.5
 """How much of the range goes from inputs to weights: both are rounded to eight bits."""
 SAME = 1e-3

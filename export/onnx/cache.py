@@ -14,7 +14,7 @@ SINGLE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
 
 def half_cache(edit: Editor, anyhow: bool = False) -> bool:
-    """Whether it could be done; else nothing changes. Not for a graph whose attention is not the operator alone.
+    """Store the cache in float16; False, and nothing changes, if not all attention of the graph is the operator.
 
     New rows stay float32 within the graph. Attention rounds them to what the cache will hold, and so does the cast of
     those that leave: a call sees its own rows as every later call will. ``anyhow``: attention of standard operators

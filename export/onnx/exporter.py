@@ -88,7 +88,7 @@ class OnnxExporter(Exporter):
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare with the torch reference under the same quantization; see ``Exporter``.
 
-        Apps that stand apart are compared one by one, each with a reference of its own. The job's model has the weights
+        Separate apps are compared one by one, each with its own reference. The job's model has the weights
         of the exported forms afterwards: nothing holds weights twice.
         """
         plan, quant = job.plan, job.plan.options.quant

@@ -71,7 +71,7 @@ class _Body:
         return self.add("Reshape", value, self.ints(given))
 
     def function(self, *outputs: ir.Value) -> ir.Function:
-        """The whole."""
+        """The finished ONNX function."""
         imports = {"": OPSET, CONTRIB: 1, DOMAIN: 1}
         graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, opset_imports=imports)
         parameters = [ir.Attr(name, kind, None) for name, kind in self.parameters.items()]

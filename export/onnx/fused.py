@@ -142,7 +142,7 @@ def _join_products(edit: Editor, split: ir.Node) -> None:
 
 
 def attention_in_one(edit: Editor, node: ir.Node) -> bool:
-    """The nodes of attention over past and new rows become the operator that stands for them."""
+    """Replace the nodes of attention over past and new rows by one operator."""
     if node.op_type != "Softmax":
         return False
     total = producer(node.inputs[0], "Add")

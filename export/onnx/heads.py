@@ -1,7 +1,7 @@
 """The order of attention's heads in graphs.
 
 Grouped attention wants the heads of queries by (group member, key head); models give them by (key head, group member).
-Between a linear and the attention stand only operations that treat every head alike, so the linear's columns can be
+Only operations that treat all heads alike lie between a linear and the attention, so the linear's columns can be
 permuted once, at export.
 """
 

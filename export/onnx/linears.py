@@ -57,7 +57,7 @@ class Linear:
 
     @property
     def first(self) -> Part:
-        """What it is, all parts are."""
+        """The first part; all of them have the same input, kind and precision."""
         return self.parts[0]
 
     @property
@@ -72,7 +72,7 @@ class Linear:
 
     @property
     def inputs(self) -> int:
-        """K."""
+        """K, the number of its inputs."""
         return int(self.first.weight.shape[1])
 
     @property

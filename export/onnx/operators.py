@@ -46,7 +46,7 @@ def attend(
     assert rows is not None and all_heads and kv_heads and dim
     groups = all_heads // kv_heads
     # Heads by (group member, key head): then a group's rows are already those of one matrix per key head. This moves
-    # no data in the end: ``attention`` permutes the weights that made the heads instead.
+    # no data in the end: ``heads.permuted_heads`` permutes the weights that made the heads instead.
     q = edit.reshape(None, edit.transpose(None, query, [0, 2, 1, 3]), (rows, kv_heads, groups, dim))
     q = edit.reshape(None, edit.transpose(None, q, [0, 2, 1, 3]), (rows * groups, kv_heads, dim))
     count = (shape_of(mask) or ())[-1]

@@ -1,4 +1,4 @@
-"""Operators as one node wherever no other stands between them, for a finished graph."""
+"""Joins neighbouring operators of a finished graph into one node each, a region."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Low-rank pairs of a traced graph become slots: graph inputs that an app's adapter is bound to.
 
 A pair beside a linear of the base, ``base(x) + up(down(x))``, joins the product its linear belongs to: one ``down`` for
-q/k/v or gate/up together, then an ``up`` for each. A pair that stands alone is two products.
+q/k/v or gate/up together, then an ``up`` for each. A pair without a linear beside it is two products.
 
 **Equal bits for one row and for several.** Plain decoding runs one row, a step runs T, and both must give the same
 numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
@@ -41,7 +41,7 @@ from ssdevice.model.roles import Role
 
 @dataclass(frozen=True)
 class Pair:
-    """The two placeholders of a low-rank term, and the addition to its linear; None where it stands alone."""
+    """The two placeholders of a low-rank term, and the addition to its linear; None if there is no such linear."""
 
     side: Role
     down: ir.Node
@@ -68,7 +68,7 @@ class SlotBook:
             if side is None or not side.up:
                 continue
             down = producer(node.inputs[0], LINEAR)
-            if down is None or self._side_of(down) is None:  # an activation stands between
+            if down is None or self._side_of(down) is None:  # there is an activation between them
                 continue
             add, base = self._beside(node, down)
             found[id(base if base is not None else node)] = Pair(side, down, node, add)
@@ -90,7 +90,7 @@ class SlotBook:
     def _keep(self, slot: Slot) -> Slot:
         known = self.slots.setdefault(slot.name, slot)
         if known != slot:
-            raise ValueError(f"slot {slot.name} stands in the graph in two forms")
+            raise ValueError(f"slot {slot.name} has two forms in the graph")
         return slot
 
     def _part(self, part: Part, side: Role | None) -> SlotPart:
@@ -133,7 +133,7 @@ class SlotBook:
 
 
 def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
-    """The graph's inputs behind those of the contract, as they stand: slots, and the stream identifiers."""
+    """The graph's inputs after those of the contract: slots, and the stream identifiers."""
     known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
     own = edit.graph.inputs[len(spec.inputs) :]
     return tuple(

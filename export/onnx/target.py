@@ -49,7 +49,9 @@ class OnnxTarget(ExportTarget):
 
         if NOTE in bundle.manifest.notes:
             smooth(model, texts(tokenizer_of(bundle)))
-        return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT), precision
+        cache_dtype = bundle.manifest.cache_dtype
+        within = simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT, cache_dtype=cache_dtype)
+        return within, precision
 
     def parts(self, engine: Engine) -> Mapping[str, str]:
         from ssdevice.runtime.onnx.engine import OnnxEngine

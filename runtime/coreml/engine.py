@@ -6,7 +6,6 @@ Both keep the cache in the package's state, so a call moves only integers.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.bundle.integrity import parse_strict
 from ssdevice.contract import KEYS, NEXT_DRAFTS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.mil.program import Program as Interpreter
@@ -62,7 +62,10 @@ class AppleProgram(Program):
         except ModuleNotFoundError as error:
             raise MissingExtraError("coreml", "coremltools") from error
         self.package = package
-        self._units = self._coremltools.ComputeUnit[compute_units.upper()]
+        known = self._coremltools.ComputeUnit.__members__
+        if compute_units.upper() not in known:
+            raise BundleError(f"{package}: compute units {compute_units!r}, expected {', '.join(known).lower()}")
+        self._units = known[compute_units.upper()]
         self._models: dict[str, Any] = {}
 
     def make_state(self, function: str) -> Any:
@@ -159,8 +162,8 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
     check_package(opened, bundle.functions, names)
     program: Program
     if sys.platform == "darwin":
-        settings = json.loads(bundle.file(SETTINGS).read_text("utf-8"))
-        program = AppleProgram(package, str(settings.get("compute_units", "all")))
+        file = bundle.file(SETTINGS)
+        program = AppleProgram(package, str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all")))
     else:
         say_once(SLOW)
         program = NumPyProgram(Interpreter(opened))

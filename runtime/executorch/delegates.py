@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,11 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
 
 
 def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
-    """Raise BundleError unless the delegates' tensors have the shapes and types that the program expects."""
+    """Raise BundleError unless all values are tensors, of the shapes and types that the delegates have."""
     for name, method in methods.items():
+        for place in _places(method):
+            if place not in method.values:
+                raise BundleError(f"{file}: {name} uses value {place}, which is no tensor; export the bundle again")
         for call in method.instructions:
             if not isinstance(call, Delegate):
                 continue
@@ -108,6 +111,16 @@ def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
                         f"{file}: {name} has {tensor!r} as {wanted}, its delegate as {given.get(tensor)}; "
                         "export the bundle again"
                     )
+
+
+def _places(method: Method) -> Iterator[int]:
+    """The values that a method uses."""
+    yield from (*method.inputs, *method.outputs)
+    for call in method.instructions:
+        if isinstance(call, Delegate):
+            yield from (place for _, place in (*call.inputs, *call.outputs))
+        else:
+            yield from (call.state, call.at, call.rows)
 
 
 class _Reader:

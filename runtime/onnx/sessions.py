@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
 NODE = "node_"
-"""What the names of a graph's nodes begin with; ONNX Runtime puts more before those that stood in a region."""
+"""What the names of a graph's nodes begin with; ONNX Runtime puts more before those that were in a region."""
 
 
 class SharedBase:

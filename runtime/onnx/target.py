@@ -22,7 +22,7 @@ class OnnxTarget(RuntimeTarget):
     """Graphs on ONNX Runtime; the slots for apps are inputs."""
 
     name = "onnx"
-    extra = "onnx"
+    extra = ""  # ONNX Runtime comes with the package
 
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.onnx.engine import open_engine

@@ -48,14 +48,18 @@ def against_bundle(
     precisions: tuple[Precision, Precision],
     report: Report,
 ) -> Agreement:
-    """Decode ``prompts`` with ``other`` and compare with ``answers``; ``mine`` and ``other_shown`` show logits."""
+    """Decode ``prompts`` with ``other`` and compare with ``answers``, as far as its context holds them.
+
+    ``mine`` and ``other_shown`` show logits. Raises ContextOverflowError for a prompt that is longer than the context.
+    """
     coarser = max(precisions, key=lambda precision: CEILINGS[precision])
     result = Agreement(coarser, len(prompts), between="the bundles")
     conversation = other.new_conversation()
     advance = plain_of(other)
     pairs = list(zip(prompts, answers, strict=True))
     for number, (ids, expected) in enumerate(track(report, "compare bundles", pairs)):
-        found = answer(conversation, ids, advance, stops, max_tokens)
+        room = other.geometry.context + 1 - len(ids)  # its context may be smaller
+        found, expected = answer(conversation, ids, advance, stops, max_tokens)[:room], expected[:room]
         at, expect, token = first_difference(expected, found) if found != expected else (len(expected), -1, -1)
         margin = None
         if mine is not None and other_shown is not None and (found != expected or number < MARGIN_PROMPTS):

@@ -17,7 +17,7 @@ from ssdevice.tree import MAX_NODES
 
 @dataclass(frozen=True)
 class StepCost:
-    """Median milliseconds of a step of ``nodes`` tree nodes, streams included, in a schedule."""
+    """Mean milliseconds of a step of ``nodes`` tree nodes, streams included, in a schedule."""
 
     nodes: int
     schedule: Schedule

@@ -43,7 +43,7 @@ def page(report: Json, command: Sequence[str]) -> str:
 
 
 def _words(name: str) -> str:
-    """The name of an arm as a reader sees it."""
+    """The name of a mode or peer as a reader sees it."""
     return TITLES.get(name, name)
 
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for options in all_options():
         options.add_arguments(parser)
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
-    add("--dry-run", action="store_true", help="print the plan and about what it takes, write nothing")
+    add("--dry-run", action="store_true", help="print the plan with estimated time and memory, write nothing")
     add("--ignore-memory", action="store_true", help="begin even if the export is thought to need more than is free")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
 

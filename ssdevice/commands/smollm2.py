@@ -35,7 +35,7 @@ def smollm2(folder: Path) -> None:
     if folder.is_dir():
         return
     gguf = _packaged()
-    if find_spec("gguf") is None:  # transformers would say so in words of its own, much later
+    if find_spec("gguf") is None:  # transformers would say so less clearly, and much later
         raise MissingExtraError("smollm2", "gguf")
     with closing(Stage(folder, folder=True)) as stage, disk_errors(folder):
         _convert(gguf, stage.path)

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     table = CostTable.read(args.cost_table) if args.cost_table is not None else None
     if (args.bundle is None) == (args.model is None):
         raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
+    if args.bundle is not None and (args.adapter is not None or args.sizes):
+        raise InputError("--adapter and --sizes go with --model; a BUNDLE is tuned as it is")
     options = engine_options(args)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(args.quiet))

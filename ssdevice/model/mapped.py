@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 LARGE = 1 << 20
-"""Bytes from which on a tensor is worth a file."""
+"""A tensor of at least so many bytes is mapped from a file."""
 _files: WeakSet[mmap.mmap] = WeakSet()
 
 

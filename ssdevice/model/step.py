@@ -170,7 +170,7 @@ class StreamModel(nn.Module):
 class StepModule(nn.Module):
     """``step`` for one tree and schedule; with the root-only tree and no streams it is ``step_plain``."""
 
-    slots: Tensor
+    draft_indices: Tensor
     depths: Tensor
     parents: Tensor
     paths: Tensor
@@ -182,7 +182,7 @@ class StepModule(nn.Module):
             raise ConfigError("streams that see the chosen token cannot run beside the rows that choose it")
         self.model, self.tree, self.k, self.schedule = model, tree, k, schedule
         for name, table, kind in (
-            ("slots", tree.draft_indices(k), torch.int32),
+            ("draft_indices", tree.draft_indices(k), torch.int32),
             ("depths", tree.depths, torch.int32),
             ("parents", tree.parents, torch.int32),
             ("paths", tree.path_table, torch.int32),
@@ -195,7 +195,7 @@ class StepModule(nn.Module):
         model, tree = self.model, self.tree
         # The tree: tokens gathered from the drafts, one position per depth; a node sees the past, its ancestors and
         # itself (2402.11131 eq. 4).
-        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.slots)
+        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
         positions = length + self.depths
         masks = model.masks(
             positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)

@@ -158,7 +158,7 @@ class StopStrings:
         return bool(self._stops)
 
     def push(self, piece: str) -> str:
-        """The text that is certain to stand before any stop string; empty once one was found."""
+        """The text that certainly comes before any stop string; empty once one was found."""
         if self.stop is not None:
             return ""
         text = self._held + piece

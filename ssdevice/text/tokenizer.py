@@ -32,7 +32,7 @@ PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
 
 
 def user_content(instruction: str | None, prompt: str) -> str:
-    """What stands in the user's message: an app's instruction on its own line, then the prompt."""
+    """The content of the user's message: the app's instruction on a line of its own, then the prompt."""
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
@@ -193,7 +193,7 @@ class ChatTokenizer:
         return any(i in self.stop_ids for i in self.encode(self._closing))
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a text as it stands, no special tokens added; raises InputError for half characters.
+        """Ids of a text, without added special tokens; raises InputError for halves of characters.
 
         ``most``: tokens there is room for. A text that cannot have so few raises ContextOverflowError unread: tokens
         take many times the memory of a text.

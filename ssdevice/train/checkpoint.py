@@ -41,7 +41,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
-    """``folder`` is this run's alone while the context lasts.
+    """Only this run may use ``folder`` while the context lasts.
 
     If the context fails before the run wrote anything, its mark is removed, so that its command can be corrected.
     Raises InputError if another run was left unfinished in ``folder`` or is at work there.

@@ -217,7 +217,7 @@ def _save(
 
 
 def _keep_lora(tuned: Path, out: Path) -> None:
-    """Copy the LoRA that lossless streams were trained over, before they are written: alone they fit another model."""
+    """Copy the LoRA that lossless streams were trained over, before they are written: they fit no other model."""
     out.mkdir(parents=True, exist_ok=True)
     if not out.samefile(tuned):
         for name in (PEFT_CONFIG, PEFT_WEIGHTS):

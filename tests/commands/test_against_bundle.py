@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def test_another_token_is_no_near_tie_unless_its_logit_is_near(answers: list[lis
     assert (found.prompt, found.position, found.expected, found.found) == (2, at, changed[2][at], answers[2][at])
     assert found.margin is not None and found.margin > 0
     assert len(result.faults()) == 1 and "not a near-tie" in result.faults()[0]
+
+
+def test_answers_are_compared_as_far_as_the_other_context_holds_them(answers: list[list[int]]) -> None:
+    full = tiny.tiny_bundle("fp32").geometry
+    engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
+    engines[1].geometry = replace(full, context=10)
+    result = against_bundle(*engines, PROMPTS, answers, (), 12, FP32, lambda *_: None)
+    assert result.differences == [] and result.faults() == []
 
 
 def agreement(change: float, margin: float, precision: Precision) -> Agreement:

@@ -173,6 +173,7 @@ def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.Cap
     assert {choice["nodes"] for choice in found["choices"]} <= {2, 4}
     assert call("tune", *model[:2], "--data", str(data)) == 2
     assert call("tune", "--data", str(data)) == 2
+    assert call("tune", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--sizes", "3") == 2
 
 
 def test_costs_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

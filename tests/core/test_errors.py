@@ -26,3 +26,4 @@ def test_a_failed_check_is_not_the_callers_fault() -> None:
 def test_missing_extra_says_what_to_install() -> None:
     error = MissingExtraError("coreml", "coremltools")
     assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
+    assert "pip install 'ssdevice'" in str(MissingExtraError("", "onnxruntime"))

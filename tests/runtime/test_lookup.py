@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ssdevice.runtime.adaptive import Adaptive
-from ssdevice.runtime.lookup import MOST, Lookup, LookupAlone
+from ssdevice.runtime.lookup import MOST, Lookup, LookupOnly
 from ssdevice.runtime.loop import Advance, decode, plain
 from ssdevice.text.stream import Emission
 from ssdevice.tree import Tree
@@ -121,11 +121,11 @@ def test_a_replaced_candidate_becomes_the_next_best(turning: None) -> None:
 
 def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(turning: None) -> None:
     engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams)
-    conversation, lookup = engine.new_conversation(), LookupAlone()
+    conversation, lookup = engine.new_conversation(), LookupOnly()
     conversation.prefill([0])
     conversation.length = 1
     assert not lookup(conversation, TURN[1]) and not conversation.cache.steps
-    adaptive = Adaptive(LookupAlone(), clock=iter(range(1000)).__next__)  # all calls take the same time
+    adaptive = Adaptive(LookupOnly(), clock=iter(range(1000)).__next__)  # all calls take the same time
     sizes = [len(run) for run in runs(engine, adaptive, [0], 60)]
     assert set(sizes[: len(TURN)]) == {1} and 4 in sizes
     assert sum(size > 1 for size in sizes) > sizes[len(TURN) :].count(1)
@@ -140,5 +140,5 @@ def test_answers_without_streams_are_those_of_plain_decoding(words: list[int], p
         patch.setattr(scripted, "next_token", lambda context, vocab: words[(sum(context) + len(context)) % len(words)])
         engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=90), no_streams)
         truth = [token for run in runs(engine, plain, prompt[:40]) for token in run]
-        adaptive = Adaptive(LookupAlone())
+        adaptive = Adaptive(LookupOnly())
         assert [token for run in runs(engine, adaptive, prompt[:40]) for token in run] == truth
