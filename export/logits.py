@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.contract import PLAIN, STEP
+from ssdevice.contract import LOGITS, PLAIN, STEP
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, Outputs
 from ssdevice.runtime.generation import emitted_nodes
@@ -36,3 +36,12 @@ class LogitsConversation(Conversation):
             logits: NDArray[Any] = out[self._tensor]
             self.logits = logits.reshape(-1, self.geometry.vocab).copy()
         return out
+
+
+class ShowsLogits(Engine):
+    """An engine whose conversations keep the logits of the last step's tokens. ``shown``: the output with them."""
+
+    shown = LOGITS
+
+    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
+        return LogitsConversation(self, beside, self.shown)

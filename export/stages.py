@@ -16,10 +16,7 @@ from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
-from ssdevice.text.tokenizer import TOKENIZER_FILE, ChatTokenizer
-
-TOKENIZER_ROLE = "tokenizer"
-
+from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenizer
 
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""

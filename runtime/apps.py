@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
 from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights
-from ssdevice.bundle.folder import OWN_FILES, Bundle, BundleWriter
-from ssdevice.bundle.integrity import check_rule
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
@@ -46,14 +46,18 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         files=(path,),
         functions=dict(addition.functions),
     )
-    signed = (bundle.folder / OWN_FILES[1]).exists()
+    again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
         addition.write(writer.path_for(path), stored(addition.tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
-    again = "; its old signature is gone: sign it again" if signed else ""
     size = written.manifest.files[path].size
     return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
+
+
+def signature_lost(bundle: Bundle) -> str:
+    """What to say of a bundle that is written anew, if it is signed."""
+    return "; its old signature is gone: sign it again" if (bundle.folder / SIGNATURE_FILE).exists() else ""
 
 
 @dataclass(frozen=True)

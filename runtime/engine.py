@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.contract import Geometry
-from ssdevice.errors import ConfigError, MissingExtraError
+from ssdevice.contract import CacheForm, Geometry
+from ssdevice.errors import BundleError, ConfigError, MissingExtraError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.target import runtime_target
 
@@ -135,6 +135,17 @@ class Engine(ABC):
     def profile(self) -> dict[str, list[Kernel]]:
         """The kernels of one call of each function, with ``options.profile`` and if the target can tell."""
         return {}
+
+
+def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> None:
+    """Raise BundleError for a cache that the target's engine does not have; ``dtype``: None for any."""
+    found = bundle.manifest
+    if found.cache is not form or dtype not in (None, found.cache_dtype):
+        expected = f"{dtype} in form {form}" if dtype else f"form {form}"
+        raise BundleError(
+            f"{bundle.folder}: a {found.cache_dtype} cache in form {found.cache}, "
+            f"{found.target} bundles have {expected}"
+        )
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:

@@ -20,14 +20,12 @@ from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
 from ssdevice.text.stream import TextOutput
-from ssdevice.text.tokenizer import ChatTokenizer, user_content
+from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer, user_content
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
 
 DEFAULT_MAX_TOKENS = 256
-TOKENIZER = "tokenizer"
-"""Role of ``tokenizer.json`` in a bundle."""
 LOST = "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
 Messages = list[dict[str, str]]
 
@@ -281,7 +279,7 @@ class Session:
 
 def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
     """The tokenizer of a bundle, with its chat format."""
-    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER).read_bytes(), bundle.manifest.chat)
+    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
 
 
 @contextmanager

@@ -49,6 +49,8 @@ ROWS = "rows"
 KEYS = "keys"
 VALUES = "values"
 PAST = "past"
+LOGITS = "logits"
+"""Not part of the contract: a last output ``[T, V]`` of ``step`` and ``step_plain`` that a target may add."""
 
 CAPACITY_MULTIPLE = 32
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

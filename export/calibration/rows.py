@@ -12,7 +12,7 @@ from ssdevice.data import Example
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
-from ssdevice.model.visibility import additive, own_streams, stream_positions, within
+from ssdevice.model.visibility import additive, causal, own_streams, stream_positions, within
 from ssdevice.text.tokenizer import ChatTokenizer
 
 NODES = 64
@@ -69,8 +69,7 @@ class Rows:
         backbone = self.model.backbone
         at = torch.arange(len(row.ids), dtype=torch.int32)
         window = backbone.window(layer)
-        seen = (at[:, None] >= at[None]) & within(at, at, window)
-        masks: Masks = {window: additive(seen[None, None], backbone.mask_value)}
+        masks: Masks = {window: additive(causal(at, window)[None, None], backbone.mask_value)}
         nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks, nothing)
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from ssdevice.contract import PREFILL, FunctionSpec
+from ssdevice.contract import LOGITS, PREFILL, FunctionSpec
 from ssdevice.errors import SSDeviceError, first_line
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.coreai.engine import LOGITS
 
 with quiet("coreai_torch"):  # it takes torch's build "2.13.0+cpu" for a version that nobody has tried
     from coreai_torch import TorchConverter, get_decomp_table

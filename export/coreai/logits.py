@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from ssdevice.export.logits import LogitsConversation
-from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.coreai.engine import LOGITS, CoreAIEngine
+from ssdevice.export.logits import ShowsLogits
+from ssdevice.runtime.coreai.engine import CoreAIEngine
 
 
-class LogitsEngine(CoreAIEngine):
-    """A CoreAIEngine whose conversations keep the logits of the last step's tokens."""
+class LogitsEngine(ShowsLogits, CoreAIEngine):
+    """A CoreAIEngine that shows logits."""
 
     shows_logits = True
-
-    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
-        return LogitsConversation(self, beside, LOGITS)

@@ -33,11 +33,11 @@ from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram
+from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine, NumPyProgram
 from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 PACKAGE = "model.mlpackage"
-SETTINGS = "coreml.json"
+SETTINGS_FILE = "coreml.json"
 GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
 
@@ -83,11 +83,11 @@ class CoreMLExporter(Exporter):
             program = compact(package)
             added = growth(Package.open(package), table, program, parts.adapter_bytes)
             notes += [added[app.name] for app in plan.apps if app.folder]
-        _write_settings(plan, folder / SETTINGS)
+        _write_settings(plan, folder / SETTINGS_FILE)
         if plan.options.quant is not Quant.FP16:
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
-        files = (TargetFile("model", PACKAGE), TargetFile("settings", SETTINGS), TargetFile("golden", GOLDEN))
+        files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
         form = CacheForm.INTERNAL, CACHE_DTYPE

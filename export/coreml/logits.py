@@ -8,17 +8,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import PLAIN, STEP, TOKENS
+from ssdevice.contract import LOGITS, PLAIN, STEP, TOKENS
 from ssdevice.errors import BundleError
-from ssdevice.export.logits import LogitsConversation
+from ssdevice.export.logits import ShowsLogits
 from ssdevice.mil.program import Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation
-from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine, NumPyProgram
 from ssdevice.runtime.engine import Inputs, Outputs
 
-LOGITS = "logits"
 CHOICE = "reduce_argmax"
 
 
@@ -46,15 +44,12 @@ class ShownProgram(NumPyProgram):
         return {**self.interpreter.run(function, inputs, state, keep), **shown}
 
 
-class LogitsEngine(CoreMLEngine):
-    """A CoreMLEngine whose conversations keep the logits of the last step's tokens."""
+class LogitsEngine(ShowsLogits, CoreMLEngine):
+    """A CoreMLEngine that shows logits."""
 
     def __init__(self, bundle: Bundle, app: str | None) -> None:
         names = bundle.function_names(app)
         super().__init__(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
-
-    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
-        return LogitsConversation(self, beside, LOGITS)
 
 
 def logits_of(function: Function) -> str:

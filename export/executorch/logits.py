@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import PLAIN
-from ssdevice.export.logits import LogitsConversation
-from ssdevice.runtime.conversation import Conversation
+from ssdevice.contract import LOGITS, PLAIN
+from ssdevice.export.logits import ShowsLogits
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import ExecutorchEngine
 
 
-class LogitsEngine(ExecutorchEngine):
-    """An ExecutorchEngine whose conversations keep the logits of the last step's tokens."""
+class LogitsEngine(ShowsLogits, ExecutorchEngine):
+    """An ExecutorchEngine that shows logits."""
 
     shows_logits = True
-
-    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
-        return LogitsConversation(self, beside, LOGITS)
 
 
 def open_logits(bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine | None:

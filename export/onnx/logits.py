@@ -15,9 +15,8 @@ import onnxruntime as ort
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PLAIN, STEP, TOKENS, TensorSpec
 from ssdevice.errors import BundleError
-from ssdevice.export.logits import LogitsConversation
+from ssdevice.export.logits import ShowsLogits
 from ssdevice.export.onnx.nodes import ancestors, makers, show_choices
-from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.engine import OnnxEngine, app_adapter, app_graphs
 from ssdevice.runtime.onnx.sessions import SharedBase
@@ -28,8 +27,10 @@ CHOICES = ("ArgMax", "TopK")
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-class LogitsEngine(OnnxEngine):
-    """An OnnxEngine whose conversations keep the logits of what the last step emitted."""
+class LogitsEngine(ShowsLogits, OnnxEngine):
+    """An OnnxEngine that shows logits."""
+
+    shown = LOGITS
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
@@ -48,9 +49,6 @@ class LogitsEngine(OnnxEngine):
             return super().model(function, options)
         options.add_session_config_entry(WEIGHTS_FOLDER, str(self.files[function].parent))
         return show_logits(self.files[function], self.specs[function].outputs[-1])
-
-    def new_conversation(self, beside: Conversation | None = None) -> LogitsConversation:
-        return LogitsConversation(self, beside, LOGITS)
 
 
 def show_logits(file: Path, shown: TensorSpec) -> bytes:

@@ -11,10 +11,9 @@ import numpy as np
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
-from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
-from ssdevice.errors import BundleError
+from ssdevice.contract import KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
 from ssdevice.runtime.coreai.asset import OpenAsset
-from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, rows_of_state
+from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 MODEL = "model"
 """Role of the asset."""
 CACHE_DTYPE = "float32"
-LOGITS = "logits"
-"""An additional last output ``[T, V]`` of ``step`` and ``step_plain``."""
 
 
 class CoreAIEngine(Engine):
@@ -44,12 +41,7 @@ class CoreAIEngine(Engine):
     @classmethod
     def of(cls, bundle: Bundle, app: str | None) -> Self:
         """The engine of an app. Raises BundleError for another cache form, or an asset that does not open."""
-        manifest = bundle.manifest
-        if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
-            raise BundleError(
-                f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
-                f"Core AI bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
-            )
+        check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)
         return cls(bundle.file(MODEL), bundle.geometry, bundle.function_names(app))
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:

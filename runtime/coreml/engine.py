@@ -22,7 +22,7 @@ from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, rows_of_state
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
 from ssdevice.runtime.notice import say_once
 
 if TYPE_CHECKING:
@@ -152,10 +152,7 @@ class CoreMLCache(Cache):
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle. Raises BundleError for another cache form or another package."""
-    if bundle.manifest.cache is not CacheForm.INTERNAL:
-        raise BundleError(
-            f"{bundle.folder}: cache form {bundle.manifest.cache}, Core ML bundles have {CacheForm.INTERNAL}"
-        )
+    check_cache(bundle, CacheForm.INTERNAL)
     names = bundle.function_names(app)
     package = bundle.file(MODEL)
     opened = Package.open(package)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import FUNCTIONS, LOGITS, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import BundleError
-from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 PROGRAM = "program"
 """Role of the program file."""
 CACHE_DTYPE = "float32"
-LOGITS = "logits"
-"""An additional last output ``[T, V]`` of ``step`` and ``step_plain``, in programs exported with it."""
 ADAPTERS = "adapters"
 ADAPTER_FILE = "adapter.safetensors"
 """An app's tensors by slot, which a host passes to ``set_adapter``."""
@@ -56,12 +54,8 @@ class ExecutorchEngine(Engine):
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
         """The engine of an app. Raises BundleError for another cache form or a program that does not load."""
-        manifest, file, found = bundle.manifest, bundle.file(PROGRAM), bundle.app(app)
-        if manifest.cache is not CacheForm.INTERNAL or manifest.cache_dtype != CACHE_DTYPE:
-            raise BundleError(
-                f"{bundle.folder}: a {manifest.cache_dtype} cache in form {manifest.cache}, "
-                f"ExecuTorch bundles have {CACHE_DTYPE} in form {CacheForm.INTERNAL}"
-            )
+        file, found = bundle.file(PROGRAM), bundle.app(app)
+        check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)
         if not found.functions:
             return cls(file, bundle.geometry, list(bundle.functions), options)
         if len(found.files) > 1:

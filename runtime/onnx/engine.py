@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import FUNCTIONS, PAST, ROWS, STEP, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
-from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs, check_cache
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.cache import LANES, RowCache
@@ -251,8 +251,7 @@ def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterT
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
     """The engine of an ONNX bundle. Raises BundleError for another cache form or a graph that does not load."""
     manifest = bundle.manifest
-    if manifest.cache is not CacheForm.EXTERNAL:
-        raise BundleError(f"{bundle.folder}: cache form {manifest.cache}, ONNX bundles have {CacheForm.EXTERNAL}")
+    check_cache(bundle, CacheForm.EXTERNAL)
     files, geometry = app_graphs(bundle, app)
     shared = SharedBase.of(bundle, options)
     adapter = app_adapter(bundle, app, shared)

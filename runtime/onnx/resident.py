@@ -18,6 +18,7 @@ from ssdevice.errors import BundleError
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import BUCKET
 from ssdevice.runtime.resident import Resident
+from ssdevice.text.tokenizer import TOKENIZER_ROLE
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -91,7 +92,7 @@ def predict(
         largest = max(largest, *(weight.size for weight in graph), 0)
         last = max(last, sum(weight.size for weight in graph if ours and weight.read_by(OURS)))
     start, each = TOKENIZER
-    tokenizer = start + each * bundle.file("tokenizer").stat().st_size
+    tokenizer = start + each * bundle.file(TOKENIZER_ROLE).stat().st_size
     nodes = (GRAPH if ours else GRAPH_WITHOUT_KERNELS) * sum(file.stat().st_size for file in files.values())
     # Kernels of our own are packed while the whole file is mapped, and once more to find them equal.
     opening = last + largest if last else int(OPENING * largest)

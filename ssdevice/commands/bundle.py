@@ -147,8 +147,8 @@ def _add_app(args: argparse.Namespace) -> str:
 
 def _remove_app(args: argparse.Namespace) -> str:
     from ssdevice.bundle.folder import Bundle, BundleWriter
-    from ssdevice.bundle.integrity import SIGNATURE_FILE
     from ssdevice.bundle.manifest import AdapterKind
+    from ssdevice.runtime.apps import signature_lost
 
     bundle = Bundle.open(args.bundle)
     manifest, app = bundle.manifest, bundle.app(args.app)
@@ -164,11 +164,10 @@ def _remove_app(args: argparse.Namespace) -> str:
     kept = {path for other in rest for path in other.files}
     inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
     gone = frozenset({*app.files, *inside} - kept)
-    signed = (bundle.folder / SIGNATURE_FILE).exists()
+    again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)
         writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
-    again = "; its old signature is gone: sign it again" if signed else ""
     return f"removed app {app.name} from {args.bundle} ({len(gone)} files){again}"
 
 

@@ -113,10 +113,10 @@ def app_rows(manifest: Manifest) -> list[dict[str, Any]]:
 
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
-    from ssdevice.runtime.session import TOKENIZER
+    from ssdevice.text.tokenizer import TOKENIZER_ROLE
 
     geometry = manifest.geometry.geometry
-    tokenizer = manifest.roles.get(TOKENIZER)
+    tokenizer = manifest.roles.get(TOKENIZER_ROLE)
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}

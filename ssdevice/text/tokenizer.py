@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_ROLE = "tokenizer"
+"""In a bundle."""
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
 PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("executorch")
 
 from ssdevice.cli import main
-from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.contract import LOGITS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ConfigError
 from ssdevice.export.executorch.logits import open_logits
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.engine import LOGITS, ExecutorchEngine
+from ssdevice.runtime.executorch.engine import ExecutorchEngine
 from tests.export.executorch import programs
 
 
