@@ -44,7 +44,7 @@ int main(int argc, char** argv) try {
   for (std::string line; std::getline(std::cin, line);) {
     const Ids answer = decode(conversation, adaptive, parse(conversation, line), stops, values["--max-tokens"], all);
     std::copy(answer.begin(), answer.end() - 1, std::ostream_iterator<int32_t>(std::cout, " "));
-    std::cout << answer.back() << std::endl;
+    if (!(std::cout << answer.back() << std::endl)) throw Error("the answers cannot be written");
   }
   if (!all.calls) return 0;
   const double host = (all.seconds - conversation.graph_seconds) / all.calls;

@@ -16,7 +16,7 @@ from ssdevice import targets
 from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
-from ssdevice.errors import MissingExtraError
+from ssdevice.errors import ConfigError, MissingExtraError
 from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.commands.progress import Progress
     from ssdevice.memory import keep_no_large_blocks
 
+    if args.threads < 0:
+        raise ConfigError(f"--threads is {args.threads}, expected 0 (all cores) or more")
     if args.threads:
         torch.set_num_threads(args.threads)
     options = _options(args)

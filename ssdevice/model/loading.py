@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,9 @@ def stored_parameters(folder: Path) -> dict[str, int]:
     return sizes
 
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
 def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None) -> Any:
     """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError.
 
@@ -118,6 +122,10 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | No
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
         raise InputError(f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for")
+    for name in sorted(found["unexpected_keys"]):
+        layer = LAYER.match(name)
+        if layer and int(layer[1]) >= config.num_hidden_layers:
+            raise InputError(f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers")
     return hf.eval()
 
 

@@ -221,6 +221,14 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_answers_that_cannot_be_written_are_an_error() -> None:
+    command = [str(host()), str(tiny.tiny_bundle("int8").folder), "--threads", "1", "--max-tokens", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, input="1 2\n", stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "host: the answers cannot be written\n")
+
+
 def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert message in done.stderr

@@ -231,6 +231,7 @@ def test_bases_that_cannot_be_exported_are_refused(
     refuse({"hidden_size": 64}, None, "another base", "--adapter", f"app={adapter}")
     refuse({"hidden_size": 64}, None, "[300, 128] in the weights and [300, 64] by config.json")
     refuse({"num_hidden_layers": 4}, None, "the weights lack model.layers.3.")
+    refuse({"num_hidden_layers": 2}, None, "config.json only 2 layers")
 
 
 @pytest.mark.parametrize("size", [0, 4, 500, 50_000])
