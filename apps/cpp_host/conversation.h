@@ -45,8 +45,8 @@ class Manifest {
 
 enum class Mode { kAdaptive, kSpeculative, kPlain };
 
-// `length`: committed rows; going back means lowering it. `text`: their tokens. `drafts`: what the next step verifies,
-// `candidates` for each token; any ids may be written into it. `graph_seconds`: of the calls of `step` and `plain`.
+// `length`: committed rows; going back means lowering it. `text`: their tokens; what follows them is undefined. `drafts`: what the next
+// step verifies, `candidates` for each token; any ids may be written into it. `graph_seconds`: of the calls of `step` and `plain`.
 class Conversation {
  public:
   const int64_t context, vocab;

@@ -11,7 +11,8 @@ class Lookup {
  public:
   // Writes first candidates into the conversation's drafts. Whether there is one for the first token.
   static bool draft(Conversation& conversation, int32_t last) {
-    Ids text(conversation.text.begin(), conversation.text.begin() + conversation.length);
+    Ids& text = conversation.text;  // what follows the committed tokens is undefined, and the next call replaces it
+    text.resize(conversation.length);
     text.push_back(last);
     size_t found = 0;
     for (size_t at = 0; at < conversation.drafts.size(); at += conversation.candidates, ++found) {

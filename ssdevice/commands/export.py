@@ -13,10 +13,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
-from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder
+from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder, use_threads
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
-from ssdevice.errors import ConfigError, MissingExtraError
+from ssdevice.errors import MissingExtraError
 from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
@@ -72,8 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, then print the bundle's path, size and parity; with ``--dry-run`` print only the plan."""
     try:
-        import torch
-
         from ssdevice.export.plan import make_plan
         from ssdevice.export.stages import export_plan
     except ModuleNotFoundError as error:
@@ -82,10 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.commands.progress import Progress
     from ssdevice.memory import keep_no_large_blocks
 
-    if args.threads < 0:
-        raise ConfigError(f"--threads is {args.threads}, expected 0 (all cores) or more")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     options = _options(args)
     check_out(options.out, options.overwrite)
     quiet_frameworks()

@@ -59,6 +59,16 @@ def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     return name, Path(folder)
 
 
+def use_threads(threads: int) -> None:
+    """Let torch use so many CPU threads; 0 for all cores. Raises InputError for fewer."""
+    import torch
+
+    if threads < 0:
+        raise InputError(f"--threads {threads}: expected 1 or more, or 0 for all cores")
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``engine_options``."""
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")

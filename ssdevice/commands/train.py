@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdevice.commands.opening import use_threads
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, MissingExtraError
@@ -97,8 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, then print a JSON object with the tokens per step on the dev rows."""
     try:
-        import torch
-
         from ssdevice.train import checkpoint
         from ssdevice.train.trainer import train
     except ModuleNotFoundError as error:
@@ -114,10 +113,7 @@ def run(args: argparse.Namespace) -> int:
         args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / checkpoint.FOLDER).is_dir())
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
-    if args.threads < 0:
-        raise InputError(f"--threads {args.threads}: expected 1 or more, or 0 for all cores")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     options = _options(args)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
     quiet_frameworks()

@@ -216,7 +216,10 @@ def test_a_wrong_prompt_is_one_line(prompt: str, message: str) -> None:
     refused(run(tiny.tiny_bundle("int8").folder, f"{prompt}\n"), message)
 
 
-@pytest.mark.parametrize("options", [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"], ["--plain", "--speculative"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"], ["--plain", "--speculative"]],
+)
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
 

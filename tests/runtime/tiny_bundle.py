@@ -69,7 +69,6 @@ def _write_adapter(out: Path) -> None:
 @cache
 def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0) -> Bundle:
     """The bundle in a precision. Without streams its step verifies ``repeats`` drafts of the host, if there are any."""
-    own = Tree.of([[0] * depth for depth in range(1, repeats + 1)]) if repeats else Tree.root_only()
 
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
@@ -81,7 +80,7 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0) -> 
             quant=Quant(quant),
             out=out,
             adapters=((APP, adapter_folder()),) if streams else (),
-            tree=TREE if streams else own,
+            tree=TREE if streams else Tree.chain(repeats),
             context=CONTEXT,
             chunk=CHUNK,
         )

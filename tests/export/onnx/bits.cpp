@@ -3,9 +3,9 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <map>
 
 #include "half.h"
+#include "stand_in.h"
 
 Operator AddNorm();
 Operator GatedSilu();
@@ -41,36 +41,11 @@ Array<Half> Halves(Shape shape) {
   return {shape, [] { return HalfOf(Next()); }};
 }
 
-struct Given : Info {
-  std::map<std::string, int64_t> ints;
-  std::vector<Tensor> inputs;
-
-  float Float(const char* name) const override { return std::strcmp(name, "epsilon") ? 0.125f : 1e-5f; }
-  int64_t Int(const char* name) const override { return ints.at(name); }
-  std::string Text(const char*) const override { return ""; }
-  Tensor Constant(size_t input) const override { return inputs[input]; }
-};
-
-struct Call : Context {
-  std::vector<Tensor> inputs;
-  std::map<size_t, std::vector<float>> outputs;
-
-  size_t Inputs() override { return inputs.size(); }
-  Tensor Input(size_t index) override { return inputs[index]; }
-  void* Output(size_t index, const Shape& shape, Type) override {
-    outputs[index].resize(static_cast<size_t>(shape.Count()));
-    return outputs[index].data();
-  }
-  void For(size_t total, Work work, void* data) override {
-    for (size_t i = 0; i < total; ++i) work(data, i);
-  }
-};
-
 void Say(const Operator& op, const std::vector<Tensor>& inputs, int64_t kv_heads = 0) {
   Given given;
   given.ints["kv_heads"] = kv_heads;
   given.inputs = inputs;
-  Call call;
+  Call<float> call;
   call.inputs = inputs;
   op.make(given)->Compute(call);
   uint64_t hash = 14695981039346656037u;

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "linears.h"
+#include "stand_in.h"
 
 Operator Int4Linear();
 Operator Int8Argmax();
@@ -16,31 +17,6 @@ Operator Int8Linear();
 namespace {
 
 using Floats = std::vector<float>;
-
-struct Given : Info {
-  Tensor codes, scales;
-
-  float Float(const char*) const override { return 0; }
-  int64_t Int(const char*) const override { return 0; }
-  std::string Text(const char*) const override { return ""; }
-  Tensor Constant(size_t input) const override { return input == 1 ? codes : scales; }
-};
-
-template <typename Result>
-struct Call : Context {
-  Tensor x;
-  std::vector<Result> y;
-
-  size_t Inputs() override { return 1; }
-  Tensor Input(size_t) override { return x; }
-  void* Output(size_t, const Shape& shape, Type) override {
-    y.resize(static_cast<size_t>(shape.Count()));
-    return y.data();
-  }
-  void For(size_t total, Work work, void* data) override {
-    for (size_t i = 0; i < total; ++i) work(data, i);
-  }
-};
 
 float Peak(const float* x, int64_t count) {
   float peak = 0;
@@ -64,8 +40,7 @@ std::unique_ptr<Kernel> Made(int64_t outputs, int64_t inputs, const std::vector<
   for (int64_t n = 0; n < outputs; ++n)
     for (int64_t k = 0; k < inputs; ++k) codes[k * outputs + n] = static_cast<int8_t>(levels[n * inputs + k]);
   Given given;
-  given.codes = {codes.data(), {inputs, outputs}};
-  given.scales = {scales.data(), {outputs}};
+  given.inputs = {{}, {codes.data(), {inputs, outputs}}, {scales.data(), {outputs}}};
 #ifdef ARGMAX
   return Int8Argmax().make(given);
 #else
@@ -87,8 +62,7 @@ std::unique_ptr<Kernel> Made(int64_t outputs, int64_t inputs, const std::vector<
   for (size_t i = 0; i < codes.size(); ++i)
     codes[i] = static_cast<uint8_t>((levels[2 * i] - kLeastLevel) | ((levels[2 * i + 1] - kLeastLevel) << 4));
   Given given;
-  given.codes = {codes.data(), {outputs, inputs / kBlock, kBlock / 2}};
-  given.scales = {scales.data(), {outputs, inputs / kBlock}};
+  given.inputs = {{}, {codes.data(), {outputs, inputs / kBlock, kBlock / 2}}, {scales.data(), {outputs, inputs / kBlock}}};
   return Int4Linear().make(given);
 }
 
@@ -115,17 +89,18 @@ std::pair<int64_t, int64_t> Differ(const Kernel& kernel, const Floats& x, int64_
 #else
   Call<float> call;
 #endif
-  call.x = {x.data(), {1, count, inputs}};
+  call.inputs = {{x.data(), {1, count, inputs}}};
   kernel.Compute(call);
+  const auto& y = call.outputs[0];
 #ifdef ARGMAX
   for (int64_t r = 0; r < count; ++r) {
     const float* row = &expected[r * outputs];
-    wrong += call.y[r] != std::max_element(row, row + outputs) - row;
+    wrong += y[r] != std::max_element(row, row + outputs) - row;
   }
 #else
-  for (int64_t i = 0; i < count * outputs; ++i) wrong += call.y[i] != expected[i];
+  for (int64_t i = 0; i < count * outputs; ++i) wrong += y[i] != expected[i];
 #endif
-  return {wrong, call.y.size()};
+  return {wrong, y.size()};
 }
 
 }  // namespace
