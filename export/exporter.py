@@ -112,7 +112,7 @@ class Exporter(ABC):
     ``schedule``, ``chunk``: the defaults. ``repeats``: without streams, how many drafts repeat the text (0: there is no
     step). ``calibrates``: the precisions whose weights may be rounded with rows of data, see ``grid``. ``smooths``:
     those with one scale for a whole row of a linear's inputs, which outliers decide, see ``calibration.smoothing``.
-    ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
+    ``chooses``: whether it has functions for a host that chooses tokens. ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
@@ -122,6 +122,7 @@ class Exporter(ABC):
     several_apps: ClassVar[bool] = False
     calibrates: ClassVar[frozenset[Quant]] = frozenset()
     smooths: ClassVar[frozenset[Quant]] = frozenset()
+    chooses: ClassVar[bool] = False
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.

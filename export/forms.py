@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Schedule
-from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
+from ssdevice.contract import DRAFT, PLAIN, PREFILL, STEP, VERIFY, VERIFY_PLAIN, Geometry
 from ssdevice.model import attention
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, rotate, under
-from ssdevice.model.step import PrefillModule, StepModule, StreamModel
+from ssdevice.model.step import DraftModule, PrefillModule, StepModule, StreamModel, VerifyModule
 from ssdevice.tree import Tree
 
 
@@ -71,10 +71,13 @@ def exportable(model: StreamModel) -> StreamModel:
     return under(model, Operators(attention=_attention, rotary=rotary))
 
 
+FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
+
+
 class ExternalCacheForm(nn.Module):
     """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` by layer."""
 
-    def __init__(self, name: str, module: StepModule | PrefillModule, kv_heads: int) -> None:
+    def __init__(self, name: str, module: FunctionModule, kv_heads: int) -> None:
         super().__init__()
         self.name, self.module, self.kv_heads = name, module, kv_heads
 
@@ -88,13 +91,20 @@ class ExternalCacheForm(nn.Module):
             tokens, valid, length = tensors[:integers]
             prefill = module(tokens, valid, length, past)
             return prefill.token, prefill.drafts, stack(prefill.rows)
-        if self.name == PLAIN:
+        if isinstance(module, DraftModule):
+            token, state, length = tensors[:integers]
+            return (module(token, state, length, past),)
+        if self.name in (PLAIN, VERIFY_PLAIN):
             last, length = tensors[:integers]
-            none = torch.zeros(0, 1, dtype=torch.int32)
-            step = module(last, none, length, past)
-            return step.tokens, stack(step.rows)
-        last, drafts_in, length = tensors[:integers]
+            drafts_in = torch.zeros(0, 1, dtype=torch.int32)
+        else:
+            last, drafts_in, length = tensors[:integers]
+        if isinstance(module, VerifyModule):
+            seen = module(last, drafts_in, length, past)
+            return seen.logits, seen.states, stack(seen.rows)
         step = module(last, drafts_in, length, past)
+        if self.name == PLAIN:
+            return step.tokens, stack(step.rows)
         return step.tokens, step.count, step.drafts, stack(step.rows)
 
 
@@ -106,10 +116,16 @@ def stack(rows: Sequence[KeyValue]) -> Tensor:
 
 def function_module(
     name: str, model: StreamModel, geometry: Geometry, schedule: Schedule
-) -> StepModule | PrefillModule:
+) -> FunctionModule:
     """The module that computes one of the contract's functions."""
     if name == STEP:
         return StepModule(model, geometry.tree, geometry.k, schedule)
     if name == PREFILL:
         return PrefillModule(model, geometry.chunk, geometry.k)
+    if name == DRAFT:
+        return DraftModule(model, geometry.k)
+    if name == VERIFY:
+        return VerifyModule(model, geometry.tree, geometry.k)
+    if name == VERIFY_PLAIN:
+        return VerifyModule(model, Tree.root_only(), 1)
     return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)

@@ -11,7 +11,18 @@ from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, Precision
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import (
+    DRAFT,
+    FUNCTIONS,
+    PLAIN,
+    PREFILL,
+    VERIFY,
+    VERIFY_PLAIN,
+    CacheForm,
+    FunctionSpec,
+    Geometry,
+    functions,
+)
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.tree import Tree
@@ -41,7 +52,7 @@ class ExportOptions:
     conversation may hold. ``chunk``: prompt tokens per prefill. ``slots``: keep even a single adapter separate from the
     base, so that apps can be added and switched. ``adapter_precision``: how separate adapters store their floats, see
     ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights are rounded instead of
-    to nearest. ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
+    to nearest. ``choose``: whether the host can choose tokens, too (sampling). ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
     """
 
     model: str
@@ -57,6 +68,7 @@ class ExportOptions:
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     calibrate: tuple[Path, ...] = ()
+    choose: bool = False
     overwrite: bool = False
     dry_run: bool = False
 
@@ -156,7 +168,11 @@ class ExportPlan:
     @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
-        return FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)
+        names = FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)
+        if not self.geometry.hidden:
+            return names
+        verify = (VERIFY, VERIFY_PLAIN) if self.geometry.gamma else (VERIFY_PLAIN,)
+        return (*names, *verify, *((DRAFT,) if self.settings is not None else ()))
 
     def functions(self, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
         """The specs of the functions in this export."""
@@ -239,6 +255,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         tree=tree,
         context=options.context,
         chunk=chunk,
+        hidden=int(config.hidden_size) if options.choose else 0,
     )
     schedule = _schedule(options, target, apps)
     parameters, bits = stored_parameters(folder), target.bits[options.quant]
@@ -257,6 +274,8 @@ def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
     if options.calibrate and options.quant not in target.calibrates:
         able = ", ".join(sorted(target.calibrates)) or "no precision"
         raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")
+    if options.choose and not target.chooses:
+        raise ConfigError(f"--choose host: target {options.form} chooses tokens in the graph only")
     if merged and options.adapter_precision is not Quant.FP32:
         raise ConfigError("--adapter-precision is for separate adapters; a single one is merged, unless with --slots")
     if not merged and not target.several_apps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
-from ssdevice.contract import PLAIN, PREFILL, STEP
+from ssdevice.contract import PLAIN, PREFILL, VERIFY_PLAIN
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
@@ -29,16 +30,23 @@ class Traced:
     functions: tuple[str, ...]
 
 
-def variants_of(apps: tuple[AppPlan, ...]) -> list[Traced]:
+ONE_ROW = (PLAIN, VERIFY_PLAIN)
+"""Functions on which streams have no influence."""
+
+
+def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]:
     """The variants that these apps need, and both variants of plain decoding, so that any LoRA can be added later.
 
-    The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA.
+    The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA. ``names``: the functions
+    that the bundle has.
     """
     found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
     for app in apps:
         wanted = variant_of(app)
         found.setdefault(wanted.name, wanted)
-    return [Traced(v, (PREFILL, PLAIN) if v.mode is None else (STEP, PREFILL)) for v in found.values()]
+    drafting = tuple(name for name in names if name not in ONE_ROW)
+    plain = (PREFILL, *(name for name in ONE_ROW if name in names))
+    return [Traced(v, plain if v.mode is None else drafting) for v in found.values()]
 
 
 def variant_of(app: AppPlan) -> Variant:

@@ -10,17 +10,26 @@ from numpy.typing import NDArray
 
 from ssdevice.contract import (
     CHUNK,
+    DRAFT,
     COUNT,
     DRAFTS,
     LENGTH,
+    LOGITS,
     NEXT_DRAFTS,
     NEXT_ROOT,
+    PAST,
     PLAIN,
     PREFILL,
     ROOT,
+    ROWS,
+    STATE,
+    STATES,
     STEP,
+    TOKEN,
     TOKENS,
     VALID,
+    VERIFY,
+    VERIFY_PLAIN,
     CacheForm,
     functions,
 )
@@ -43,15 +52,18 @@ class Conversation:
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
     """
 
+    host_chooses = False
+    """Whether the caller chooses tokens from logits, see ``ssdevice.runtime.sampling``."""
+
     def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0
-        # The integers of a function do not depend on the form of the cache.
-        specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
-        integers = {tensor.name: tensor.shape for spec in specs for tensor in spec.inputs}
-        self._inputs: dict[str, NDArray[np.int32]] = {
-            name: np.zeros([int(size) for size in shape], np.int32) for name, shape in integers.items()
+        # What a function is given besides the cache does not depend on the cache's form.
+        specs = functions(engine.geometry, CacheForm.EXTERNAL, "").values()
+        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs if PAST not in tensor.shape}
+        self._inputs: dict[str, NDArray[Any]] = {
+            name: np.zeros([int(size) for size in tensor.shape], tensor.dtype) for name, tensor in given.items()
         }
         self.drafts = self.verified = self._inputs[DRAFTS]
         self.text: list[int] = []
@@ -95,6 +107,34 @@ class Conversation:
         self.text[self.length :] = [last]
         return token
 
+    def verify(self, last: int) -> NDArray[np.float32]:
+        """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it.
+
+        They are valid until the next call.
+        """
+        self.verified = self.drafts.copy()
+        return self._logits(VERIFY, last)
+
+    def verify_plain(self, last: int) -> NDArray[np.float32]:
+        """The logits ``[1, V]`` after ``last`` alone, whose row ``keep`` then commits."""
+        return self._logits(VERIFY_PLAIN, last)
+
+    def keep(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Write the rows of the last verification's nodes on a ``path`` from the root; ``tokens``: one after each.
+
+        After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
+        """
+        out, rows = self._seen, self._seen[ROWS]
+        self.cache.commit({ROWS: rows[:, path]}, self.length, len(path))
+        self.text[self.length :] = [int(self._inputs[ROOT][0]), *tokens[:-1]]
+        if len(out[LOGITS]) == 1 or DRAFT not in self.engine.functions:
+            return
+        self._inputs[TOKEN][0] = tokens[-1]
+        self._inputs[STATE][0] = out[STATES][path[-1]]
+        after = self._call(DRAFT, self.length + len(path))
+        self._check(DRAFT, after[NEXT_DRAFTS].ravel().tolist())
+        self.drafts[...] = after[NEXT_DRAFTS]
+
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these first ``tokens`` are committed. The last one must be computed, to predict the next."""
         most = max(0, min(self.length, len(tokens) - 1))
@@ -104,24 +144,32 @@ class Conversation:
         """See ``Cache.rows``."""
         return self.cache.rows(start, end)
 
-    def _call(self, function: str) -> Mapping[str, NDArray[Any]]:
+    def _logits(self, function: str, last: int) -> NDArray[np.float32]:
+        self._inputs[ROOT][0] = last
+        self._seen = self._call(function)
+        return self._seen[LOGITS]
+
+    def _call(self, function: str, length: int | None = None) -> Mapping[str, NDArray[Any]]:
         if self.engine.closed:
             raise InputError(f"{self.engine.source}: the session was closed")
         if function not in self.engine.functions:
             has = ", ".join(sorted(self.engine.functions))
             raise BundleError(f"{self.engine.source}: the bundle has no {function}; it has {has}")
-        self._inputs[LENGTH][0] = self.length
-        return self.cache.call(function, self.length)
+        length = self.length if length is None else length
+        self._inputs[LENGTH][0] = length
+        return self.cache.call(function, length)
 
     def _keep(self, function: str, out: Mapping[str, NDArray[Any]], tokens: list[int], rows: int) -> None:
         """Check and keep the result of a call: a damaged graph may return anything, and ids are used as indices."""
         drafts = out.get(NEXT_DRAFTS)  # apps without streams draft nothing
-        ids = tokens if drafts is None else [*tokens, *drafts.ravel().tolist()]
+        self._check(function, tokens if drafts is None else [*tokens, *drafts.ravel().tolist()])
+        if drafts is not None:
+            self.drafts[...] = drafts
+        self.cache.commit(out, self.length, rows)
+
+    def _check(self, function: str, ids: list[int]) -> None:
         if min(ids) < 0 or max(ids) >= self.geometry.vocab:
             wrong = next(i for i in ids if not 0 <= i < self.geometry.vocab)
             raise BundleError(
                 f"{self.engine.source}: {function} returned token {wrong}, the model has {self.geometry.vocab}"
             )
-        if drafts is not None:
-            self.drafts[...] = drafts
-        self.cache.commit(out, self.length, rows)

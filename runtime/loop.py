@@ -55,16 +55,29 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
     return token
 
 
+def begin(conversation: Conversation, prompt: Sequence[int], advance: Advance) -> Sequence[int]:
+    """The first tokens of the answer: prefill's, or where the host chooses, those of a call after the prompt's last.
+
+    Errors are those of ``prefill``.
+    """
+    if not conversation.host_chooses:
+        return (prefill(conversation, prompt),)
+    check_prompt(conversation.geometry, prompt, conversation.length)
+    if len(prompt) > 1:
+        prefill(conversation, prompt[:-1])
+    return advance(conversation, prompt[-1])
+
+
 def decode(
     conversation: Conversation, prompt: Sequence[int], advance: Advance, accept: Accept, max_tokens: int
 ) -> Iterator[Run]:
-    """The answer to a prompt, call by call. The first run is prefill's token; the last one has a reason.
+    """The answer to a prompt, call by call. The first run is that of ``begin``; the last one has a reason.
 
     Whenever this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with
     that one.
     """
-    run: Sequence[int] = (prefill(conversation, prompt),)
-    start, emitted = conversation.length, 0
+    start, emitted = conversation.length + len(prompt), 0
+    run = begin(conversation, prompt, advance)[: min(max_tokens, conversation.geometry.context - start + 1)]
     while True:
         emission = accept(run)
         run = run[: emission.used]

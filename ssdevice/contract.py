@@ -10,6 +10,16 @@ cache that is passed in::
 Without streams there is no ``step``, and ``prefill`` has no drafts; or the caller drafts, and ``next_drafts`` are
 zeros.
 
+A caller that chooses tokens itself (sampling, penalties, grammars) calls a step in two parts instead; the first commits
+nothing, and what the caller chose decides which of its rows it commits::
+
+    verify(root[1], drafts[γ,k], length[1], cache)      -> logits[T,V], states[T,D], rows of all T nodes
+    verify_plain(root[1], length[1], cache)             -> logits[1,V], states[1,D], rows of the root
+    draft(token[1], state[1,D], length[1], cache)       -> next_drafts[γ,k]
+
+``state`` is that of the last node on the chosen path and ``token`` what was chosen after it; ``length`` then counts the
+path. These three exist for the external form of the cache.
+
 The KV cache has one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
 ``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both by layer
 (``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the committed rows of each layer as
@@ -34,6 +44,11 @@ STEP = "step"
 PREFILL = "prefill"
 PLAIN = "step_plain"
 FUNCTIONS = (STEP, PREFILL, PLAIN)
+VERIFY = "verify"
+VERIFY_PLAIN = "verify_plain"
+DRAFT = "draft"
+CHOOSING = (VERIFY, VERIFY_PLAIN, DRAFT)
+"""The functions for a caller that chooses tokens."""
 
 # Tensors.
 ROOT = "root"
@@ -50,7 +65,10 @@ KEYS = "keys"
 VALUES = "values"
 PAST = "past"
 LOGITS = "logits"
-"""Not part of the contract: a last output ``[T, V]`` of ``step`` and ``step_plain`` that a target may add."""
+"""An output ``[T, V]`` of ``verify``; beside the contract, a last output of ``step`` that a target may add."""
+STATES = "states"
+STATE = "state"
+TOKEN = "token"
 
 CAPACITY_MULTIPLE = 32
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -99,7 +117,8 @@ class Geometry:
 
     ``layers``, ``kv_heads``, ``head_dim``, ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k``
     candidates each for ``tree``. ``context``: tokens that a conversation may hold. ``chunk``: C, prompt tokens per
-    prefill call. Raises ConfigError for sizes that contradict each other.
+    prefill call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses. Raises ConfigError
+    for sizes that contradict each other.
     """
 
     layers: int
@@ -111,11 +130,14 @@ class Geometry:
     tree: Tree
     context: int
     chunk: int
+    hidden: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "vocab", "context", "chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        if self.hidden < 0:
+            raise ConfigError(f"hidden is {self.hidden}, expected 0 or more")
         if self.gamma < 0 or self.k < 1 or self.k > self.vocab:
             raise ConfigError(f"γ = {self.gamma}, k = {self.k}: expected γ ≥ 0 and 1 ≤ k ≤ {self.vocab}")
         self.tree.check(self.gamma, self.k)
@@ -158,11 +180,14 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
             for layer in range(g.layers)
             for past_name in (past_key, past_value)
         )
-        rows = TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype)
-        return FunctionSpec(name, inputs + past, (*outputs, rows))
+        rows = (TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype),) if new_rows else ()
+        return FunctionSpec(name, inputs + past, (*outputs, *rows))
 
     def int32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, "int32")
+
+    def seen(nodes: int) -> tuple[TensorSpec, ...]:
+        return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(STATES, (nodes, g.hidden), "float32")
 
     specs = [
         function(
@@ -179,4 +204,11 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
         ),
         function(PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), (int32(TOKENS, 1),), 1),
     ]
+    if g.hidden and cache is CacheForm.EXTERNAL:
+        state = TensorSpec(STATE, (1, g.hidden), "float32")
+        specs += [
+            function(VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size),
+            function(VERIFY_PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), seen(1), 1),
+            function(DRAFT, (int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
+        ]
     return {spec.name: spec for spec in specs}

@@ -41,10 +41,11 @@ def half_cache(edit: Editor, anyhow: bool = False) -> bool:
     for node in graph:
         if node.op_type == TREE_ATTENTION:
             node.op_type = HALF_TREE_ATTENTION
-    at = next(i for i, value in enumerate(graph.outputs) if value.name == ROWS)
-    graph.outputs[at].name = f"{ROWS}_float32"
-    graph.outputs[at] = _cast(edit, None, graph.outputs[at], HALF)
-    graph.outputs[at].name = ROWS
+    for at, value in enumerate(graph.outputs):
+        if value.name == ROWS:
+            value.name = f"{ROWS}_float32"
+            graph.outputs[at] = _cast(edit, None, value, HALF)
+            graph.outputs[at].name = ROWS
     return True
 
 

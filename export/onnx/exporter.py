@@ -16,7 +16,14 @@ from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
-from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
+from ssdevice.contract import (
+    CHOOSING,
+    FUNCTIONS,
+    CacheForm,
+    FunctionSpec,
+    TensorSpec,
+    functions,
+)
 from ssdevice.errors import SSDeviceError, UnsupportedModelError
 from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
@@ -52,7 +59,7 @@ FLOATS = "float32"
 HALVES = "float16"
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
-FILES = {STEP: "step.onnx", PREFILL: "prefill.onnx", PLAIN: "step_plain.onnx"}
+FILES = {name: f"{name}.onnx" for name in FUNCTIONS + CHOOSING}
 JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
 BOUNDS = {Quant.FP32: FLOAT32, Quant.INT8: QUANTIZED, Quant.INT4: QUANTIZED}
 
@@ -65,6 +72,7 @@ class OnnxExporter(Exporter):
     chunk = 32  # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms, with 64 77, 170 and 457
     repeats = 3  # docs/performance.md
     several_apps = True
+    chooses = True
     calibrates = frozenset({Quant.INT4})
     smooths = frozenset({Quant.INT8})
 
@@ -124,7 +132,7 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
     """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
     plan, g = job.plan, job.plan.geometry
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
-    wanted = variants_of(plan.apps)
+    wanted = variants_of(plan.apps, plan.function_names)
     steps = sum(len(traced.functions) for traced in wanted)
     made = []
     for traced in wanted:
@@ -140,7 +148,7 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
             slots |= book.slots
-        made.append(replace(variant, functions=app_functions(variant), slots=tuple(slots.values())))
+        made.append(replace(variant, functions=app_functions(variant, plan.function_names), slots=tuple(slots.values())))
     # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
     plain = {v.name: v.slots for v in made if v.mode is None}
     for i, variant in enumerate(made):
@@ -177,12 +185,8 @@ class GraphWriter:
             raise SSDeviceError(f"{spec.name}: its cache cannot be in {HALVES}, as that of the graphs before it is")
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
-        inputs, outputs = (
-            # of the contract's tensors only the cache's rows are floats
-            [replace(each, dtype=self.cache_dtype) if each.dtype == FLOATS else each for each in tensors]
-            for tensors in (spec.inputs, spec.outputs)
-        )
-        own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
+        own = functions(self.plan.geometry, CacheForm.EXTERNAL, self.cache_dtype)[spec.name]
+        own = replace(own, inputs=(*own.inputs, *more))
         save_graph(edit.model, own, file, self.weights)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ssdevice.adapters.slots import Variant
-from ssdevice.contract import PLAIN, PREFILL, STEP, FunctionSpec
+from ssdevice.contract import PREFILL, FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.editor import CONTRIB
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
+from ssdevice.export.variants import ONE_ROW
 from ssdevice.runtime.onnx.kernels import ATTENTION, TREE_ATTENTION
 
 INLINE = 1024
@@ -55,12 +57,11 @@ def graph_file(function: str, variant: Variant) -> str:
     return f"{function}.{variant.name}.onnx"
 
 
-def app_functions(variant: Variant) -> dict[str, str]:
-    """The graphs of an app with this variant, by function."""
-    plain = graph_file(PLAIN, Variant(lora=variant.lora))
-    if variant.mode is None:
-        return {PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
-    return {STEP: graph_file(STEP, variant), PREFILL: graph_file(PREFILL, variant), PLAIN: plain}
+def app_functions(variant: Variant, names: Sequence[str]) -> dict[str, str]:
+    """The graphs of an app with this variant, by function; ``names``: the functions that the bundle has."""
+    plain = Variant(lora=variant.lora)
+    own = [name for name in names if variant.mode is not None or name in (PREFILL, *ONE_ROW)]
+    return {name: graph_file(name, plain if name in ONE_ROW else variant) for name in own}
 
 
 def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightFile) -> None:

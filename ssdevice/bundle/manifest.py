@@ -16,7 +16,18 @@ from itertools import zip_longest
 from ssdevice import targets
 from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, Ruled, check_paths, parse_strict, repeated_name, within
 from ssdevice.config import Mode, Schedule, load_strict, to_json
-from ssdevice.contract import FUNCTIONS, MAX_CONTEXT, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import (
+    CHOOSING,
+    FUNCTIONS,
+    MAX_CONTEXT,
+    PLAIN,
+    PREFILL,
+    STEP,
+    CacheForm,
+    FunctionSpec,
+    Geometry,
+    functions,
+)
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.tree import MAX_NODES, Tree
@@ -96,6 +107,7 @@ class GeometrySpec(Ruled):
     )
     context: int = field(metadata=within(1, MAX_CONTEXT))
     chunk: int = field(metadata=within(1, 1 << 16))
+    hidden: int = field(default=0, metadata=within(0, 1 << 20))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,8 +155,8 @@ class App(Ruled):
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
         for name in self.functions:
-            if name not in FUNCTIONS:
-                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(FUNCTIONS)})")
+            if name not in FUNCTIONS + CHOOSING:
+                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(FUNCTIONS + CHOOSING)})")
 
     @property
     def answers_as_base(self) -> bool:
@@ -185,7 +197,7 @@ class Manifest(Ruled):
     cache_dtype: CacheDtype
     geometry: GeometrySpec
     msa_layers: int = field(metadata=within(0, 1023))
-    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS)})
+    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS + CHOOSING)})
     chat: ChatFormat
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
@@ -210,6 +222,8 @@ class Manifest(Ruled):
         for name in ("layers", "vocab"):
             if getattr(self.model, name) != getattr(g, name):
                 raise ConfigError(f"model.{name} is {getattr(self.model, name)}, geometry.{name} {getattr(g, name)}")
+        if g.hidden not in (0, self.model.hidden_size):
+            raise ConfigError(f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}")
         streams = self.mode is not None
         if (streams and not g.gamma) or (self.msa_layers and not streams):
             raise ConfigError(
@@ -226,7 +240,8 @@ class Manifest(Ruled):
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
             raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")
-        if PREFILL not in names or len(names) < 2 or (STEP in names and not self.geometry.gamma):
+        deciding = {STEP, PLAIN} & set(names)
+        if PREFILL not in names or not deciding or (STEP in names and not self.geometry.gamma):
             raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
         for spec in self.functions:
             if spec != expected[spec.name]:

@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=int, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
+    add(
+        "--choose",
+        choices=("graph", "host"),
+        default="graph",
+        help="who chooses tokens: the graph, greedily, or also the host, for sampling, penalties and grammars (default graph)",
+    )
     for options in all_options():
         options.add_arguments(parser)
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
@@ -131,6 +137,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
         calibrate=tuple(args.calibrate),
+        choose=args.choose == "host",
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )

@@ -167,8 +167,19 @@ class StreamModel(nn.Module):
         return self.backbone.logits(finished, self.backbone.lm_head if self.draft_head is None else self.draft_head)
 
 
-class StepModule(nn.Module):
-    """``step`` for one tree and schedule; with the root-only tree and no streams it is ``step_plain``."""
+@dataclass(frozen=True)
+class TreeRows:
+    """Main rows of a draft tree's nodes before the MSA layers: ``middle [1, T, D]`` and new rows of the layers below."""
+
+    tokens: Tensor
+    positions: Tensor
+    masks: Masks
+    middle: Tensor
+    rows: list[KeyValue]
+
+
+class TreeModule(nn.Module):
+    """The tables of one tree, and its nodes' main rows through the N - N_s MHA layers."""
 
     draft_indices: Tensor
     depths: Tensor
@@ -176,11 +187,9 @@ class StepModule(nn.Module):
     paths: Tensor
     ancestors: Tensor
 
-    def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
+    def __init__(self, model: StreamModel, tree: Tree, k: int) -> None:
         super().__init__()
-        if model.streams is not None and model.streams.token is not None and schedule is Schedule.FUSED:
-            raise ConfigError("streams that see the chosen token cannot run beside the rows that choose it")
-        self.model, self.tree, self.k, self.schedule = model, tree, k, schedule
+        self.model, self.tree, self.k = model, tree, k
         for name, table, kind in (
             ("draft_indices", tree.draft_indices(k), torch.int32),
             ("depths", tree.depths, torch.int32),
@@ -190,11 +199,13 @@ class StepModule(nn.Module):
         ):
             self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
 
-    def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
-        """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
-        model, tree = self.model, self.tree
-        # The tree: tokens gathered from the drafts, one position per depth; a node sees the past, its ancestors and
-        # itself (2402.11131 eq. 4).
+    def main_rows(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> TreeRows:
+        """The tree after the token ``last [1]``, at ``length [1]`` committed tokens.
+
+        Its tokens are gathered from the drafts, one position per depth; a node sees the past, its ancestors and itself
+        (2402.11131 eq. 4).
+        """
+        model = self.model
         tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
         positions = length + self.depths
         masks = model.masks(
@@ -202,18 +213,74 @@ class StepModule(nn.Module):
         )
         h = model.backbone.embed(tokens[None], positions[None])
         middle, rows = model.run_main_layers(h, positions[None], masks, past)
+        return TreeRows(tokens, positions, masks, middle, rows)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The outputs of ``verify``: ``logits [T, V]``, ``states [T, D]`` at layer N - N_s, T rows per layer."""
+
+    logits: Tensor
+    states: Tensor
+    rows: list[KeyValue]
+
+
+class VerifyModule(TreeModule):
+    """``verify`` for one tree; with the root-only tree it is ``verify_plain``. The caller chooses among the nodes."""
+
+    def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Verified:
+        """The rows of the tree after the token ``last [1]``, at ``length [1]`` committed tokens."""
+        seen = self.main_rows(last, drafts, length, past)
+        h, rows = self.model.run_msa_layers(seen.middle, seen.positions[None], seen.masks, past)
+        return Verified(self.model.backbone.head(h)[0], seen.middle[0], seen.rows + rows)
+
+
+class DraftModule(nn.Module):
+    """``draft``: the streams of the last committed node write the next tree."""
+
+    def __init__(self, model: StreamModel, k: int) -> None:
+        super().__init__()
+        self.model, self.k = model, k
+
+    def forward(self, token: Tensor, state: Tensor, length: Tensor, past: Past) -> Tensor:
+        """Candidates ``[γ, k]`` after ``token [1]``, chosen for the node that is the last of ``length [1]`` rows.
+
+        ``state [1, D]``: that node's, from ``verify``.
+        """
+        model, node_at = self.model, length - 1
+        at = stream_positions(node_at, model.gamma)
+        visible = model.masks(at, length, past, lambda window: torch.zeros(model.gamma, 0, dtype=torch.bool))
+        chosen = model.chosen(token[None], length[None])
+        streams = model.stream_pass(state[None], chosen, node_at[None], visible, [[kv] for kv in past])
+        return model.best(streams, token, node_at, self.k)
+
+
+class StepModule(TreeModule):
+    """``step`` for one tree and schedule; with the root-only tree and no streams it is ``step_plain``."""
+
+    def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
+        super().__init__(model, tree, k)
+        if model.streams is not None and model.streams.token is not None and schedule is Schedule.FUSED:
+            raise ConfigError("streams that see the chosen token cannot run beside the rows that choose it")
+        self.schedule = schedule
+
+    def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
+        """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
+        model, tree = self.model, self.tree
+        seen = self.main_rows(last, drafts, length, past)
+        middle, rows = seen.middle, seen.rows
 
         # The MSA layers: with the streams of every node beside it, or without, until it is known which node counts.
         fused = model.streams is not None and self.schedule is Schedule.FUSED
         if fused:
-            h, streams, msa_rows = self._fused(middle, positions, length, masks, past)
+            h, streams, msa_rows = self._fused(middle, seen.positions, length, seen.masks, past)
         else:
-            h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
+            h, msa_rows = model.run_msa_layers(middle, seen.positions[None], seen.masks, past)
 
         # Verify: the main stream's own choice at every node decides which path is accepted.
         logits = model.backbone.head(h)[0]
         predicted = argmax(logits)
-        end = self._verify(tokens, predicted)
+        end = self._verify(seen.tokens, predicted)
         depth = self.depths.index_select(0, end)
 
         # Commit: only what lies on the accepted path counts. In a chain it lies in front already.

@@ -1,0 +1,142 @@
+"""The choice of a token from a row of logits, and of a path through a draft tree from the rows of its nodes.
+
+A choice is a pure function of the text before it, the row's logits, and the seed. So a draft only decides whether the
+token after next is known already, never which token is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.sampling.noise import Integers, sample
+from ssdevice.runtime.sampling.options import Sampling, Scores
+from ssdevice.runtime.sampling.processors import Processors
+from ssdevice.tree import Tree
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of the model's own logits: of the chosen token, and of the likeliest ``ids [n]``."""
+
+    chosen: float
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class Chooser:
+    """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
+
+    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. Raises InputError for ids that the model does not have.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
+        sampling.check_ids(vocab)
+        self.sampling = sampling
+        self.logprobs: list[Logprobs] = []
+        self._vocab = vocab
+        self._processors = Processors(sampling, prompt, stops, vocab)
+        self._position = len(prompt)
+
+    def __call__(self, logits: Scores) -> int:
+        """The token after the text so far, which it then belongs to; ``logits [V] float32``.
+
+        Raises BundleError for logits with NaN, InputError if every token is forbidden.
+        """
+        s = self.sampling
+        scores = self._processors(logits) if s.processed else logits
+        best = int(np.argmax(scores))
+        highest = scores[best]
+        if not np.isfinite(highest):
+            if np.isnan(highest) or not np.isfinite(np.max(logits)):
+                raise BundleError("the model returned logits that are not numbers")
+            raise InputError("the request forbids every token that the model could choose")
+        if s.temperature:
+            kept, ids = truncated(scores / np.float32(s.temperature), s)
+            best = sample(kept, ids, s.seed, self._position, self._vocab)
+        if s.logprobs is not None:
+            self.logprobs.append(log_probabilities(logits, best, s.logprobs))
+        self._processors.accept(best)
+        self._position += 1
+        return best
+
+
+def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
+    """The scores that top-k, top-p, min-p and typical-p leave, and their ids ascending; None: all are left."""
+    ids: Integers | None = None
+
+    def keep(mask: NDArray[np.bool_]) -> None:
+        nonlocal scores, ids
+        at = np.flatnonzero(mask)
+        scores, ids = scores[at], at if ids is None else ids[at]
+
+    if 0 < s.top_k < len(scores):
+        keep(scores >= np.partition(scores, len(scores) - s.top_k)[len(scores) - s.top_k])
+    if s.top_p < 1:
+        p = probabilities(scores)
+        # All tokens below this bound together have less than 1 - top_p.
+        likely = np.flatnonzero(p > (1 - s.top_p) / len(p))
+        falling = likely[np.argsort(-p[likely], kind="stable")]
+        above = np.cumsum(p[falling]) - p[falling]  # the mass before each
+        keep(np.isin(np.arange(len(p)), falling[(above < s.top_p) | (np.arange(len(falling)) == 0)]))
+    if s.min_p > 0:
+        p = probabilities(scores)
+        keep(p >= s.min_p * np.max(p))
+    if s.typical_p < 1:
+        keep(_typical(probabilities(scores), s.typical_p))
+    return scores, ids
+
+
+def probabilities(scores: Scores) -> NDArray[np.float64]:
+    """The softmax of scores ``[n]``."""
+    p = np.exp((scores - np.max(scores)).astype(np.float64))
+    return p / np.sum(p)
+
+
+def _typical(p: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
+    """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
+    surprise = -np.log(p, out=np.full_like(p, -np.inf), where=p > 0)
+    entropy = np.sum(np.where(p > 0, p * surprise, 0.0))
+    far = np.where(p > 0, np.abs(surprise - entropy), np.inf)
+    order = np.argsort(far, kind="stable")
+    last = min(int(np.sum(np.cumsum(p[order]) < mass)), len(p) - 1)
+    return far <= far[order[last]]
+
+
+def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
+    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
+    exact = logits.astype(np.float64)
+    exact -= np.max(exact)
+    exact -= np.log(np.sum(np.exp(exact)))
+    most = min(best, len(exact))
+    likely = np.argpartition(exact, len(exact) - most)[len(exact) - most :] if most else np.zeros(0, np.int64)
+    ids = sorted(likely.tolist(), key=lambda i: (-exact[i], i))
+    return Logprobs(float(exact[token]), tuple(ids), tuple(float(exact[i]) for i in ids))
+
+
+def walk(
+    tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]
+) -> tuple[list[int], list[int]]:
+    """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit.
+
+    ``choose``: the token after a node. A child that holds it is entered (the lowest node first); where none does, the
+    token is emitted and the path ends.
+    """
+    path, tokens = [0], []
+    while True:
+        token = choose(path[-1])
+        tokens.append(token)
+        ranks = tree.paths[path[-1]]
+        children = (
+            node
+            for node in range(path[-1] + 1, tree.size)
+            if tree.paths[node][:-1] == ranks and drafts[len(ranks), tree.paths[node][-1]] == token
+        )
+        child = next(children, None)
+        if child is None:
+            return path, tokens
+        path.append(child)

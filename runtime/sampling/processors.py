@@ -1,0 +1,85 @@
+"""What changes logits before a token is chosen from them: the field's logits processors, for one row at a time.
+
+They see tokens as they are accepted, so that their work does not grow with the text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ssdevice.runtime.sampling.options import Sampling, Scores
+
+NEVER = np.float32(-np.inf)
+
+
+class Processors:
+    """The processors of a request, in ``transformers``' order, and the text that they have seen.
+
+    ``prompt``: the ids before the answer. ``stops``: tokens that end an answer.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
+        self.sampling = sampling
+        self.ids = list(prompt)
+        self._prompt = len(self.ids)
+        self._stops = list(stops)
+        self._seen = np.zeros(vocab, bool)
+        self._seen[self.ids] = True
+        self._counts = np.zeros(vocab, np.float32)
+        self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for end in range(1, len(self.ids) + 1):
+            self._index(end)
+        self._bias = np.array(list(sampling.logit_bias), np.int64), np.array(
+            list(sampling.logit_bias.values()), np.float32
+        )
+
+    def accept(self, token: int) -> None:
+        """Take in the next token of the answer."""
+        self.ids.append(token)
+        self._seen[token] = True
+        self._counts[token] += 1
+        self._index(len(self.ids))
+
+    def __call__(self, logits: Scores) -> Scores:
+        """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are."""
+        s, scores = self.sampling, logits.copy()
+        scores[self._bias[0]] += self._bias[1]
+        if s.repetition_penalty != 1.0:
+            penalty, at = np.float32(s.repetition_penalty), np.flatnonzero(self._seen)
+            seen = scores[at]
+            scores[at] = np.where(seen < 0, seen * penalty, seen / penalty)
+        if s.presence_penalty or s.frequency_penalty:
+            at = np.flatnonzero(self._counts)
+            presence, frequency = np.float32(s.presence_penalty), np.float32(s.frequency_penalty)
+            scores[at] -= presence + frequency * self._counts[at]
+        scores[self._banned()] = NEVER
+        for processor in s.processors:
+            scores = processor(self.ids, scores)
+        return scores
+
+    def _banned(self) -> list[int]:
+        s, ids = self.sampling, self.ids
+        new = len(ids) - self._prompt
+        banned = list(s.suppress)
+        if new == 0:
+            banned += s.begin_suppress
+        if new < s.min_new_tokens:
+            banned += self._stops
+        if s.no_repeat_ngram_size and len(ids) >= s.no_repeat_ngram_size - 1:
+            banned += self._followers.get(self._end(len(ids), s.no_repeat_ngram_size - 1), ())
+        for *before, last in s.bad_words:
+            if len(before) <= len(ids) and ids[len(ids) - len(before) :] == before:
+                banned.append(last)
+        return banned
+
+    def _index(self, end: int) -> None:
+        """Remember the n-gram that ends with the token before ``end``."""
+        size = self.sampling.no_repeat_ngram_size
+        if size and end >= size:
+            self._followers[self._end(end - 1, size - 1)].append(self.ids[end - 1])
+
+    def _end(self, end: int, size: int) -> tuple[int, ...]:
+        return tuple(self.ids[end - size : end])
