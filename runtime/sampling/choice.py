@@ -69,53 +69,56 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     """The scores that top-k, top-p, min-p and typical-p leave, and their ids ascending; None: all are left."""
     ids: Integers | None = None
 
-    def keep(mask: NDArray[np.bool_]) -> None:
+    def keep(at: Integers) -> None:
         nonlocal scores, ids
-        at = np.flatnonzero(mask)
         scores, ids = scores[at], at if ids is None else ids[at]
 
     if 0 < s.top_k < len(scores):
-        keep(scores >= np.partition(scores, len(scores) - s.top_k)[len(scores) - s.top_k])
+        keep(np.flatnonzero(scores >= _largest(scores, s.top_k)))
     if s.top_p < 1:
         p = probabilities(scores)
         # All tokens below this bound together have less than 1 - top_p.
         likely = np.flatnonzero(p > (1 - s.top_p) / len(p))
         falling = likely[np.argsort(-p[likely], kind="stable")]
-        above = np.cumsum(p[falling]) - p[falling]  # the mass before each
-        keep(np.isin(np.arange(len(p)), falling[(above < s.top_p) | (np.arange(len(falling)) == 0)]))
+        mass = np.cumsum(p[falling], dtype=np.float64)
+        keep(np.sort(falling[: 1 + int(np.searchsorted(mass, s.top_p))]))
     if s.min_p > 0:
         p = probabilities(scores)
-        keep(p >= s.min_p * np.max(p))
+        keep(np.flatnonzero(p >= np.float32(s.min_p) * np.max(p)))
     if s.typical_p < 1:
         keep(_typical(probabilities(scores), s.typical_p))
     return scores, ids
 
 
-def probabilities(scores: Scores) -> NDArray[np.float64]:
+def probabilities(scores: Scores) -> NDArray[np.float32]:
     """The softmax of scores ``[n]``."""
-    p = np.exp((scores - np.max(scores)).astype(np.float64))
+    p = np.exp(scores - np.max(scores))
     return p / np.sum(p)
 
 
-def _typical(p: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
+def _largest(scores: Scores, n: int) -> np.float32:
+    """The n-th largest score."""
+    return np.partition(scores, len(scores) - n)[len(scores) - n]
+
+
+def _typical(p: NDArray[np.float32], mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
-    surprise = -np.log(p, out=np.full_like(p, -np.inf), where=p > 0)
-    entropy = np.sum(np.where(p > 0, p * surprise, 0.0))
-    far = np.where(p > 0, np.abs(surprise - entropy), np.inf)
-    order = np.argsort(far, kind="stable")
-    last = min(int(np.sum(np.cumsum(p[order]) < mass)), len(p) - 1)
-    return far <= far[order[last]]
+    possible = np.flatnonzero(p)
+    q = p[possible].astype(np.float64)
+    surprise = -np.log(q)
+    far = np.abs(surprise - np.sum(q * surprise))
+    order = np.argsort(far)
+    last = min(int(np.searchsorted(np.cumsum(q[order]), mass)), len(q) - 1)
+    return possible[far <= far[order[last]]]
 
 
 def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
     """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
-    exact = logits.astype(np.float64)
-    exact -= np.max(exact)
-    exact -= np.log(np.sum(np.exp(exact)))
-    most = min(best, len(exact))
-    likely = np.argpartition(exact, len(exact) - most)[len(exact) - most :] if most else np.zeros(0, np.int64)
-    ids = sorted(likely.tolist(), key=lambda i: (-exact[i], i))
-    return Logprobs(float(exact[token]), tuple(ids), tuple(float(exact[i]) for i in ids))
+    highest = np.max(logits)
+    total = float(highest) + float(np.log(np.sum(np.exp(logits - highest), dtype=np.float64)))
+    likely = np.flatnonzero(logits >= _largest(logits, min(best, len(logits)))).tolist() if best else []
+    ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]
+    return Logprobs(float(logits[token]) - total, tuple(ids), tuple(float(logits[i]) - total for i in ids))
 
 
 def walk(

@@ -1,15 +1,17 @@
-"""The noise of sampling: a pure function of seed, position and token id, the same bits in every host language.
+"""The noise of sampling: a pure function of seed, position and token id, in every host language.
 
 A token is sampled by the Gumbel-max trick: the largest of ``z + gumbel``, where ``gumbel = -log(e)`` and ``e`` is
 exponentially distributed. Uniform numbers come from Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
 easy as 1, 2, 3"), whose key is the seed and whose counter is (number, position, kind, 0):
 
-- kind 0, number g: words 0 and 1 give ``e`` of the luckiest of the tokens ``64 g .. 64 g + 63``, an exponential number
-  divided by 64; word 2 modulo 64 says which of them that is;
-- kind 1, number i >> 1: words ``2 (i & 1)`` and the next give what every other token i of that group has more.
+- kind 0, number g: words 0 and 1 give ``e`` of the luckiest of the tokens ``256 g .. 256 g + 255``, an exponential
+  number divided by 256; word 2 modulo 256 says which of them that is;
+- kind 1, number ``i >> 1``: words ``2 (i & 1)`` and the next give how much more every other token i of a group has.
 
-The smallest of 64 exponential numbers and what the others exceed it by are independent and exponentially distributed,
+The smallest of 256 exponential numbers and what the others exceed it by are independent and exponentially distributed,
 so this is one independent number for every token; but the best token of a row is found without computing them all.
+Two words w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, and ``-log`` of it an exponential one, in
+float64.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-GROUP = 64
+GROUP = 256
 """Tokens whose smallest exponential number is known without the others."""
 SEEDS = 1 << 64
 AHEAD = 16
-"""Positions whose groups are computed at once: NumPy takes about as long for 16 as for one."""
+"""Positions whose groups are computed at once, which takes NumPy little longer than those of one."""
+
+LEAST = -4.0
+"""No noise is below, as -log(37) is not: 52 bits make no exponential number above 36.8."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -47,24 +52,9 @@ def philox(numbers: NDArray[np.uint64], positions: NDArray[np.uint64], kind: int
 
 
 def exponential(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> Floats:
-    """Exponential numbers of two 32-bit words each: ``-log((52 bits + 1/2) / 2^52)``."""
+    """Exponential numbers of two words each."""
     bits = (high << np.uint64(20)) | (low >> np.uint64(12))
-    return -log((bits.astype(np.float64) + 0.5) * 2.0**-52)
-
-
-def log(x: Floats) -> Floats:
-    """The natural logarithm by additions, multiplications and one division, in this order: libraries differ in bits.
-
-    Exact to 2 units in the last place for positive normal numbers.
-    """
-    mantissa, exponent = np.frexp(x)
-    small = mantissa < 0.7071067811865476
-    mantissa, exponent = np.where(small, mantissa * 2.0, mantissa), exponent - small
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    square, series = s * s, np.full_like(s, 1.0 / 21.0)
-    for odd in (19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0):
-        series = series * square + 1.0 / odd
-    return exponent * 0.6931471805599453 + (2.0 * s + 2.0 * s * square * series)
+    return -np.log((bits.astype(np.float64) + 0.5) * 2.0**-52)
 
 
 @lru_cache(maxsize=8)
@@ -91,7 +81,7 @@ def gumbel(seed: int, position: int, ids: Integers, vocab: int) -> Floats:
     words = philox((ids >> 1).astype(np.uint64), np.full(ids.shape, position, np.uint64), 1, seed)
     odd = (ids & 1).astype(bool)
     more = exponential(np.where(odd, words[2], words[0]), np.where(odd, words[3], words[1]))
-    return -log(smallest[group] + np.where(lucky[group] == ids, 0.0, more))
+    return -np.log(smallest[group] + np.where(lucky[group] == ids, 0.0, more))
 
 
 def sample(scores: NDArray[np.float32], ids: Integers | None, seed: int, position: int, vocab: int) -> int:
@@ -108,12 +98,12 @@ def sample(scores: NDArray[np.float32], ids: Integers | None, seed: int, positio
 
 
 def _hopeful(scores: NDArray[np.float32], seed: int, position: int) -> Integers:
-    """The ids of tokens that could have the largest sum, were the noise of each the largest of its group."""
+    """The ids of tokens that would have the largest sum, were the noise of each the largest of its group."""
     smallest, lucky = _groups(seed, position, len(scores))
-    most = -log(smallest)
-    inside = lucky < len(scores)
-    reached = np.max(np.where(inside, scores[np.where(inside, lucky, 0)] + most, -np.inf))
-    # Rounded towards more tokens: float32 sums may be off by a few units of their last place.
-    needed = (reached - most).astype(np.float32)
-    needed -= np.abs(needed) * np.float32(1e-6) + np.float32(1e-6)
-    return np.flatnonzero(scores >= np.repeat(needed, GROUP)[: len(scores)])
+    size = len(smallest) * GROUP
+    rows = scores if len(scores) == size else np.concatenate([scores, np.full(size - len(scores), -np.inf, np.float32)])
+    most = -np.log(smallest)
+    reached = max(np.max(rows[lucky] + most), np.max(scores) + LEAST) - 1e-6  # by one token of each group, or the best
+    groups = np.flatnonzero(np.max(rows.reshape(-1, GROUP), axis=1) + most >= reached)
+    row, place = np.nonzero(rows.reshape(-1, GROUP)[groups] + most[groups, None] >= reached)
+    return groups[row] * GROUP + place
