@@ -1,13 +1,19 @@
-"""Drives a runtime engine for the parity gate, so that the gate checks what ships."""
+"""Drives a runtime engine for the parity gate, so that the gate checks what ships.
+
+Where a bundle has functions for a host that chooses, each step is made in two calls first: they must give its tokens,
+and every other time the gate sees their drafts instead of the step's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssdevice.contract import STEP
+from ssdevice.contract import DRAFT, STEP, VERIFY, VERIFY_PLAIN
+from ssdevice.errors import ParityError
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.reference import Drafts, StepOut
 from ssdevice.runtime.engine import Engine
+from ssdevice.runtime.sampling.choice import walk
 
 
 class EngineDriver:
@@ -16,6 +22,7 @@ class EngineDriver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.conversation = engine.new_conversation()
+        self._steps = 0
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         self.conversation.length = length
@@ -24,12 +31,34 @@ class EngineDriver:
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         self.conversation.length = length
+        chosen = self._choose(last, drafts) if VERIFY in self.engine.functions else None
         self.conversation.drafts[:] = drafts
-        return StepOut(self.conversation.step(last), self._drafts())
+        out = StepOut(self.conversation.step(last), self._drafts())
+        if chosen is None:
+            return out
+        if chosen.tokens != out.tokens:
+            raise ParityError(f"{VERIFY} leads to the tokens {chosen.tokens}, {STEP} to {out.tokens}")
+        self._steps += 1
+        return chosen if self._steps % 2 and DRAFT in self.engine.functions else out
 
     def plain(self, last: int, length: int) -> int:
         self.conversation.length = length
-        return self.conversation.step_plain(last)
+        token = self.conversation.step_plain(last)
+        if VERIFY_PLAIN in self.engine.functions:
+            chosen = int(self.conversation.verify_plain(last)[0].argmax())
+            if chosen != token:
+                raise ParityError(f"{VERIFY_PLAIN} leads to token {chosen}, plain decoding to {token}")
+            self.conversation.keep([0], [token])
+        return token
+
+    def _choose(self, last: int, drafts: Drafts) -> StepOut:
+        """A step in two calls, whose host chooses greedily."""
+        conversation = self.conversation
+        conversation.drafts[:] = drafts
+        logits = conversation.verify(last)
+        path, tokens = walk(conversation.geometry.tree, conversation.verified, lambda node: int(logits[node].argmax()))
+        conversation.keep(path, tokens)
+        return StepOut(tokens, self._drafts())
 
     def rows(self, start: int, end: int) -> Array | None:
         return self.conversation.rows(start, end)

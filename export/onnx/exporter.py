@@ -19,10 +19,11 @@ from ssdevice.config import Schedule, to_json
 from ssdevice.contract import (
     CHOOSING,
     FUNCTIONS,
+    PAST,
+    ROWS,
     CacheForm,
     FunctionSpec,
     TensorSpec,
-    functions,
 )
 from ssdevice.errors import SSDeviceError, UnsupportedModelError
 from ssdevice.export.app_functions import jobs
@@ -185,8 +186,11 @@ class GraphWriter:
             raise SSDeviceError(f"{spec.name}: its cache cannot be in {HALVES}, as that of the graphs before it is")
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
-        own = functions(self.plan.geometry, CacheForm.EXTERNAL, self.cache_dtype)[spec.name]
-        own = replace(own, inputs=(*own.inputs, *more))
+        inputs, outputs = (
+            [replace(each, dtype=self.cache_dtype) if each.name == ROWS or PAST in each.shape else each for each in tensors]
+            for tensors in (spec.inputs, spec.outputs)
+        )
+        own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
         save_graph(edit.model, own, file, self.weights)
 
 
