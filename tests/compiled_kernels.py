@@ -42,8 +42,10 @@ def preloaded() -> str | None:
 
 
 def _compiled(name: str, flags: Sequence[str]) -> Path:
-    def make(file: Path) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir(mode=0o755)
         sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
-        subprocess.run([str(COMPILER), *kernels.FLAGS, *flags, "-o", str(file), *sources], check=True)
+        subprocess.run([str(COMPILER), *kernels.FLAGS, *flags, "-o", str(folder / "made.so"), *sources], check=True)
+        kernels.put(folder / "made.so", folder)
 
-    return made_once(f"kernels/{name}.so", make)
+    return next(made_once(f"kernels/{name}", make).iterdir())

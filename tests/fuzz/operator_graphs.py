@@ -1,4 +1,4 @@
-"""Graphs of one node with an operator of ours, and changes to them: shapes, types, values, attributes, texts of regions."""
+"""Graphs of one node with an operator of ours, and changes to them: shapes, types, values, attributes, regions."""
 
 from __future__ import annotations
 

@@ -52,8 +52,10 @@ def answer(library: str, seed: int, first: int, end: int) -> None:
             session = ort.InferenceSession(model, options)
             feeds = node.feeds()
             for fill in (None, np.nan, np.inf):
-                given = {n: a if fill is None or a.dtype.kind != "f" else np.full_like(a, fill) for n, a in feeds.items()}
-                for output in session.run(None, given):
+                for name, array in feeds.items():
+                    if fill is not None and array.dtype.kind == "f":
+                        feeds[name] = np.full_like(array, fill)
+                for output in session.run(None, feeds):
                     np.asarray(output).tobytes()
         except Exception as error:  # the bindings derive their errors from Exception itself
             outcome = f"refused {error}".split("\n")[0]
@@ -107,7 +109,9 @@ def main() -> int:
     outcomes, bugs = run(options.seed, options.first, end)
     for index, bug in bugs.items():
         print(f"case {index}: {bug}")
-    print(f"operators, seed {options.seed}, {options.count} cases: " + ", ".join(f"{n} {c}" for n, c in outcomes.items()))
+    print(
+        f"operators, seed {options.seed}, {options.count} cases: " + ", ".join(f"{n} {c}" for n, c in outcomes.items())
+    )
     return int(bool(bugs))
 
 
