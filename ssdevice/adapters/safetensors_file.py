@@ -34,7 +34,7 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
     try:
-        tensors = deserialize(file.read_bytes())
+        tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     except SafetensorError as error:
