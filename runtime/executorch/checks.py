@@ -40,7 +40,12 @@ LISTS = {
 
 def check_program(file: Path) -> None:
     """Raise BundleError for a program whose numbers contradict each other."""
-    read_program(file, lambda data, root: [_Plan(data, root, plan).check() for plan in root.tables(1)])
+
+    def check(data: Data, root: Table) -> None:
+        for plan in root.tables(1):
+            _Plan(data, root, plan).check()
+
+    read_program(file, check)
 
 
 @dataclass(frozen=True)
