@@ -24,6 +24,7 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.checks import check_program
 from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.file import COREML, has_coreml
 
@@ -166,7 +167,7 @@ class LoadedProgram:
         """Raise BundleError unless the program has the schema version that this runtime reads."""
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
-        (found,) = self._program.load_method(SCHEMA).execute([])
+        found = next(iter(self._program.load_method(SCHEMA).execute([])), None)
         if found != SCHEMA_VERSION:
             raise BundleError(
                 f"{self.file}: a program with schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
@@ -178,7 +179,10 @@ class LoadedProgram:
         Raises BundleError for a cache of another form.
         """
         method, g = self.method(function), self.geometry
-        found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        try:
+            found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        except RuntimeError as error:
+            raise BundleError(f"{self.file}: {function} has not the model's cache ({first_line(error)})") from error
         for state in found:
             if tuple(state.shape) != (g.kv_heads, g.capacity, g.head_dim):
                 raise BundleError(f"{self.file}: a cache of shape {tuple(state.shape)}; export the bundle again")
@@ -259,6 +263,7 @@ def load_program(file: Path) -> Any:
         raise MissingExtraError("executorch", error.name or "executorch") from error
     if not file.is_file():
         raise BundleError(f"{file}: no such program")
+    check_program(file)
     try:
         opened = runtime.Runtime.get()
         program = opened.load_program(file)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import closing, suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path, PurePosixPath
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.bundle.folder import check_outside
 from ssdevice.bundle.staging import Stage, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle
+from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer, Site
 from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
 
-LOOPBACK = "127.0.0.1"
 PORT = 8080
 TREE = Path(__file__).resolve().parents[2] / "apps" / "web_demo"
 INSTALLED = Path(__file__).resolve().parents[1] / "web"
@@ -35,27 +31,8 @@ RUNTIME = (
     "@huggingface/tokenizers/dist/tokenizers.min.mjs",
 )
 """What the page loads of other packages, below MODULES."""
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".wasm": "application/wasm",
-}
-POLICY = ("default-src 'self'", "script-src 'self' 'wasm-unsafe-eval'", "img-src 'self' data:", "base-uri 'none'")
-HEADERS = {
-    "Cross-Origin-Opener-Policy": "same-origin",  # with the next: memory that threads share
-    "Cross-Origin-Embedder-Policy": "require-corp",
-    "Content-Security-Policy": "; ".join(POLICY),  # nothing is loaded from elsewhere
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
-
-Site = Mapping[str, Path | bytes]
-"""Path below the page's address -> the file there, or its content."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write(files, args.out)
         return 0
-    with server(files, args.port) as serving:
+    with PageServer(files, args.port) as serving:
         print(f"http://{LOOPBACK}:{serving.server_port}/", flush=True)
         try:
             serving.serve_forever()
@@ -123,39 +100,3 @@ def write(files: Site, out: Path) -> None:
         lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
         (stage.path / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
         stage.publish(replace=out.exists())
-
-
-def server(files: Site, port: int) -> ThreadingHTTPServer:
-    """A server of these files and nothing else, on loopback. Raises InputError if it cannot have the port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0].removeprefix("/") or "index.html"
-            content = files.get(path)
-            if content is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            size = len(content) if isinstance(content, bytes) else content.stat().st_size
-            kind = TYPES.get(PurePosixPath(path).suffix, "application/octet-stream")
-            self.send_response(HTTPStatus.OK)
-            for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(size)}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            with suppress(ConnectionError):  # the reader has left
-                if isinstance(content, bytes):
-                    self.wfile.write(content)
-                else:
-                    with content.open("rb") as stream:
-                        shutil.copyfileobj(stream, self.wfile)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    try:
-        return ThreadingHTTPServer((LOOPBACK, port), Handler)
-    except OverflowError as error:
-        raise InputError(f"--port {port}: expected 0 to 65535") from error
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "is taken; choose another (0: any free one)" if taken else f"cannot be used: {error.strerror}"
-        raise InputError(f"--port {port} {why}") from error
