@@ -1,7 +1,7 @@
 """Right random models, none of which an INT4 export may refuse; ``python -m tests.export.random_models --count 200``.
 
-Their norms are ones, so that rows of layer 0 are codes of the embedding: many of these are exactly between two levels of
-INT4's inputs, and whatever rounds them otherwise than the reference is right as well.
+Their norms are ones, so that rows of layer 0 are codes of the embedding: many of these are exactly between two levels
+of INT4's inputs, and whatever rounds them otherwise than the reference is right as well.
 """
 
 from __future__ import annotations
