@@ -21,10 +21,8 @@ TEMPLATE = (
 )
 
 
-def write_base(folder: Path, **values: object) -> Path:
-    """A llama of three layers; its query, output and MLP weights are large enough to be quantized, keys' are not."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of letters with a chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["<pad>", "<end>", "<user>", "<assistant>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -33,6 +31,13 @@ def write_base(folder: Path, **values: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+
+
+def write_base(folder: Path, **values: object) -> Path:
+    """A llama of three layers; its query, output and MLP weights are large enough to be quantized, keys' are not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder)
     torch.manual_seed(0)
     sizes: dict[str, object] = {
         "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": LAYERS,
