@@ -67,10 +67,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         begin("load the model")
         job = ExportJob.of(plan, whole)
         begin("compare with transformers")
-        if options.cross_check:
-            check_export(job, tokenizer)
-        else:
-            notes = (*notes, SKIPPED)
+        notes += check_export(job, tokenizer) if options.cross_check else (SKIPPED,)
         job = target.prepare(job)
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)

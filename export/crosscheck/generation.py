@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.errors import InputError, first_line
@@ -20,10 +20,10 @@ HARMLESS = frozenset({
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
     "compile_config", "disable_compile", "continuous_batching_config", "output_attentions", "output_hidden_states",
     "output_scores", "output_logits", "return_dict_in_generate", "remove_invalid_values", "renormalize_logits",
-    "use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
-    "target_lookbehind", "assistant_ensemble_weight", "speculation_type", "decoder_start_token_id",
-    "length_penalty", "early_stopping", "transformers_version", "_from_model_config",
+    "use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
+    "decoder_start_token_id", "length_penalty", "early_stopping", "transformers_version", "_from_model_config",
 })  # fmt: skip
 """Settings that change no token of a greedy answer, or only beside another one, and those that a bundle has (stops)."""
 NEUTRAL = {
@@ -47,11 +47,18 @@ def generation_config(folder: Path) -> GenerationConfig:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
 
 
-def unapplied(config: GenerationConfig) -> list[str]:
-    """The settings that can change a greedy answer and that bundles do not apply, as ``name=value``."""
+def neutral(config: GenerationConfig) -> GenerationConfig:
+    """Nothing but the tokens that end an answer."""
     from transformers import GenerationConfig
 
-    names = sorted(set(GenerationConfig().to_dict()) - HARMLESS)  # others mean nothing to transformers either
+    made: Any = GenerationConfig
+    return cast("GenerationConfig", made(eos_token_id=config.eos_token_id))
+
+
+def unapplied(config: GenerationConfig) -> list[str]:
+    """The settings that can change a greedy answer and that bundles do not apply, as ``name=value``."""
+    # Names that transformers does not know mean nothing to it either.
+    names = sorted(set(neutral(config).to_dict()) - HARMLESS)
     values = {name: getattr(config, name) for name in names}
     return [
         _shown(name, value)

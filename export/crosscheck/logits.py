@@ -11,6 +11,7 @@ from torch import Tensor
 from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
 from ssdevice.export.parity.reference import Cache, int32, jittered
+from ssdevice.model.mapped import released_after
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 from ssdevice.tree import Tree
 
@@ -19,7 +20,7 @@ SAME = 1e-4
 JITTER, TWIN = 1e-6, 4.0
 """Beyond that they may differ by TWIN times what a random change of JITTER of every product makes of them.
 
-Float32 rounds to 6e-8. In models of 31 families, 3 to 48 layers deep, right logits differ by 0.02 to 0.6 of that change.
+Float32 rounds to 6e-8. In models of 31 families of 3 to 48 layers, right logits differ by 0.02 to 0.6 of that change.
 """
 CHUNK = 16
 
@@ -69,17 +70,16 @@ def compare_logits(model: StreamModel, expected: Expected, whose: str) -> None:
 
 @torch.no_grad()
 def our_logits(model: StreamModel, tokens: Sequence[int], first: int) -> Tensor:
-    """Logits ``[n, V]`` at ``tokens[first:]``: prefill in chunks of those before, then a step that has them as drafts."""
+    """Logits ``[n, V]`` at ``tokens[first:]``: prefill in chunks of those before, then a step with them as drafts."""
     backbone = model.backbone
     size = (backbone.num_layers, 2, 1, backbone.kv_heads, first + CHUNK, backbone.head_dim)
     cache, prefill = Cache(torch.zeros(size)), PrefillModule(model, CHUNK, 1)
-    for at in range(0, first, CHUNK):
-        part = list(tokens[at : min(at + CHUNK, first)])
-        ids = torch.tensor(part + [0] * (CHUNK - len(part)), dtype=torch.int32)
-        cache.commit(prefill(ids, int32(len(part)), int32(at), cache.past()).rows, len(part))
-        cache.length += len(part)
     root, *drafts = tokens[first:]
-    step = StepModule(model, Tree.chain(len(drafts)), 1, Schedule.DEFERRED)
-    given = torch.tensor(drafts, dtype=torch.int32)[:, None]
-    logits: Tensor = step(int32(root), given, int32(first), cache.past()).logits
+    step, given = StepModule(model, Tree.chain(len(drafts)), 1, Schedule.DEFERRED), torch.tensor(drafts).int()[:, None]
+    with released_after((*backbone.layers, backbone.lm_head)):
+        for at in range(0, first, CHUNK):
+            part = list(tokens[at : min(at + CHUNK, first)])
+            ids = torch.tensor(part + [0] * (CHUNK - len(part)), dtype=torch.int32)
+            cache.commit(prefill(ids, int32(len(part)), int32(at), cache.past()).rows, len(part))
+        logits: Tensor = step(int32(root), given, int32(first), cache.past()).logits
     return logits

@@ -7,5 +7,6 @@ from pathlib import Path
 from ssdevice.text.tokenizer import ChatTokenizer
 
 
-def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> None:
-    """Raise InputError if a text has other ids than with transformers."""
+def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
+    """Raise InputError if a text has other ids than with transformers. Returns notes."""
+    return ()

@@ -10,70 +10,70 @@ from typing import Any
 
 import torch
 
-from ssdevice.export.crosscheck.generation import generation_config, unapplied
+from ssdevice.export.crosscheck.generation import generation_config, neutral, unapplied
 from ssdevice.export.crosscheck.logits import Expected
-from ssdevice.memory import free_memory
-from ssdevice.model.loading import load_hf, stored_parameters
+from ssdevice.model.families import family_of
+from ssdevice.model.loading import load_hf
 from ssdevice.model.lora import check_peft
+from ssdevice.model.mapped import released_after
 
 TOKENS = 32
-"""Of the answer to the first prompt, and at most so many of each other prompt whose logits are compared."""
-MAPPED = 1 << 30
+"""Of the answer to the first prompt; of the others' logits, those of so many tokens at most are compared."""
+MAPPED = 1 << 28
 """A model of more bytes in float32 is read with its weights mapped: a second one need not fit into memory."""
 
 
 @torch.no_grad()
 def expected_of(
-    folder: Path, adapters: Sequence[Path | None], prompts: Sequence[Sequence[int]], context: int, scratch: Path | None
+    folder: Path, adapters: Sequence[Path | None], prompts: Sequence[list[int]], context: int, scratch: Path | None
 ) -> list[list[Expected]]:
     """Of every adapter (None: the base without one), what transformers computes of every prompt.
 
-    An answer is generated to the first one. ``context``: no text is longer. ``scratch``: for mapped weights, see
-    ``load_hf``.
+    An answer is generated to the first one. ``context``: no text is longer. ``scratch``: map weights there instead of
+    holding them in memory, see ``load_hf``. The model is gone when this returns.
     """
-    prompts = [list(prompt[: max(1, context - TOKENS)]) for prompt in prompts]
+    first, *others = (prompt[: max(1, context - TOKENS)] for prompt in prompts)
     hf, found = _load(folder, scratch), []
-    for adapter in adapters:
-        with _with_adapter(hf, adapter) as model, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of settings that do not go together
-            answer = _generate(model, prompts[0], min(TOKENS, context - len(prompts[0])))
-            texts = [_expected(model, [*prompts[0], *answer[:-1]], len(prompts[0]) - 1, answer)]
-            texts += [_expected(model, prompt, max(len(prompt) // 2, len(prompt) - TOKENS)) for prompt in prompts[1:]]
-        found.append(texts)
-    del hf, model
-    free_memory()
+    layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
+    with warnings.catch_warnings(), released_after(layers):
+        warnings.simplefilter("ignore")  # of settings that do not go together, of a base that was moved
+        for adapter in adapters:
+            with _with_adapter(hf, adapter) as model:
+                answer = _generate(model, first, min(TOKENS, context - len(first)))
+                texts = [_expected(model, [*first, *answer[:-1]], len(first) - 1, answer)]
+                texts += [_expected(model, prompt, max(len(prompt) // 2, len(prompt) - TOKENS)) for prompt in others]
+            found.append(texts)
     return found
 
 
 def _load(folder: Path, scratch: Path | None) -> Any:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
-    if scratch is not None and 4 * sum(stored_parameters(folder).values()) > MAPPED:
+    # Not "sdpa", which leaves out what it cannot do, such as Gemma 2's soft cap.
+    wanted: Any = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+    hf: Any
+    if scratch is not None:
         hf = load_hf(folder, scratch=scratch)
-        hf.set_attn_implementation("eager")
+        hf.set_attn_implementation(wanted["attn_implementation"])
     else:
-        # Not "sdpa", which leaves out what it cannot do, such as Gemma 2's soft cap.
-        wanted: Any = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
-        hf = AutoModelForCausalLM.from_pretrained(folder, **wanted).eval()
+        hf = AutoModelForCausalLM.from_pretrained(folder, **wanted)
     own = generation_config(folder)
     # Where settings are known to change the answer, the rest is compared without them.
-    hf.generation_config = GenerationConfig(eos_token_id=own.eos_token_id) if unapplied(own) else own
-    return hf
+    hf.generation_config = neutral(own) if unapplied(own) else own
+    return hf.eval()
 
 
 @contextmanager
 def _with_adapter(hf: Any, adapter: Path | None) -> Iterator[Any]:
-    """The model with an adapter beside its weights, as long as the context lasts."""
+    """The model with an adapter beside its weights, not merged, as long as the context lasts."""
     if adapter is None:
         yield hf
         return
     from peft import PeftModel
 
     check_peft(adapter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the base may lie elsewhere than when the adapter was saved
-        wrapped = PeftModel.from_pretrained(hf, str(adapter)).eval()
-    yield wrapped
+    wrapped: Any = PeftModel.from_pretrained(hf, str(adapter))
+    yield wrapped.eval()
     wrapped.unload()
 
 
