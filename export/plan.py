@@ -41,7 +41,8 @@ class ExportOptions:
     conversation may hold. ``chunk``: prompt tokens per prefill. ``slots``: keep even a single adapter separate from the
     base, so that apps can be added and switched. ``adapter_precision``: how separate adapters store their floats, see
     ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights are rounded instead of
-    to nearest. ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
+    to nearest. ``cross_check``: compare with transformers and PEFT before graphs are written. ``target_options``:
+    options of some targets only, at most one of each kind; see ``chosen``.
     """
 
     model: str
@@ -57,6 +58,7 @@ class ExportOptions:
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     calibrate: tuple[Path, ...] = ()
+    cross_check: bool = True
     overwrite: bool = False
     dry_run: bool = False
 

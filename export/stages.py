@@ -10,6 +10,7 @@ from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
+from ssdevice.export.crosscheck.check import SKIPPED, check_export, check_settings
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
@@ -21,7 +22,10 @@ from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenize
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
 
-STAGES = {"read the tokenizer": 1, "load the model": 4, "calibrate": 1, "write the graphs": 59, "check parity": 35}
+STAGES = {
+    "read the tokenizer": 1, "load the model": 4, "compare with transformers": 8, "calibrate": 1,
+    "write the graphs": 54, "check parity": 32,
+}  # fmt: skip
 """Every stage with its part of an export's time, in hundredths."""
 
 
@@ -58,9 +62,13 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
         begin("read the tokenizer")
         tokenizer = ChatTokenizer.open(plan.folder)
+        notes = check_settings(tokenizer, plan.folder)
         examples = chosen_rows(options.calibrate) if options.calibrate else []
         begin("load the model")
-        job = target.prepare(ExportJob.of(plan, whole))
+        job = ExportJob.of(plan, whole)
+        begin("compare with transformers")
+        notes += check_export(job, tokenizer) if options.cross_check else (SKIPPED,)
+        job = target.prepare(job)
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)
         if examples:
@@ -77,7 +85,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples)))
+        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples), notes))
 
 
 @contextmanager
@@ -97,8 +105,9 @@ def make_manifest(
     result: TargetResult,
     parity: Mapping[str, float],
     calibrated_rows: int,
+    notes: tuple[str, ...],
 ) -> Manifest:
-    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills."""
+    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills; ``notes``: to begin with."""
     settings, identity, g = plan.settings, plan.identity, plan.geometry
     streams = settings.streams if settings is not None else None
     mode = streams.mode if streams is not None else None
@@ -127,6 +136,7 @@ def make_manifest(
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
         notes=(
+            *notes,
             *((PLAIN_PROMPT,) if tokenizer.plain else ()),
             *calibration_notes(plan, calibrated_rows),
             *result.notes,

@@ -25,7 +25,8 @@ SCHEMA_VERSION = 1
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 42
 MAX_APPS = 256
-
+NOT_APPLIED = "generation_config.json asks for settings that a bundle does not apply"
+"""A note that begins so is repeated wherever a bundle answers."""
 
 SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$"}
 NAME: Rule = {"maxLength": 64, "pattern": f"^{SEGMENT}$"}

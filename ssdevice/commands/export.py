@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
     for options in all_options():
         options.add_arguments(parser)
+    add(
+        "--no-cross-check",
+        action="store_true",
+        help="do not compare with transformers first, for models of which no second one fits into memory",
+    )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan with estimated time and memory, write nothing")
     add("--ignore-memory", action="store_true", help="begin even if the export is thought to need more than is free")
@@ -131,6 +136,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         slots=args.slots,
         adapter_precision=Quant(args.adapter_precision),
         calibrate=tuple(args.calibrate),
+        cross_check=not args.no_cross_check,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.bundle.manifest import Precision
+from ssdevice.bundle.manifest import NOT_APPLIED, Precision
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -101,10 +102,17 @@ def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
 
 
 def open_session(args: argparse.Namespace, profile: bool = False, folder: Path | None = None) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments."""
+    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments.
+
+    Says on stderr which settings of the model's ``generate`` the bundle does not apply.
+    """
     from ssdevice.runtime.session import Session
 
-    return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
+    bundle = open_bundle(args, folder)
+    for note in bundle.manifest.notes:
+        if note.startswith(NOT_APPLIED) and not args.quiet:
+            print(f"ssdevice: {note}", file=sys.stderr)
+    return Session.open(bundle, app=args.app, options=engine_options(args, profile))
 
 
 def prompts_of(session: Session, examples: Sequence[Example], file: Path) -> list[list[int]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import Precision
+from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive, prompts_of
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.data import Example, read_examples
@@ -100,6 +100,7 @@ class _Checks:
                 self._against(other, shown, prompts, result, stops, report)
             if args.model is not None:
                 self._torch(prompts, result, report)
+                self._crosscheck(session)
                 if precision is Precision.FP32 and bundle.app(args.app).answers_as_base:
                     self._generate(prompts, result, stops, report)
 
@@ -184,6 +185,22 @@ class _Checks:
             f"largest margin of another choice {found.worst:.3g}"
         )
         self.faults += found.faults()
+
+    def _crosscheck(self, session: Session) -> None:
+        """Compare the torch reference itself with transformers and PEFT."""
+        from ssdevice.export.crosscheck.check import check_model
+        from ssdevice.model.loading import resolve_folder
+
+        args, bundle = self.args, self.bundle
+        merged = bundle.app(args.app).kind is AdapterKind.MERGED
+        folder, context = resolve_folder(args.model), bundle.geometry.context
+        try:
+            notes = check_model(folder, args.adapter, merged, session.tokenizer, context)
+        except ParityError as error:
+            self.faults.append(str(error))
+            return
+        self.found["notes"] = list(notes)
+        self.lines += ["transformers: prompt ids, logits and first tokens are those of the torch reference", *notes]
 
     def _generate(self, prompts: list[list[int]], result: Equality, stops: Sequence[int], report: Report) -> None:
         """Compare the plain answers with those that transformers generates with the untouched base."""

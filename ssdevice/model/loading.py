@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import StreamConfig, read_json
 from ssdevice.errors import InputError, UnsupportedModelError, first_line, is_out_of_memory
 from ssdevice.model.adapter import load_streams
@@ -58,6 +58,11 @@ def read_config(folder: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    if (folder / PEFT_CONFIG).is_file():
+        raise InputError(
+            f"{folder}: has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would apply: move it and "
+            f"{PEFT_WEIGHTS} to a folder of their own and name that with --adapter, or remove them"
+        )
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")

@@ -43,9 +43,13 @@ class LoraLinear(nn.Module):
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter merged into its weights; raises InputError."""
+    ends = embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     wrapped = open_lora(hf, adapter)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if (hf.get_input_embeddings(), hf.get_output_embeddings()) != ends and head.weight is embedding.weight:
+        # Merging is in place and would change both ends; not merged, an adapter changes only the end that it is for.
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     try:
         for part in wrapped.modules():
             if isinstance(part, BaseTunerLayer):
