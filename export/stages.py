@@ -16,12 +16,12 @@ from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
-from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenizer
+from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
 
-STAGES = {"read the tokenizer": 1, "load the model": 4, "calibrate": 1, "write the graphs": 59, "check parity": 35}
+STAGES = {"load the model": 5, "calibrate": 1, "write the graphs": 59, "check parity": 35}
 """Every stage with its part of an export's time, in hundredths."""
 
 
@@ -56,10 +56,9 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     options, whole = plan.options, Whole(report)
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        begin("read the tokenizer")
-        tokenizer = ChatTokenizer.open(plan.folder)
-        examples = chosen_rows(options.calibrate) if options.calibrate else []
+        tokenizer = plan.tokenizer
         begin("load the model")
+        examples = chosen_rows(options.calibrate) if options.calibrate else []
         job = target.prepare(ExportJob.of(plan, whole))
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)
@@ -77,7 +76,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples)))
+        return writer.commit(make_manifest(plan, result, parity, len(examples)))
 
 
 @contextmanager
@@ -93,7 +92,6 @@ def fewer_collections() -> Iterator[None]:
 
 def make_manifest(
     plan: ExportPlan,
-    tokenizer: ChatTokenizer,
     result: TargetResult,
     parity: Mapping[str, float],
     calibrated_rows: int,
@@ -122,12 +120,13 @@ def make_manifest(
         geometry=GeometrySpec.of(g),
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=tokenizer.chat,
+        chat=plan.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
         notes=(
-            *((PLAIN_PROMPT,) if tokenizer.plain else ()),
+            *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
+            *plan.notes,
             *calibration_notes(plan, calibrated_rows),
             *result.notes,
         ),

@@ -19,7 +19,7 @@ from ssdevice.bench.against_torch import main_logits
 from ssdevice.cli import main
 from ssdevice.data import Example
 from ssdevice.model.loading import load
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 
 
@@ -83,7 +83,7 @@ def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
 
 def test_a_system_message_is_part_of_the_prompt(base: Path) -> None:
     """As in run, bench and verify: what is trained is what is asked later."""
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     samples, _ = tokenize([Example("b", "c", system="a")], tokenizer, "", 64)
     assert list(samples[0].ids[: samples[0].prompt]) == tokenizer.prompt_ids("b", system="a")
     assert samples[0].ids[: samples[0].prompt] != tuple(tokenizer.prompt_ids("b"))
