@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -396,6 +397,44 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
     before = tokenizer.decode(ids[:used], skip_special_tokens=True)
     assert before.startswith(text)
     assert ids[used - 1] == eos if stop is None else before[len(text) :].startswith(stop)
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["<|eot_id|>"], ["the<|eot_id|>"], ["<|eot_id|>a"], ["<|eot_id|><|im_end|>"], ["id|>"], ["r<|e"], ["<|im"],
+        ["<|im_end|>", "the answer"], ["answera"], ["|><|"],
+    ],
+)  # fmt: skip
+def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[str]) -> None:
+    generation = pytest.importorskip("transformers.generation", reason="the reference for stop strings")
+    torch = pytest.importorskip("torch")
+    tokenizer = TOKENIZERS["byte_level"]
+    reference = generation.StopStringCriteria(_fast(tokenizer), stops)
+    rng = Random(0)
+    words = ["<|eot_id|>", "<|im_end|>", "<s>", "the", "the", " answer", "a", " <|", "id|>", "<|eot", "_id"]
+    found = 0
+    for _ in range(60):
+        chosen = "".join(rng.choices(words, k=12))
+        ids = tokenizer.encode(chosen, add_special_tokens=False).ids
+        ends = (n for n in range(1, len(ids) + 1) if bool(reference(torch.tensor([ids[:n]]), None)[0]))
+        expected = next(ends, None)
+        answer = TextOutput(TextStream(TokenTexts(tokenizer)), [], StopStrings(stops))
+        emission = answer.push(ids)
+        text = emission.text + ("" if emission.stopped else answer.finish())
+        assert (emission.used if emission.stopped else None) == expected
+        written = tokenizer.decode(ids[:expected], skip_special_tokens=False)
+        first = min((written.index(stop) for stop in stops if stop in written), default=len(written))
+        assert tokenizer.decode(ids, skip_special_tokens=True).startswith(text)
+        assert len(text) <= first, "marks of special tokens are not shown"
+        assert expected is not None or text == tokenizer.decode(ids, skip_special_tokens=True)
+        found += expected is not None
+    assert found > 5
+
+
+def _fast(tokenizer: Tokenizer) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def test_a_stop_inside_an_accepted_run_names_its_token(tmp_path: Path) -> None:
