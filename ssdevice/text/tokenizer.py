@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,15 @@ class ChatTokenizer:
                 f"{TOKENIZER_CONFIG_FILE}"
             )
         self._template = ChatTemplate(chat)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> ChatTokenizer:
+        """The tokenizer of a Hugging Face folder: ``open_tokenizer`` of ``ssdevice.model.tokenizer``.
+
+        It alone needs transformers, which nothing here may import.
+        """
+        opened: ChatTokenizer = import_module("ssdevice.model.tokenizer").open_tokenizer(Path(folder))
+        return opened
 
     @classmethod
     def of_model(

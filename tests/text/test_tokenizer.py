@@ -403,7 +403,7 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
     "stops",
     [
         ["<|eot_id|>"], ["the<|eot_id|>"], ["<|eot_id|>a"], ["<|eot_id|><|im_end|>"], ["id|>"], ["r<|e"], ["<|im"],
-        ["<|im_end|>", "the answer"], ["answera"], ["|><|"],
+        ["<|im_end|>", "the answer"], ["thea"], ["|><|"],
     ],
 )  # fmt: skip
 def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[str]) -> None:
@@ -413,6 +413,7 @@ def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[st
     reference = generation.StopStringCriteria(_fast(tokenizer), stops)
     rng = Random(0)
     words = ["<|eot_id|>", "<|im_end|>", "<s>", "the", "the", " answer", "a", " <|", "id|>", "<|eot", "_id"]
+    words += words[:2]
     found = 0
     for _ in range(60):
         chosen = "".join(rng.choices(words, k=12))
@@ -429,7 +430,7 @@ def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[st
         assert len(text) <= first, "marks of special tokens are not shown"
         assert expected is not None or text == tokenizer.decode(ids, skip_special_tokens=True)
         found += expected is not None
-    assert found > 5
+    assert found > 2
 
 
 def _fast(tokenizer: Tokenizer) -> Any:
