@@ -21,6 +21,8 @@ TEXTS = (
     "\n",
     "",
 )
+SPACES = ("▁", "Ġ")
+"""How tokens write the space before a word."""
 Case = str | Sequence[Message]
 """A text or a conversation."""
 Ids = list[int] | None
@@ -41,15 +43,23 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
     if found is None:
         return ()
     shipped = as_shipped(folder, opened)
-    advice = ""
-    if read_object(folder / TOKENIZER_CONFIG_FILE).get("add_prefix_space") is not None:
-        advice = f"; if 'add_prefix_space' and {TOKENIZER_FILE} disagree, save the tokenizer again"
-    elif shipped is not opened:
-        left = _first_difference(bundled, _Reference(shipped, tokenizer.plain, tokenizer.chat.variables), cases)
-        if left is None:
-            return (f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says: {found}",)
-        found = left
-    raise InputError(f"{folder}: the tokenizer differs from that of transformers: {found}{advice}")
+    if shipped is not opened:
+        rebuilt, reference = found, _Reference(shipped, tokenizer.plain, tokenizer.chat.variables)
+        found = _first_difference(bundled, reference, cases) or _prefix_conflict(folder, shipped)
+        if found is None:
+            return (
+                f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says: {rebuilt}",
+            )
+    raise InputError(f"{folder}: the tokenizer differs from that of transformers: {found}")
+
+
+def _prefix_conflict(folder: Path, shipped: Any) -> str | None:
+    """What is wrong if an option asks for what ``tokenizer.json`` does not do, and a class does it."""
+    asked = read_object(folder / TOKENIZER_CONFIG_FILE).get("add_prefix_space")
+    does = shipped.tokenize("a")[0].startswith(SPACES)
+    if asked is None or asked == does:
+        return None
+    return f"'add_prefix_space' is {asked}, and {TOKENIZER_FILE} does not do so: save the tokenizer again"
 
 
 class _Reference:

@@ -140,7 +140,7 @@ def test_faults_beside_such_a_class_are_refused(tmp_path: Path) -> None:
         compare_prompts(ChatTokenizer(wrong, right.chat), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_prefix_space": False}))
-    with pytest.raises(InputError, match=r"'add_prefix_space' and tokenizer\.json disagree"):
+    with pytest.raises(InputError, match=r"'add_prefix_space' is False, and tokenizer\.json does not do so"):
         compare_prompts(open_tokenizer(folder), folder)
 
 
@@ -148,3 +148,16 @@ def test_stops_and_plainness_are_not_prompts(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML)
     right = open_tokenizer(folder)
     assert compare_prompts(ChatTokenizer(right.tokenizer, replace(right.chat, stop_ids=(7,))), folder) == ()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_option_that_the_file_fulfils_is_no_conflict(tmp_path: Path, asked: bool) -> None:
+    """``Qwen2Tokenizer`` has words of its own; ``add_prefix_space`` is false in every Qwen."""
+    config = {"tokenizer_class": "Qwen2Tokenizer", **NAMED, "add_prefix_space": asked}
+    files: dict[str, Any] = {"tokenizer_config": config, "config": {"model_type": "qwen3"}}
+    folder = write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML, **files)
+    if asked:
+        with pytest.raises(InputError, match="'add_prefix_space' is True"):
+            compare_prompts(open_tokenizer(folder), folder)
+    else:
+        assert "Qwen2Tokenizer" in compare_prompts(open_tokenizer(folder), folder)[0]
