@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
@@ -125,6 +126,7 @@ class ExportPlan:
     ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
     apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
+    ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's.
     """
 
     options: ExportOptions
@@ -137,6 +139,9 @@ class ExportPlan:
     query_heads: int
     parameters: Mapping[str, int]
     bits: float
+    tokenizer: ChatTokenizer
+    tokenizer_folder: Path
+    notes: tuple[str, ...]
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -210,6 +215,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     """
     from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
+    from ssdevice.model.tokenizer import shared_tokenizer
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
@@ -244,7 +250,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     )
     schedule = _schedule(options, target, apps)
     parameters, bits = stored_parameters(folder), target.bits[options.quant]
-    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
+    tokenizer = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
+    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits, *tokenizer)
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     target.check(plan)

@@ -17,14 +17,13 @@ from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
-from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenizer
+from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
 
 STAGES = {
-    "read the tokenizer": 1, "load the model": 4, "compare with transformers": 8, "calibrate": 1,
-    "write the graphs": 54, "check parity": 32,
+    "load the model": 5, "compare with transformers": 8, "calibrate": 1, "write the graphs": 54, "check parity": 32
 }  # fmt: skip
 """Every stage with its part of an export's time, in hundredths."""
 
@@ -60,14 +59,13 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     options, whole = plan.options, Whole(report)
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        begin("read the tokenizer")
-        tokenizer = ChatTokenizer.open(plan.folder)
+        tokenizer = plan.tokenizer
         notes = check_settings(tokenizer, plan.folder)
-        examples = chosen_rows(options.calibrate) if options.calibrate else []
         begin("load the model")
+        examples = chosen_rows(options.calibrate) if options.calibrate else []
         job = ExportJob.of(plan, whole)
         begin("compare with transformers")
-        notes += check_export(job, tokenizer) if options.cross_check else (SKIPPED,)
+        notes += check_export(job) if options.cross_check else (SKIPPED,)
         job = target.prepare(job)
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)
@@ -85,7 +83,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples), notes))
+        return writer.commit(make_manifest(plan, result, parity, len(examples), notes))
 
 
 @contextmanager
@@ -101,7 +99,6 @@ def fewer_collections() -> Iterator[None]:
 
 def make_manifest(
     plan: ExportPlan,
-    tokenizer: ChatTokenizer,
     result: TargetResult,
     parity: Mapping[str, float],
     calibrated_rows: int,
@@ -131,13 +128,14 @@ def make_manifest(
         geometry=GeometrySpec.of(g),
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=tokenizer.chat,
+        chat=plan.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
         notes=(
             *notes,
-            *((PLAIN_PROMPT,) if tokenizer.plain else ()),
+            *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
+            *plan.notes,
             *calibration_notes(plan, calibrated_rows),
             *result.notes,
         ),

@@ -161,8 +161,9 @@ class Session:
         """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
         What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
-        ``stop``: strings that end the answer and are not part of it. The answer is the same with and without
-        ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
+        ``stop``: strings, also special tokens, that end the answer and are not part of it. The answer is the same with
+        and without ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not
+        fit.
         """
         ids = self.prompt_ids(prompt, system=system)
         return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=self.mode(speculate)))

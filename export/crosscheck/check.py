@@ -37,15 +37,15 @@ def check_settings(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
     return generation_notes(config)
 
 
-def check_export(job: ExportJob, tokenizer: ChatTokenizer) -> tuple[str, ...]:
+def check_export(job: ExportJob) -> tuple[str, ...]:
     """Compare the models of a job's apps. Returns notes; raises InputError for other prompt ids, ParityError."""
     plan = job.plan
-    notes = compare_prompts(tokenizer, plan.folder)
+    notes = compare_prompts(plan.tokenizer, plan.tokenizer_folder)
     # Main rows without a LoRA are the base's, which those with a LoRA need as well.
     apps = [app for app in plan.apps if app.has_lora] or plan.apps[:1]
     loras = [app.folder if app.has_lora else None for app in apps]
     scratch = plan.options.out.parent if 4 * sum(plan.parameters.values()) > MAPPED else None
-    expected = expected_of(plan.folder, loras, _prompts(tokenizer), plan.geometry.context, scratch)
+    expected = expected_of(plan.folder, loras, _prompts(plan.tokenizer), plan.geometry.context, scratch)
     for app, lora, texts in zip(apps, loras, expected, strict=True):
         model = (job if app is plan.apps[0] else job.for_app(app)).loaded.model
         for text in texts:

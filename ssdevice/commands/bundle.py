@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.inspect import app_rows
 from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -142,7 +142,25 @@ def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.runtime.apps import add_app
 
     name, folder = named_folder(args.app)
-    return add_app(Bundle.open(args.bundle), name, folder, Precision(args.adapter_precision))
+    bundle = Bundle.open(args.bundle)
+    _check_tokenizer(bundle, folder)
+    return add_app(bundle, name, folder, Precision(args.adapter_precision))
+
+
+def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
+    """Raise InputError for an adapter that brings another tokenizer or chat template than the bundle has."""
+    from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
+    from ssdevice.runtime.session import tokenizer_of
+
+    if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
+        return
+    try:
+        its = open_tokenizer(bundle.folder, adapter)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", error.name or "transformers") from error
+    what = difference(tokenizer_of(bundle), its)
+    if what is not None:
+        raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")
 
 
 def _remove_app(args: argparse.Namespace) -> str:

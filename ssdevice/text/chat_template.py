@@ -16,7 +16,6 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TEMPLATE_CHARS = 1 << 20
 
 Message = Mapping[str, str]
@@ -86,49 +85,6 @@ class ChatTemplate:
             chat_bounds.check_size(size)
             pieces.append(piece)
         return "".join(pieces)
-
-
-def read_template(folder: Path) -> str | None:
-    """The chat template of a Hugging Face folder: ``chat_template.jinja``, or the key in ``tokenizer_config.json``.
-
-    None if there is none. Raises ConfigError for one that cannot be read, and for several of which none is the default.
-    """
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        try:
-            # Bytes first: reading as text would turn \r\n in a template into \n.
-            return file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from error
-    template = read_object(folder / TOKENIZER_CONFIG_FILE).get("chat_template")
-    if isinstance(template, list):
-        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and t.keys() >= {"name", "template"}}
-        if "default" not in named:
-            raise ConfigError(f"{folder}: several chat templates and no default; write the one to use to {file}")
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: 'chat_template' is {type(template).__name__}, not text")
-    return template
-
-
-def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens by name, from ``tokenizer_config.json`` and, where that is silent, ``special_tokens_map.json``."""
-    named: dict[str, str] = {}
-    decided: set[str] = set()
-    for file in (folder / TOKENIZER_CONFIG_FILE, folder / SPECIAL_TOKENS_FILE):
-        entries = read_object(file)
-        for name in SPECIAL_TOKENS:
-            if name not in entries or name in decided:
-                continue
-            decided.add(name)
-            token = entries[name]
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                named[name] = token
-            elif token is not None:
-                raise ConfigError(f"{file}: {name!r} is {type(token).__name__}, expected text")
-    return named
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,6 @@ from ssdevice.text.chat_template import (
     ChatFormat,
     ChatTemplate,
     Message,
-    read_eos_ids,
-    read_object,
-    read_special_tokens,
-    read_template,
 )
 from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
@@ -71,32 +68,29 @@ class ChatTokenizer:
         self._template = ChatTemplate(chat)
 
     @classmethod
-    def open(cls, folder: str | Path, *, variables: dict[str, Any] | None = None) -> ChatTokenizer:
-        """The tokenizer of a Hugging Face folder with ``tokenizer.json`` and its chat template.
+    def open(cls, folder: str | Path) -> ChatTokenizer:
+        """The tokenizer of a Hugging Face folder: ``open_tokenizer`` of ``ssdevice.model.tokenizer``.
 
-        A model without a template is given prompts as they are (``plain``). Stop tokens are those of
-        ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts
-        after an answer. Raises ConfigError naming the file that is missing or wrong.
+        It alone needs transformers, which nothing here may import.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
-        file = folder / TOKENIZER_FILE
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
-                "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            )
-        tokenizer = _tokenizer(file.read_bytes(), str(file))
-        special = read_special_tokens(folder)
-        _add_tokens(tokenizer, folder, special)
-        stops = list(read_eos_ids(folder))
-        if "eos_token" in special:
-            eos = tokenizer.token_to_id(special["eos_token"])
-            if eos is None:
-                raise ConfigError(f"{folder}: eos_token {special['eos_token']!r} is not in {TOKENIZER_FILE}")
-            stops.append(eos)
-        template = read_template(folder)
+        opened: ChatTokenizer = import_module("ssdevice.model.tokenizer").open_tokenizer(Path(folder))
+        return opened
+
+    @classmethod
+    def of_model(
+        cls,
+        tokenizer_json: bytes,
+        folder: Path,
+        template: str | None,
+        special: dict[str, str],
+        stops: Sequence[int],
+        variables: dict[str, Any] | None = None,
+    ) -> ChatTokenizer:
+        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are given as they are).
+
+        The special token that the template puts after an answer ends answers as ``stops`` do.
+        """
+        tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
         if template is None:
             template = plain_template(tokenizer, folder)
         chat = ChatFormat(template, special, tuple(dict.fromkeys(stops)), dict(variables or {}))
@@ -109,7 +103,7 @@ class ChatTokenizer:
     @classmethod
     def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> ChatTokenizer:
         """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
-        return cls(_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
+        return cls(load_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
 
     @property
     def tokenizer_json(self) -> bytes:
@@ -240,7 +234,8 @@ def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
 
 
-def _tokenizer(content: bytes, where: str) -> Tokenizer:
+def load_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
     from tokenizers import Tokenizer
 
     try:
@@ -250,29 +245,3 @@ def _tokenizer(content: bytes, where: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _add_tokens(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
-    """Add the tokens that only ``tokenizer_config.json`` declares, as transformers does when it loads the folder."""
-    from tokenizers import AddedToken
-
-    file = folder / TOKENIZER_CONFIG_FILE
-    declared = read_object(file).get("added_tokens_decoder", {})
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    try:
-        tokens = sorted((int(i), str(entry["content"]), entry) for i, entry in declared.items())
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: 'added_tokens_decoder' is not a table of id to token ({error!r})") from error
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for number, content, entry in tokens:
-        if content not in known:
-            tokenizer.add_tokens([AddedToken(content, **{flag: bool(entry.get(flag)) for flag in flags})])
-            if tokenizer.token_to_id(content) != number:
-                raise ConfigError(
-                    f"{file}: token {content!r} has id {number}, which {TOKENIZER_FILE} does not leave free"
-                )
-            known.add(content)
-    # A named special token that is an ordinary vocabulary entry must still be recognised in rendered text.
-    tokenizer.add_special_tokens(
-        [t for t in special.values() if t not in known and tokenizer.token_to_id(t) is not None]
-    )

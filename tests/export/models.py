@@ -67,6 +67,14 @@ def write_adapter(
     return folder
 
 
+def write_own_tokenizer(adapter: Path, base: Path, template: str = TEMPLATE) -> Path:
+    """Put the base's tokenizer into an adapter's folder, as trainers do, with another chat template."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (adapter / name).write_bytes((base / name).read_bytes())
+    (adapter / "chat_template.jinja").write_text(template)
+    return adapter
+
+
 def write_lora(folder: Path, base: Path, rank: int = 4, seed: int = 2, **options: object) -> Path:
     """A LoRA of PEFT that changes the model's words; ``options``: of PEFT's LoraConfig."""
     from peft import LoraConfig, get_peft_model

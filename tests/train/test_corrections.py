@@ -17,7 +17,7 @@ from ssdevice.cli import main
 from ssdevice.config import Mode, StreamConfig
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.train import checkpoint, optimization
 from ssdevice.train.evaluation import dev_prompts
 from ssdevice.train.options import Objective, TrainOptions
@@ -41,7 +41,7 @@ def test_a_run_is_known_by_its_contents_not_its_paths(tmp_path: Path) -> None:
 
 
 def test_dev_prompts_are_chosen_by_their_own_length(base: Path) -> None:  # noqa: F811
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     rows = [Example("a", "b " * 90), Example("a " * 40, "b")]
     found = dev_prompts(replace(OPTIONS, max_length=64), rows, tokenizer)
     assert [list(sample.ids) for sample in found] == [tokenizer.prompt_ids("a")]

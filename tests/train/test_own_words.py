@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ssdevice.cli import main
 from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.train.batches import Sample
 from ssdevice.train.distill import written
 from ssdevice.train.job import Job
@@ -104,14 +104,14 @@ def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) ->
 
 
 def test_the_opening_is_the_templates_own(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     ids, end = tokenizer.user_opening("a")
     assert [*ids, *tokenizer.encode("b"), end] == tokenizer.prompt_ids("b", instruction="a")[:-1]
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] + ' . ' }}{% endfor %}")
     with pytest.raises(ConfigError, match="does not end a user's turn"):
-        ChatTokenizer.open(tmp_path).user_opening()
+        open_tokenizer(tmp_path).user_opening()
 
 
 def test_data_or_own_prompts(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from ssdevice.bench.against_torch import main_logits
 from ssdevice.cli import main
 from ssdevice.data import Example
 from ssdevice.model.loading import load
+from ssdevice.model.tokenizer import open_tokenizer, tokenizer_folder
 from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train import samples
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 
 
@@ -83,7 +86,7 @@ def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
 
 def test_a_system_message_is_part_of_the_prompt(base: Path) -> None:
     """As in run, bench and verify: what is trained is what is asked later."""
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     samples, _ = tokenize([Example("b", "c", system="a")], tokenizer, "", 64)
     assert list(samples[0].ids[: samples[0].prompt]) == tokenizer.prompt_ids("b", system="a")
     assert samples[0].ids[: samples[0].prompt] != tuple(tokenizer.prompt_ids("b"))
@@ -180,6 +183,28 @@ def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, t
     assert losses[0] == 0 and losses[1] < 1, "only streams were trained, on what the tuned model says"
     alone, lossless = (load(base, folder, 32).model for folder in (tuned, both))
     assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
+
+
+def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(base: Path, data: Path, tmp_path: Path) -> None:
+    """What its LoRA was trained with is what the streams are trained with, and what an export finds."""
+    tuned, both = tmp_path / "lora", tmp_path / "both"
+    assert main(command(base, data, tuned, "--steps", "1", "--objective", "next-token")[3:]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tuned / name).write_bytes((base / name).read_bytes())
+    template = (base / "chat_template.jinja").read_text().replace("'<' + m['role'] + '>'", "'<user>a'")
+    (tuned / "chat_template.jinja").write_text(template)
+    seen: list[list[int]] = []
+
+    def tokenized(examples: Any, tokenizer: ChatTokenizer, *rest: Any) -> Any:
+        seen.append(tokenizer.prompt_ids("b"))
+        return tokenize(examples, tokenizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "tokenize", tokenized)
+        assert main(command(base, data, both, "--init", str(tuned), "--mode", "lossless", "--steps", "1")[3:]) == 0
+    assert seen == [open_tokenizer(tuned).prompt_ids("b")] != [open_tokenizer(base).prompt_ids("b")]
+    assert tokenizer_folder(base, both) == both
+    assert open_tokenizer(base, both).prompt_ids("b") == seen[0]
 
 
 def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ssdevice.model.loading import load_hf
 from ssdevice.runtime.loop import MODES
 from ssdevice.runtime.onnx.engine import OnnxEngine
 from ssdevice.runtime.session import Session
-from tests.export.models import write_adapter, write_base, write_lora
+from tests.export.models import TEMPLATE, write_adapter, write_base, write_lora, write_own_tokenizer
 
 PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
 
@@ -245,6 +245,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     refuse(broken(plain_lora, "adapter_model.safetensors", key, None), "only one of its factors")
     head = write_lora(tmp_path / "head", base, target_modules=["lm_head"])
     refuse(head, "lm_head")
+    speaks = Path(shutil.copytree(plain_lora, tmp_path / "speaks"))
+    refuse(write_own_tokenizer(speaks, base, "a" + TEMPLATE), "need different chat templates: export the app apart")
+    assert main(["bundle", "add-app", str(copy), f"new={write_own_tokenizer(speaks, base)}", "--quiet"]) == 0
+    assert main(["bundle", "remove-app", str(copy), "new", "--quiet"]) == 0
     dora = write_lora(tmp_path / "dora", base, use_dora=True)
     refuse(dora, "use_dora")
     assert main(["bundle", "add-app", str(copy), f"SQL={adapter}"]) == 2
