@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -23,11 +25,12 @@ def numbers(*values: int) -> Array:
     return np.array(values, J)
 
 
-def opened(node: Node) -> ort.InferenceSession:
+def opened(node: Node | Path) -> ort.InferenceSession:
+    """A session of a node, or of a file."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     options.register_custom_ops_library(str(built("native")))
-    return ort.InferenceSession(node.model(), options)
+    return ort.InferenceSession(str(node) if isinstance(node, Path) else node.model(), options)
 
 
 STEPS = {
@@ -106,6 +109,25 @@ def test_weights_of_no_size_or_more_than_sums_hold_are_refused(shape: tuple[int,
     for kind, types in ((kernels.INT8_LINEAR, (1,)), (kernels.INT8_ARGMAX, (7,))):
         with pytest.raises(Exception, match="no constants|empty|too wide"):
             opened(Node(kind, inputs, types, constants=frozenset({1, 2, 3})))
+
+
+@pytest.mark.parametrize("past", [0, 1])
+def test_weights_between_the_places_of_their_numbers_are_refused(past: int, tmp_path: Path) -> None:
+    model = onnx.load_from_string(
+        Node(kernels.HALF_LINEAR, (X[None], np.ones((4, 512), H)), constants=frozenset({1})).model()
+    )
+    onnx.save(model, tmp_path / "g.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    model = onnx.load(tmp_path / "g.onnx", load_external_data=False)
+    weights = (tmp_path / "weights").read_bytes()
+    (tmp_path / "weights").write_bytes(bytes(4096 + past) + weights)
+    (offset,) = (entry for entry in model.graph.initializer[0].external_data if entry.key == "offset")
+    offset.value = str(4096 + past)
+    onnx.save(model, tmp_path / "g.onnx")
+    if not past:
+        assert opened(tmp_path / "g.onnx").run(None, {"i0": X[None]})[0][0, 0] == X.sum()
+        return
+    with pytest.raises(Exception, match="not aligned"):
+        opened(tmp_path / "g.onnx")
 
 
 def test_a_truth_of_another_byte_than_one_is_true() -> None:
