@@ -40,8 +40,9 @@ def field(table: Table, number: int) -> int:
 
 
 def call(plan: Table, kind: int) -> Table:
-    """The first call of a kernel or a delegate."""
-    return next(one.table(1) for one in instructions(plan) if one.byte(0) == kind)
+    """The first call of a kernel or a delegate that is not the first of its table, which the file leaves out."""
+    calls = (one.table(1) for one in instructions(plan) if one.byte(0) == kind)
+    return next(found for found in calls if found.integer(0))
 
 
 def instruction(plan: Table) -> Table:
