@@ -49,8 +49,7 @@ class Bundle {
 
   // The graph of a function of the contract, which the bundle `has`.
   fs::path graph(const std::string& function) const {
-    const std::string name = app_.value("functions", Json::object()).value(function, function);
-    const std::string path = manifest_.value("roles", Json::object()).value(name, name);
+    const std::string path = manifest_.value("roles", Json::object()).value(function, function);
     if (!manifest_.at("files").contains(path)) throw Error(folder_.string() + ": there is no file " + safe(path));
     return folder_ / path;
   }
@@ -143,20 +142,19 @@ class Bundle {
     }
   }
 
-  void check_app() {
-    Names names;
-    for (const Json& app : manifest_.at("apps")) {
-      const std::string name = app.at("name");
-      if (!names.insert(lower(name)).second) refuse("app " + safe(name) + " appears twice");
-      if (app.at("base_sha256") != manifest_.at("model").at("sha256")) refuse("app " + safe(name) + " is for another base");
-      if (name == manifest_.at("default_app")) app_ = app;
+  void check_app() const {
+    const Json& app = manifest_.at("apps").at(0);
+    const std::string name = app.at("name");
+    const auto empty = [&](const char* key) { return !app.contains(key) || app.at(key).is_null() || app.at(key).empty(); };
+    const bool merged = app.at("kind") == "merged";
+    if (manifest_.at("apps").size() > 1 || !(merged || app.at("kind") == "base") || !empty("files") || !empty("functions") ||
+        !empty("folder")) {
+      refuse("app " + safe(name) + " is not merged into the graphs: this host runs bundles of one app");
     }
-    if (app_.is_null()) refuse("default_app is not one of the apps");
-    if ((app_.at("kind") != "merged" && app_.at("kind") != "base") || !app_.value("files", Json::array()).empty()) {
-      refuse("app " + safe(app_.at("name")) + " is not merged into the graphs; this host runs bundles of one app");
-    }
-    if (app_.at("kind") == "merged" && !app_.value("mode", Json()).is_null() && app_.at("mode") != manifest_.at("mode")) {
-      refuse("app " + safe(app_.at("name")) + " has another mode than the bundle");
+    if (manifest_.at("default_app") != name) refuse("default_app is not one of the apps");
+    if (app.at("base_sha256") != manifest_.at("model").at("sha256")) refuse("app " + safe(name) + " is for another base");
+    if (merged && !empty("mode") && app.at("mode") != manifest_.at("mode")) {
+      refuse("app " + safe(name) + " has another mode than the bundle");
     }
   }
 
@@ -218,5 +216,4 @@ class Bundle {
   const Json manifest_;
   Geometry geometry_;
   Names functions_;
-  Json app_;
 };

@@ -6,6 +6,7 @@ Its own verifier checks that every offset of the flatbuffer stays in the file, n
 from __future__ import annotations
 
 import importlib
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, instructions, payload_of
+from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, QUANTIZED_VALUE, XNNPACK, instructions, payload_of
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
 
 NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = range(1, 12)
@@ -21,6 +22,8 @@ NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL
 ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
 """ExecuTorch's ScalarType -> bytes of an element, for the types that its kernels take."""
 MAX_BYTES = 1 << 40
+GRAPHS = (b"XN00", b"XN01")
+"""How the flatbuffers in delegates of XNNPACK begin, see its ``schema.fbs``."""
 KINDS = {
     "TensorType": {TENSOR},
     "IntType": {INT},
@@ -66,7 +69,7 @@ class _Plan:
         delegates = list(self.plan.tables(7))
         for entry in delegates:
             entry.text(0)
-            payload_of(self.data, self.root, entry)
+            self._delegate(payload_of(self.data, self.root, entry))
         for instruction in instructions(self.plan):
             kind, call = instruction.byte(0), instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
@@ -78,6 +81,28 @@ class _Plan:
                 continue
             _within(f"{self.plan.text(0)}: an operator", [call.integer(0)], len(operators))
             _check_call(operators[call.integer(0)], [kinds[place] for place in arguments])
+
+    def _delegate(self, payload: bytes) -> None:
+        """Check where a graph of XNNPACK finds its constants. What its nodes say is left to XNNPACK."""
+        if payload[4:8] != XNNPACK:
+            return
+        at, size, constants = struct.unpack_from("<III", payload, 10)
+        graph = payload[at : at + size]
+        if graph[4:8] not in GRAPHS:
+            raise ValueError(f"a graph of XNNPACK that begins like {graph[4:8]!r}")
+        root, segments = Table.root(graph, 0), list(self.root.tables(4))
+        named = {entry.text(0): entry.integer(1) for entry in self.root.tables(7)}
+        entries = list(root.tables(8))
+        for entry in entries:
+            key = entry.text(2)
+            if key and key not in named:
+                raise ValueError(f"a constant {key[:60]!r}, which the program does not have")
+            room = segment(self.data, segments[named[key]])[1] if key else len(payload) - constants - entry.long(0)
+            if entry is not entries[0] and entry.long(1) > room:  # the first stands for no constant
+                raise ValueError(f"a constant of {entry.long(1)} bytes, in its place are {max(room, 0)}")
+        for value in root.tables(2):
+            tensor = value.table(1).table(0) if value.byte(0) == QUANTIZED_VALUE else value.table(1)
+            _within("a constant of XNNPACK", [tensor.integer(3)], max(len(entries), 1))
 
     def _value(self, place: int, entry: Table, kinds: Sequence[int]) -> None:
         kind, what = kinds[place], f"{self.plan.text(0)}: value {place}"

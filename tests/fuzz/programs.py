@@ -1,7 +1,7 @@
 """Changed ExecuTorch programs, each in a child process: ``python -m tests.fuzz.programs --seed 1 --count 10000``.
 
-Changes are to the header and the flatbuffer, not to weights. A case must be refused in one line or decode something; any other
-exception, the end of the process or a hang is a bug.
+Changes are to the header and the flatbuffer, not to weights. A refusal in one line is right, and so is any answer; any
+other exception, the end of the process or a hang is a bug.
 """
 
 from __future__ import annotations
