@@ -32,6 +32,8 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
 
     monkeypatch.setattr(stages.Whole, "begin", begin)
     monkeypatch.setattr(stages.ChatTokenizer, "open", lambda folder: None)
+    monkeypatch.setattr(stages, "check_settings", lambda *_: ())
+    monkeypatch.setattr(stages, "check_export", lambda *_: ())
     monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
     monkeypatch.setattr(stages, "smoothed_job", lambda job, *_: job)
     monkeypatch.setattr(OnnxExporter, "prepare", lambda _, job: job)
