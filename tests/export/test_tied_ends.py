@@ -40,7 +40,7 @@ def test_answers_are_those_of_an_adapter_that_is_not_merged(base: Path, end: str
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
 @pytest.mark.parametrize(
-    ("target", "quant"), [("onnx", Quant.INT4), ("coreml", Quant.INT4), ("executorch", Quant.INT8)]
+    ("target", "quant"), [("onnx", Quant.INT8), ("coreml", Quant.INT4), ("executorch", Quant.INT8)]
 )
 def test_every_target_stores_both_ends(base: Path, end: str, target: str, quant: Quant, tmp_path: Path) -> None:
     export(base, end, tmp_path, target, quant)
