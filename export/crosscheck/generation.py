@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.errors import InputError, first_line
-from ssdevice.model.loading import read_config
-from ssdevice.text.chat_template import GENERATION_CONFIG_FILE
+from ssdevice.text.chat_template import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -38,11 +37,11 @@ def generation_config(folder: Path) -> GenerationConfig:
     """The settings with which ``AutoModelForCausalLM`` loads a folder; raises InputError."""
     from transformers import GenerationConfig
 
-    file = folder / GENERATION_CONFIG_FILE
-    if not file.is_file():
-        return GenerationConfig.from_model_config(read_config(folder))
+    file, form = folder / GENERATION_CONFIG_FILE, dict[str, Any]()
+    if not file.is_file():  # older models have the settings in the other file
+        file, form = folder / CONFIG_FILE, {"_from_model_config": True}
     try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(folder, file.name, local_files_only=True, **form)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
 

@@ -84,7 +84,7 @@ def write_lora(folder: Path, base: Path, rank: int = 4, seed: int = 2, **options
     config = LoraConfig(**{"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **options})  # type: ignore[arg-type]
     model = get_peft_model(load_hf(base), config)
     for name, value in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_" in name:
             torch.nn.init.normal_(value, std=0.1)
     model.save_pretrained(str(folder))
     return folder

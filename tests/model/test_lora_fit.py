@@ -119,7 +119,7 @@ def test_every_kind_of_lora_computes_what_peft_computes_without_merging(
         torch.testing.assert_close(logits(attach_lora(tiny_model("llama"), tmp_path)), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2] + [HEAD], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS[:2], HEAD], ids=str)
 def test_a_plain_lora_of_linears_can_stay_beside_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
     write(tmp_path, **options)
     attach_lora(tiny_model("llama"), tmp_path)

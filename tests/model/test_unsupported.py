@@ -13,7 +13,7 @@ from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError, UnsupportedModelError
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import FAMILIES, NOT_EXPRESSIBLE, family_of
-from ssdevice.model.loading import build, load_hf
+from ssdevice.model.loading import build, load_hf, read_config
 from tests.model.tiny import MODELS, tiny_config, tiny_model
 
 
@@ -140,3 +140,25 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
     with pytest.raises(InputError, match="no .safetensors weights"):
         load_hf(tmp_path)
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    """AutoModelForCausalLM would apply it."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    (tmp_path / "adapter_config.json").write_text("{}", "utf-8")
+    with pytest.raises(InputError, match=r"has an adapter beside the model \(adapter_config.json\).* with --adapter"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").unlink()  # a folder of an adapter, given as the model
+    with pytest.raises(InputError, match="--adapter"):
+        read_config(tmp_path)
+
+
+def test_ends_with_equal_weights_share_them() -> None:
+    hf = tiny_model("stablelm")
+    assert hf.lm_head.weight is not hf.model.embed_tokens.weight
+    backbone = build(hf, None, 32).backbone
+    assert backbone.lm_head.weight is not backbone.embed_tokens.weight
+    with torch.no_grad():
+        hf.lm_head.weight.copy_(hf.model.embed_tokens.weight)
+    backbone = build(hf, None, 32).backbone
+    assert backbone.lm_head.weight is backbone.embed_tokens.weight
