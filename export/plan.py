@@ -18,8 +18,10 @@ from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.data import Example
     from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
@@ -123,6 +125,7 @@ class ExportPlan:
     ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
     apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
+    ``calibration``: the rows to calibrate with. ``notes``: what is left out of the base, one sentence each.
     """
 
     options: ExportOptions
@@ -135,6 +138,9 @@ class ExportPlan:
     query_heads: int
     parameters: Mapping[str, int]
     bits: float
+    tokenizer: ChatTokenizer
+    calibration: tuple[Example, ...]
+    notes: tuple[str, ...]
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -198,21 +204,28 @@ class ExportPlan:
             "estimated_bytes": self.estimated_bytes(),
             "estimated_seconds": round(prediction.seconds) if prediction else None,
             "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
+            "notes": list(self.notes),
         }
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
-    """Check everything that can be checked without loading weights.
+    """Check everything that can be checked without loading weights, so that a dry run refuses what an export refuses.
 
     Raises InputError, which names the value that cannot be used.
     """
     from ssdevice.adapters.settings import BaseIdentity
-    from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
+    from ssdevice.export.app_checks import check_app
+    from ssdevice.export.calibration.job import chosen_rows
+    from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
+    from ssdevice.text.tokenizer import ChatTokenizer
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
+    tokenizer = ChatTokenizer.open(folder)
+    calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
+    base = load_base(folder, values=False)
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
@@ -241,11 +254,15 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=chunk,
     )
     schedule = _schedule(options, target, apps)
-    parameters, bits = stored_parameters(folder), target.bits[options.quant]
-    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
+    plan = ExportPlan(
+        options, folder, identity, apps, merged, geometry, schedule, heads,
+        base.parameters, target.bits[options.quant], tokenizer, calibration, base.notes,
+    )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     target.check(plan)
+    for app in apps:
+        check_app(plan.of(app))
     return plan
 
 

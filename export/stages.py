@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
-from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
@@ -21,7 +21,7 @@ from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenize
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
 
-STAGES = {"read the tokenizer": 1, "load the model": 4, "calibrate": 1, "write the graphs": 59, "check parity": 35}
+STAGES = {"load the model": 5, "calibrate": 1, "write the graphs": 59, "check parity": 35}
 """Every stage with its part of an export's time, in hundredths."""
 
 
@@ -56,9 +56,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     options, whole = plan.options, Whole(report)
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        begin("read the tokenizer")
-        tokenizer = ChatTokenizer.open(plan.folder)
-        examples = chosen_rows(options.calibrate) if options.calibrate else []
+        tokenizer, examples = plan.tokenizer, plan.calibration
         begin("load the model")
         job = target.prepare(ExportJob.of(plan, whole))
         begin("calibrate")
@@ -127,6 +125,7 @@ def make_manifest(
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
         notes=(
+            *plan.notes,
             *((PLAIN_PROMPT,) if tokenizer.plain else ()),
             *calibration_notes(plan, calibrated_rows),
             *result.notes,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, check_no_pointer
 
 MAX_HEADER = 100_000_000
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
@@ -34,6 +34,7 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
     try:
+        check_no_pointer(file)
         data = file.read_bytes()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error

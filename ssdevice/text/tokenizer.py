@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.errors import ConfigError, ContextOverflowError, InputError, check_no_pointer
 from ssdevice.text.chat_template import (
     TOKENIZER_CONFIG_FILE,
     ChatFormat,
@@ -87,6 +87,7 @@ class ChatTokenizer:
                 f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
                 "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
             )
+        check_no_pointer(file)
         tokenizer = _tokenizer(file.read_bytes(), str(file))
         special = read_special_tokens(folder)
         _add_tokens(tokenizer, folder, special)
