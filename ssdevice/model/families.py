@@ -118,6 +118,7 @@ NOT_EXPRESSIBLE: dict[str, str] = {
     "gpt_neox": _LAYOUT,
     "gpt_neox_japanese": _LAYOUT,
     "hrm_text": _LAYOUT,
+    "modernbert-decoder": _LAYOUT,
 }
 """Families that need more than a table entry, which the keys of their configs do not show -> what they have."""
 

@@ -26,10 +26,10 @@ _WANTED = "ssdevice quantizes itself (--quant) and needs the unquantized model"
 # Tensors that a decoder of text never reads. Everything else that the model does not read was meant to change its
 # numbers: scales, biases, adapters, layers.
 _HARMLESS = {
-    r"rotary_emb\.|(^|\.)(position_ids|masked_bias|version)$": "buffers that are computed",
+    r"rotary_emb\.|(^|\.)(position_ids|masked_bias|version)$": "computed buffers",
     r"(^|\.)mtp(\.|_)": "layers that predict further tokens",
     r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.": "parts for images or sound",
-    r"(^|\.)(v_head|value_head)\.": "a value head of reinforcement learning",
+    r"(^|\.)(v_head|value_head)\.": "a value head",
 }
 
 
@@ -106,7 +106,7 @@ def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
             "(transformers' from_pretrained and save_pretrained)"
         )
     return tuple(
-        f"the weights hold {what} that are not read: {found[0]} and {len(found) - 1} more tensors"
+        f"not read from the weights: {what} ({found[0]} and {len(found) - 1} more tensors)"
         for what, found in kinds.items()
     )
 
