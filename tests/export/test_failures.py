@@ -31,7 +31,6 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
             raise error
 
     monkeypatch.setattr(stages.Whole, "begin", begin)
-    monkeypatch.setattr(stages.ChatTokenizer, "open", lambda folder: None)
     monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
     monkeypatch.setattr(stages, "smoothed_job", lambda job, *_: job)
     monkeypatch.setattr(OnnxExporter, "prepare", lambda _, job: job)
