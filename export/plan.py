@@ -225,7 +225,6 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     config = read_config(folder)
     tokenizer = ChatTokenizer.open(folder)
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
-    base = load_base(folder, values=False)
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
@@ -253,7 +252,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         context=options.context,
         chunk=chunk,
     )
-    schedule = _schedule(options, target, apps)
+    schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, heads,
         base.parameters, target.bits[options.quant], tokenizer, calibration, base.notes,
