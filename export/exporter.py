@@ -47,7 +47,7 @@ class ExportJob:
 
         own, gamma = calibrated or {}, plan.geometry.gamma or None
         scratch = plan.options.out.parent
-        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch)
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch, plan.identity)
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:

@@ -18,6 +18,7 @@ from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.data import Example
     from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
     from ssdevice.text.tokenizer import ChatTokenizer
@@ -126,7 +127,8 @@ class ExportPlan:
     ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
     apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
-    ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's.
+    ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
+    calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
     """
 
     options: ExportOptions
@@ -141,6 +143,7 @@ class ExportPlan:
     bits: float
     tokenizer: ChatTokenizer
     tokenizer_folder: Path
+    calibration: tuple[Example, ...]
     notes: tuple[str, ...]
 
     @property
@@ -205,22 +208,26 @@ class ExportPlan:
             "estimated_bytes": self.estimated_bytes(),
             "estimated_seconds": round(prediction.seconds) if prediction else None,
             "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
+            "notes": list(self.notes),
         }
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
-    """Check everything that can be checked without loading weights.
+    """Check everything that can be checked without loading weights, so that a dry run refuses what an export refuses.
 
     Raises InputError, which names the value that cannot be used.
     """
     from ssdevice.adapters.settings import BaseIdentity
-    from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
+    from ssdevice.export.app_checks import check_app
+    from ssdevice.export.calibration.job import chosen_rows
+    from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
     from ssdevice.model.tokenizer import shared_tokenizer
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
+    calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
@@ -248,13 +255,17 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         context=options.context,
         chunk=chunk,
     )
-    schedule = _schedule(options, target, apps)
-    parameters, bits = stored_parameters(folder), target.bits[options.quant]
-    tokenizer = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
-    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits, *tokenizer)
+    schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
+    tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
+    plan = ExportPlan(
+        options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
+        target.bits[options.quant], tokenizer, tokenizer_folder, calibration, (*base.notes, *notes),
+    )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     target.check(plan)
+    for app in apps:
+        check_app(plan.of(app))
     return plan
 
 

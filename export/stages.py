@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
-from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.crosscheck.check import SKIPPED, check_export, check_settings
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
@@ -59,10 +59,9 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     options, whole = plan.options, Whole(report)
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        tokenizer = plan.tokenizer
+        tokenizer, examples = plan.tokenizer, plan.calibration
         notes = check_settings(tokenizer, plan.folder)
         begin("load the model")
-        examples = chosen_rows(options.calibrate) if options.calibrate else []
         job = ExportJob.of(plan, whole)
         begin("compare with transformers")
         notes += check_export(job) if options.cross_check else (SKIPPED,)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice import strict_json
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, check_no_pointer
 
 T = TypeVar("T")
 MAX_RANK = 1 << 14
@@ -202,6 +202,7 @@ def to_json(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
     try:
+        check_no_pointer(path)
         return strict_json.parse(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error

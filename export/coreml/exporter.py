@@ -64,6 +64,10 @@ class CoreMLExporter(Exporter):
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
+    def check(self, plan: ExportPlan) -> None:
+        for app in plan.apps:
+            prompt_frame(plan.tokenizer.chat, app.instruction)  # the Swift package renders no templates
+
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
         plan, package = job.plan, folder / PACKAGE

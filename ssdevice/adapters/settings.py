@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ssdevice.adapters.base_files import weights_sha256
 from ssdevice.bundle.manifest import ModelIdentity
 from ssdevice.config import Mode, StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
@@ -61,20 +61,6 @@ class AdapterSettings:
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
             raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
-
-
-def weights_sha256(folder: Path) -> str:
-    """sha256 over the names and contents of a folder's ``*.safetensors`` files, in name order."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{folder}: no .safetensors weights")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def read_settings(folder: Path) -> AdapterSettings:

@@ -116,7 +116,7 @@ def _named_python(text: str) -> tuple[str, str]:
 
 
 def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
-    from ssdevice.adapters.settings import weights_sha256
+    from ssdevice.adapters.base_files import weights_sha256
     from ssdevice.bench.comparable import check_base
 
     if not model.is_dir():
