@@ -89,6 +89,11 @@ class StreamConfig:
         if not self.msa_layers and self.adapter_rank < 1:
             raise ConfigError("without MSA layers adapter_rank is the rank of the heads: it must be 1 or more")
 
+    @property
+    def trains_lora(self) -> bool:
+        """Whether main rows have a LoRA that was trained with these streams."""
+        return self.mode is Mode.SHARED and self.lora_rank > 0
+
     def check_layers(self, layers: int) -> None:
         """Raise ConfigError unless N_s < N: streams start from the hidden state of a lower layer."""
         if self.msa_layers >= layers:

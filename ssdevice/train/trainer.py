@@ -152,7 +152,7 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
     hf.requires_grad_(False)
     wrapped = None
-    if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
+    if options.streams.trains_lora:
         from peft import LoraConfig, get_peft_model
 
         if init is not None and init.has_lora:
