@@ -212,8 +212,3 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: no such file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write plain JSON values as indented UTF-8 text."""
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ssdevice.bench.comparable import check_same
 from ssdevice.bundle.manifest import Manifest
-from ssdevice.config import Schedule, load_strict, read_json, to_json, write_json
+from ssdevice.bundle.staging import write_json
+from ssdevice.config import Schedule, load_strict, read_json, to_json
 from ssdevice.errors import ConfigError
 from ssdevice.tree import MAX_NODES
 

@@ -60,6 +60,8 @@ def pack(bundle: Bundle, out: str | Path) -> Path:
     out = Path(out)
     if out.suffix != PACKED_SUFFIX:
         raise InputError(f"{out}: a packed bundle is named *{PACKED_SUFFIX}")
+    if out.exists():
+        raise InputError(f"{out} exists; choose another name")
     check_outside(bundle.folder, out)
     own = [name for name in OWN_FILES if (bundle.folder / name).is_file()]
     with disk_errors(out), closing(Stage(out, folder=False)) as stage:

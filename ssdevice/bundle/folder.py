@@ -26,7 +26,7 @@ from ssdevice.bundle.integrity import (
 )
 from ssdevice.bundle.manifest import MAX_FILES, ROLE, App, FileEntry, Manifest, encode_manifest, parse_manifest
 from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
-from ssdevice.bundle.staging import Stage, disk_errors
+from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
 
@@ -240,6 +240,7 @@ def check_out(out: Path, overwrite: bool) -> None:
     """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten."""
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
+    check_writable(out.parent)
     if not out.exists():
         return
     if not overwrite:

@@ -11,8 +11,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
+from ssdevice.bundle.folder import check_out
 from ssdevice.commands import smollm2
-from ssdevice.commands.opening import positive
+from ssdevice.commands.opening import add_threads, positive
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 
@@ -55,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter", type=Path, metavar="DIR", help="another adapter of the same base")
     add("--models", type=Path, default=MODELS, metavar="DIR", help="folder with the shipped models")
     add("--prompts", type=positive, default=20, metavar="N", help="prompts to measure (default 20)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser, "CPU threads that decode")
     add("--keep", type=Path, metavar="BUNDLE", help="keep the bundle in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export to ONNX, show a few answers step by step, then plain against speculative decoding."""
+    if args.keep is not None:
+        check_out(args.keep, overwrite=False)
     cast = _smollm2(args) if args.smollm2 else _shipped(args)
     examples = read_examples(cast.prompts, args.prompts, require_completion=False)
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive
+from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
+    if args.data is None:
+        refuse_ignored(args, "it goes with --data", "--limit")
     examples = _examples(args)
     with open_session(args) as session:
         mode = session.mode(speculate=not args.no_speculate)

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         table.write(args.write_cost_table)
     found = choices(ranks, table.steps)
     if args.out is not None:
-        args.out.write_text(json.dumps(found[0].tree.to_json()) + "\n", "utf-8")
+        write_text(args.out, json.dumps(found[0].tree.to_json()) + "\n")
     print(json.dumps(_as_json(found, table)) if args.json else "\n".join(_lines(found, table)))
     if narrow and not args.json:
         print("this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 to see wider trees")

@@ -53,7 +53,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         check_template(tokenizer, options.instruction)
     dev_examples = read_examples(options.dev, limit=options.dev_limit) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
-    examples = read_examples(options.data, limit=options.limit or None) if options.data else []
+    examples = read_examples(options.data, limit=options.limit) if options.data else []
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
