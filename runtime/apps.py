@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ssdevice import arguments
 from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
 from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights
@@ -27,7 +28,8 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     sentence for the user. Raises InputError for an adapter that does not fit.
     """
     manifest = bundle.manifest
-    check_rule("an app's name", name, NAME)
+    check_rule("an app's name", arguments.text("an app's name", name), NAME)
+    folder = arguments.path("an adapter's folder", folder)
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
     addition = runtime_target(manifest.target).new_app(bundle, name, folder)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice import arguments
 from ssdevice.contract import CacheForm, Geometry
-from ssdevice.errors import BundleError, ConfigError, MissingExtraError
+from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.target import runtime_target
 
@@ -40,8 +41,9 @@ class EngineOptions:
     kernels: bool = True
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads is {self.threads}, expected 0 (the engine's default) or more")
+        arguments.whole("threads", self.threads, 0)
+        for name in ("spinning", "profile", "kernels"):
+            arguments.flag(name, getattr(self, name))
 
 
 class Cache(ABC):

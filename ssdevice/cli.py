@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             code = _run(args)
-            _flush()
+            print(end="", flush=True)  # here, where its errors are told
             return code
     except BrokenPipeError:
         sys.stderr.close()
@@ -92,18 +92,16 @@ def _message(error: Exception) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes no more text; what is left for it is then dropped, or Python would try again."""
+    """Whether standard output takes no more text: the error does not say, so it is tried.
+
+    What is left for it is then dropped, or Python would try again at the end.
+    """
     try:
-        _flush()
+        print(flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # closed by the caller
-        sys.stdout.flush()
 
 
 class _Parser(argparse.ArgumentParser):

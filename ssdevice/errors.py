@@ -44,8 +44,13 @@ class ParityError(SSDeviceError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's message, or the error's type if there is none."""
-    return next((line for line in str(error).splitlines() if line), type(error).__name__)
+    """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".strip()
+        if not said.endswith(":"):
+            break
+    return said.removesuffix(":") or type(error).__name__
 
 
 NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")

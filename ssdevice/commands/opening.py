@@ -13,9 +13,11 @@ from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.contract import Geometry
     from ssdevice.data import Example
     from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 MAX_THREADS = 1024
 QUANTS = tuple(precision.value for precision in Precision)
@@ -113,15 +115,18 @@ def open_session(args: argparse.Namespace, profile: bool = False, folder: Path |
     return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
 
 
-def prompts_of(session: Session, examples: Sequence[Example], file: Path) -> list[list[int]]:
-    """The ids of the prompts in a file. Raises InputError for one that the session cannot answer, with its number."""
+def prompts_of(
+    tokenizer: ChatTokenizer, instruction: str | None, geometry: Geometry, examples: Sequence[Example], file: Path
+) -> list[list[int]]:
+    """The ids of the prompts in a file. Raises InputError for one that does not fit the geometry, with its number."""
     from ssdevice.runtime.loop import check_prompt
 
     prompts = []
     for number, example in enumerate(examples, 1):
         try:
-            prompts.append(session.prompt_ids(example.prompt, system=example.system))
-            check_prompt(session.engine.geometry, prompts[-1], 0)
+            system, most = example.system, geometry.context
+            prompts.append(tokenizer.prompt_ids(example.prompt, instruction=instruction, system=system, most=most))
+            check_prompt(geometry, prompts[-1], 0)
         except InputError as error:
             raise type(error)(f"{file}, prompt {number}: {error}") from error
     return prompts

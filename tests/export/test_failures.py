@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ssdevice.bundle.folder import BundleWriter
-from ssdevice.cli import main
+from ssdevice.cli import TERMINATED, main
 from ssdevice.commands import export as command
 from ssdevice.errors import SSDeviceError
 from ssdevice.export import stages
@@ -43,7 +43,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "ssdevice: interrupted"),
-        (SystemExit(command.TERMINATED), 143, ""),
+        (SystemExit(TERMINATED), 143, ""),
         (OSError(28, "No space left on device"), 1, "the disk is full"),
         (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
         (

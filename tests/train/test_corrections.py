@@ -80,8 +80,10 @@ def test_streams_to_go_on_from_decide_what_was_not_asked_for(
 @pytest.mark.parametrize(
     "change",
     [
-        {"steps": -5}, {"steps": 0}, {"limit": 0}, {"dev_limit": 0}, {"seed": -1}, {"checkpoint_seconds": float("nan")},
-        {"batch_size": 0}, {"accumulate": 0}, {"segment": 0}, {"answer_tokens": 0}, {"max_length": 1}, {"warmup": -1}, {"weight_decay": -1.0}, {"weight_decay": float("inf")}, {"lr": float("nan")},
+        {"steps": -5}, {"steps": 0}, {"limit": 0}, {"dev_limit": 0}, {"seed": -1},
+        {"checkpoint_seconds": float("nan")},
+        {"batch_size": 0}, {"accumulate": 0}, {"segment": 0}, {"answer_tokens": 0}, {"max_length": 1},
+        {"warmup": -1}, {"weight_decay": -1.0}, {"weight_decay": float("inf")}, {"lr": float("nan")},
         {"lr": float("inf")}, {"lr": 0.0}, {"epochs": float("inf")}, {"epochs": float("nan")}, {"epochs": -1.0},
         {"alpha_main": float("nan")}, {"alpha_stream": -1.0}, {"keep_gb": float("nan")},
         {"alpha_main": 0.0, "alpha_stream": 0.0}, {"streams": LOSSLESS, "alpha_stream": 0.0, "alpha_main": 1.0},

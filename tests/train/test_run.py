@@ -65,7 +65,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
     return [
         sys.executable, "-m", "ssdevice", "train", "--model", str(base), "--data", str(data), "--app", "abc",
-        "--out", str(out), *(() if "next-token" in extra else ("--msa-layers", "2")), "--batch-size", "8", "--lr", "1e-2", "--warmup", "2",
+        "--out", str(out), *(() if "next-token" in extra else ("--msa-layers", "2")), "--batch-size", "8",
+        "--lr", "1e-2", "--warmup", "2",
         "--precision", "fp32", "--threads", "1", *extra,
     ]  # fmt: skip
 
