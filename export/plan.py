@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
@@ -277,6 +278,14 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: 
     if not merged:
         opened.check_apart()
     return AppPlan(name, adapter, opened.settings, opened.has_lora)
+
+
+def check_instructions(apps: tuple[AppPlan, ...], tokenizer: ChatTokenizer, context: int) -> None:
+    """Raise InputError for an app whose instruction leaves no room for a prompt."""
+    from ssdevice.text.tokenizer import check_instruction
+
+    for app in apps:
+        check_instruction(tokenizer, app.name, app.instruction, context)
 
 
 def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...]) -> Schedule:

@@ -11,7 +11,7 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
-from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
+from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, check_instructions, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
@@ -58,6 +58,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
         begin("read the tokenizer")
         tokenizer = ChatTokenizer.open(plan.folder)
+        check_instructions(plan.apps, tokenizer, options.context)
         examples = chosen_rows(options.calibrate) if options.calibrate else []
         begin("load the model")
         job = target.prepare(ExportJob.of(plan, whole))

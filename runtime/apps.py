@@ -18,7 +18,9 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.errors import InputError
+from ssdevice.runtime.session import tokenizer_of
 from ssdevice.runtime.target import runtime_target
+from ssdevice.text.tokenizer import check_instruction
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
@@ -36,13 +38,15 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     own = f"{addition.parent}/{name}"
     path = f"{own}/{addition.file}"
     settings, variant = addition.weights.settings, addition.variant
+    instruction = settings.instruction if settings is not None else ""
+    check_instruction(tokenizer_of(bundle), name, instruction, bundle.geometry.context)
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
         base_sha256=manifest.model.sha256,
         mode=variant.mode,
         msa_layers=variant.msa_layers,
-        instruction=settings.instruction if settings is not None else "",
+        instruction=instruction,
         rank=addition.weights.lora_rank,
         folder=own,
         files=(path,),

@@ -18,6 +18,7 @@ from ssdevice import arguments
 from ssdevice.contract import CacheForm, Geometry
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.notice import say_once
 from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
@@ -153,9 +154,13 @@ def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> No
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
     """The engine of a bundle's target with an app's adapter (None: the bundle's default app).
 
-    Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
+    Options that have no effect there are told once. Raises MissingExtraError if the target's runtime is not installed,
+    InputError for a target without an engine.
     """
-    target = runtime_target(bundle.manifest.target)
+    target, usual = runtime_target(bundle.manifest.target), EngineOptions()
+    for name in sorted(vars(options).keys() - target.heeds):
+        if getattr(options, name) != getattr(usual, name):
+            say_once(f"ssdevice: the option {name} has no effect on {target.name} bundles")
     try:
         return target.open_engine(bundle, app, options)
     except ModuleNotFoundError as error:

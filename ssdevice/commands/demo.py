@@ -16,6 +16,7 @@ from ssdevice.commands import smollm2
 from ssdevice.commands.opening import add_threads, positive
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -134,7 +135,7 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
             trace = Trace(session.tokenizer, session.engine.geometry.tree)
             for step in session.runs(session.prompt_ids(example.prompt, system=example.system)):
                 trace.show(step)
-        print(f"\nPlain against speculative decoding on {len(examples)} prompts:", flush=True)
+        print(f"\nPlain against speculative decoding on {count(len(examples), 'prompt')}:", flush=True)
         with Progress(args.quiet) as progress:
             result = measure(session, examples, BenchOptions(rounds=1, skip_long=True), progress.report)
     for mode in result.modes.values():

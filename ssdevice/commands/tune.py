@@ -28,6 +28,7 @@ from ssdevice.commands.opening import (
 from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.progress import count
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _sizes(text: str) -> list[int]:
 def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
     steps = ", ".join(f"{cost.nodes} nodes {cost.schedule} {cost.ms:.2f} ms" for cost in table.steps)
     plain = f"plain {table.plain_ms:.2f} ms, " if table.plain_ms is not None else ""
-    threads = f"{table.threads} threads" if table.threads else "the engine's threads"
+    threads = count(table.threads, "thread") if table.threads else "the engine's threads"
     yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
     yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
     yield "predicted from these and the observed drafts, without prefill:"

@@ -255,14 +255,14 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
 
 
 def _describe(result: Equality, measured: bool) -> list[str]:
-    lines = [f"decoded: {result.prompts} prompts, {result.tokens} tokens, in plain decoding"]
+    lines = [f"decoded: {count(result.prompts, 'prompt')}, {count(result.tokens, 'token')}, in plain decoding"]
     for mode in result.modes:
         differing = [d for d in result.differences if d.mode == mode]
         ties = sum(result.near_tie(d) for d in differing)
         text = f"{mode}: {result.prompts - len(differing)} of {result.prompts} answers equal to plain decoding"
         lines.append(text + (f", {count(ties, 'near-tie')}" if differing else ""))
     if result.modes:
-        lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {result.nodes} nodes")
+        lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {count(result.nodes, 'node')}")
     if result.largest_change is not None:
         lines.append(f"logits: change by at most {result.largest_change:.3g} between modes (ceiling {result.ceiling})")
     elif result.modes and not measured:
