@@ -115,8 +115,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
     from ssdevice.export.plan import ExportOptions, Quant
 
     adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
-    every = [kind.parse(args) for kind in all_options()]
-    chosen = tuple(one for one in every if one != type(one)())  # without those left at their defaults
+    chosen = tuple(kind.parse(args) for kind in all_options() if kind.given(args))
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     return ExportOptions(

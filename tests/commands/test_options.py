@@ -140,6 +140,9 @@ def filled(text: str, **more: str) -> str:
         ("tune --model m --adapter a=b --data DATA --require-signature k", "--require-signature has no effect"),
         ("tune BUNDLE --data DATA --cost-table x --cost-of b", "--cost-of has no effect: --cost-table times nothing"),
         ("web BUNDLE --out x --port 8080", "--port has no effect: --out writes the page"),
+        ("export --model MODEL --target onnx --kv-write slice", "are Core ML's, not onnx's"),
+        ("export --model MODEL --target executorch --compute-units cpu_and_gpu", "are Core ML's, not executorch's"),
+        ("export --model MODEL --target coreml --delegate xnnpack", "are ExecuTorch's, not coreml's"),
         ("kernels --target coreml", "--target coreml: there is nothing to compile"),
     ],
 )
