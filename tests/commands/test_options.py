@@ -201,7 +201,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
     assert out.rpartition("/")[0] in said and said.count("\n") == 1, said
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_what_could_not_be_written_in_the_end_is_named(data: str, capfd: pytest.CaptureFixture[str]) -> None:
     bundle = str(tiny.tiny_bundle().folder)
     command = ["tune", bundle, "--data", data, "--max-tokens", "60", "--threads", "1", "--quiet", "--out", "/dev/full"]
