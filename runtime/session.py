@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ssdevice import arguments
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
@@ -91,10 +92,13 @@ class Session:
         """
         from ssdevice.bundle.folder import Bundle
 
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        options = options or EngineOptions()
+        app = arguments.text("app", app) if app is not None else None
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
         if threads is not None:
             options = replace(options, threads=threads)
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         found = opened.app(app)
         tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
@@ -127,12 +131,14 @@ class Session:
 
     def preload(self, *apps: str) -> None:
         """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
+        apps = arguments.texts("app", apps)
         if self.bundle is None:
             raise InputError("this session was not opened from a bundle")
         for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
             self._opened(app).engine.warm()
 
     def _opened(self, app: str) -> _Opened:
+        arguments.text("app", app)
         if self.engine.closed:
             raise InputError(f"app {app!r}: the session was closed")
         if self.bundle is None:
@@ -180,7 +186,7 @@ class Session:
 
         Only tokens that are not in the cache are computed. Raises the same errors as ``generate``.
         """
-        if not prompt.strip():
+        if not arguments.text("prompt", prompt).strip():
             raise InputError("the prompt is empty")
         before = self._messages
         messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
@@ -189,12 +195,15 @@ class Session:
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
         """The tokens of a prompt in the chat format that this app was trained with."""
+        arguments.text("prompt", prompt)
+        if system is not None:
+            arguments.text("system", system)
         context = self.engine.geometry.context
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
-        if speculate and STEP in self.engine.functions:
+        if arguments.flag("speculate", speculate) and STEP in self.engine.functions:
             return ADAPTIVE if PLAIN in self.engine.functions else SPECULATIVE
         return "plain" if PLAIN in self.engine.functions else "plain_step"
 
@@ -207,14 +216,13 @@ class Session:
         mode: str = SPECULATIVE,
     ) -> Generator[Run, None, None]:
         """``generate`` call by call, with tokens and drafts. ``mode``: ADAPTIVE or one of MODES."""
-        return self._begin_later(prompt, max_tokens, stop, mode)
+        return self._begin_later(arguments.wholes("prompt", prompt), max_tokens, stop, mode)
 
     def _begin_later(
         self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], mode: str, turn: _Turn | None = None
     ) -> Generator[Run, None, None]:
         """Check a request without changing anything. ``turn``: None starts a new conversation."""
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
+        max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
         shared = self._conversation.shared(prompt) if turn else 0

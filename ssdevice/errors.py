@@ -46,9 +46,13 @@ class ParityError(SSDeviceError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's message with the next if it ends in a colon; without any, its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".strip()
+        if not said.endswith(":"):
+            break
+    return said.removesuffix(":") or type(error).__name__
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

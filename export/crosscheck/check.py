@@ -16,6 +16,7 @@ from ssdevice.export.crosscheck.prompts import compare_prompts
 from ssdevice.export.crosscheck.theirs import MAPPED, expected_of
 from ssdevice.export.exporter import ExportJob
 from ssdevice.model.loading import load
+from ssdevice.model.tokenizer import tokenizer_folder
 from ssdevice.text.tokenizer import ChatTokenizer
 
 SKIPPED = "not compared with transformers (--no-cross-check): prompt ids, logits and answers may differ from its own"
@@ -57,7 +58,7 @@ def check_model(
     folder: Path, adapter: Path | None, merged: bool, tokenizer: ChatTokenizer, context: int
 ) -> tuple[str, ...]:
     """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors."""
-    notes = (*compare_prompts(tokenizer, folder), *check_settings(tokenizer, folder))
+    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder))
     lora = adapter if adapter is not None and AdapterFolder.open(adapter).has_lora else None
     (expected,) = expected_of(folder, [lora], _prompts(tokenizer), context, None)
     model = load(folder, adapter, context, merge=merged).model

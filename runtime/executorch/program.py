@@ -27,6 +27,7 @@ from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.checks import check_program
 from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.file import COREML, has_coreml
+from ssdevice.runtime.notice import native_silence
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -58,7 +59,8 @@ class _ThreadPool:
                     f"{portable._threadpool_get_thread_count()}; close the other sessions first"
                 )
             if threads and not self.loaded:
-                portable._unsafe_reset_threadpool(threads)
+                with native_silence():  # it asks for files of phones
+                    portable._unsafe_reset_threadpool(threads)
             self.loaded += 1
 
     def release(self, count: int) -> None:
@@ -149,7 +151,8 @@ class LoadedProgram:
         if not self._methods:
             self._check_schema()
         try:
-            method = self._program.load_method(function)._method
+            with native_silence():
+                method = self._program.load_method(function)._method
         except RuntimeError as error:
             raise BundleError(explain(self.file, function, error)) from error
         if function in self.specs:
@@ -265,8 +268,9 @@ def load_program(file: Path) -> Any:
         raise BundleError(f"{file}: no such program")
     check_program(file)
     try:
-        opened = runtime.Runtime.get()
-        program = opened.load_program(file)
+        with native_silence():
+            opened = runtime.Runtime.get()
+            program = opened.load_program(file)
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
     if has_coreml(file) and not opened.backend_registry.is_available(COREML):

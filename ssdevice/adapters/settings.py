@@ -78,13 +78,24 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:
-        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``."""
+        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``.
+
+        A folder that lacks one of its files would otherwise be used without its LoRA or its streams, in silence.
+        """
         if not folder.is_dir():
             raise InputError(f"adapter {folder}: no such folder")
         has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
         if not has_streams and not has_lora:
             raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+        for weights, described in ((WEIGHTS, SETTINGS), (PEFT_WEIGHTS, PEFT_CONFIG)):
+            if (folder / weights).exists() and not (folder / described).is_file():
+                raise InputError(f"{folder}: {weights} without {described}; copy the whole adapter folder")
         settings = read_settings(folder) if has_streams else None
+        if settings is not None and settings.streams.trains_lora and not has_lora:
+            raise InputError(
+                f"{folder}: trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}; "
+                "copy the whole adapter folder"
+            )
         if settings is not None and base is not None:
             settings.base.check(base, f"adapter {folder}")
         return cls(folder, settings, has_lora)

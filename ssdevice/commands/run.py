@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive
+from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.runtime.generation import Generation
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
+    if args.data is None:
+        refuse_ignored(args, "it goes with --data", "--limit")
     examples = _examples(args)
     with open_session(args) as session:
         mode = session.mode(speculate=not args.no_speculate)
@@ -94,10 +97,10 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
 
 def summary(answer: Generation) -> str:
     """The statistics of an answer in one line."""
-    parts = [f"{len(answer.tokens)} tokens", f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
+    parts = [count(len(answer.tokens), "token"), f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
     if answer.steps:
         parts += [
-            f"{answer.steps} steps",
+            count(answer.steps, "step"),
             f"{answer.tokens_per_step:.2f} tokens per step",
             f"{answer.tokens_per_second:.1f} tokens/s",
         ]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.bundle.folder import check_outside
-from ssdevice.bundle.staging import Stage, disk_errors
-from ssdevice.commands.opening import add_signature, open_bundle
+from ssdevice.bundle.staging import Stage, check_writable, disk_errors
+from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
 from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer, Site
 from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder of an ONNX bundle, INT8 or FP32")
     add_signature(parser)
-    add("--port", type=int, default=PORT, metavar="N", help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)")
+    add("--port", type=whole(0, 65535), metavar="N", help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)")
     add("--out", type=Path, metavar="DIR", help="write the page into a new folder instead of serving it")
     add("--runtime", type=Path, metavar="DIR", help=f"folder {MODULES} with its packages (default: of `make web`)")
 
@@ -48,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, or write it."""
     if args.out is not None:
+        refuse_ignored(args, "--out writes the page and serves nothing", "--port")
         check_outside(args.bundle, args.out)
+        check_empty(args.out)
     files = site(open_bundle(args), args.runtime)
     if args.out is not None:
         write(files, args.out)
         return 0
-    with PageServer(files, args.port) as serving:
+    with PageServer(files, PORT if args.port is None else args.port) as serving:
         print(f"http://{LOOPBACK}:{serving.server_port}/", flush=True)
         try:
             serving.serve_forever()
@@ -88,10 +90,16 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     return files | {f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)}
 
 
-def write(files: Site, out: Path) -> None:
-    """Write the page into a new folder. Raises InputError if there is something in it."""
+def check_empty(out: Path) -> None:
+    """Raise InputError unless ``out`` is a folder to be made, or an empty one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists; choose another folder")
+    check_writable(out, "--out")
+
+
+def write(files: Site, out: Path) -> None:
+    """Write the page into a new folder. Raises InputError if there is something in it."""
+    check_empty(out)
     with closing(Stage(out, folder=True)) as stage, disk_errors(out):
         for name, content in files.items():
             file = stage.path / name

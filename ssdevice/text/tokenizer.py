@@ -35,6 +35,16 @@ def user_content(instruction: str | None, prompt: str) -> str:
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
+def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, context: int) -> None:
+    """Raise InputError for an app none of whose prompts fits the context."""
+    frame = tokenizer.prompt_ids(PROBE, instruction=instruction)
+    if len(frame) > context:
+        raise InputError(
+            f"app {app!r}: its instruction and the chat template take {len(frame)} tokens, the context is {context}; "
+            "export with a larger --context, or train the app with a shorter --instruction"
+        )
+
+
 def prompt_frame(chat: ChatFormat, instruction: str) -> tuple[str, str]:
     """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
 

@@ -54,7 +54,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         check_template(tokenizer, options.instruction)
     dev_examples = read_examples(options.dev, limit=options.dev_limit) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
-    examples = read_examples(options.data, limit=options.limit or None) if options.data else []
+    examples = read_examples(options.data, limit=options.limit) if options.data else []
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
@@ -155,7 +155,7 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
     hf.requires_grad_(False)
     wrapped = None
-    if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
+    if options.streams.trains_lora:
         from peft import LoraConfig, get_peft_model
 
         if init is not None and init.has_lora:

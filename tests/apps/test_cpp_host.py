@@ -352,7 +352,14 @@ def test_an_empty_line_is_answered_by_one() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--max-tokens", "99999999999"], ["--threads", "two"], ["--plain", "--speculative"]],
+    [
+        ["--plian"],
+        ["--max-tokens"],
+        ["--max-tokens", "0"],
+        ["--max-tokens", "99999999999"],
+        ["--threads", "two"],
+        ["--plain", "--speculative"],
+    ],
 )
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from ssdevice import errors
-from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError
+from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
 
@@ -27,3 +27,12 @@ def test_missing_extra_says_what_to_install() -> None:
     error = MissingExtraError("coreml", "coremltools")
     assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
     assert "pip install 'ssdevice'" in str(MissingExtraError("", "onnxruntime"))
+
+
+def test_a_message_of_another_library_does_not_end_where_it_begins() -> None:
+    details = "Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: [3] and [4].\n\tmore"
+    assert first_line(RuntimeError(details)) == (
+        "Error(s) in loading state_dict for Linear: size mismatch for weight: [3] and [4]."
+    )
+    assert first_line(ValueError("\n")) == "ValueError"
+    assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError("cut:")) == "cut"

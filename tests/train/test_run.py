@@ -68,7 +68,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
     return [
         sys.executable, "-m", "ssdevice", "train", "--model", str(base), "--data", str(data), "--app", "abc",
-        "--out", str(out), "--msa-layers", "2", "--batch-size", "8", "--lr", "1e-2", "--warmup", "2",
+        "--out", str(out), *(() if "next-token" in extra else ("--msa-layers", "2")), "--batch-size", "8",
+        "--lr", "1e-2", "--warmup", "2",
         "--precision", "fp32", "--threads", "1", *extra,
     ]  # fmt: skip
 
@@ -229,6 +230,51 @@ def test_streams_can_learn_while_the_answers_stay(base: Path, data: Path, tmp_pa
     before, after = (load_file(folder / "streams.safetensors") for folder in (one, two))
     assert not torch.equal(before["identifiers"], after["identifiers"]) and after["follow.up.weight"].abs().sum() > 0
     assert json.loads((two / "streams.json").read_text())["training"]["final_loss"][0] == 0, "main rows ran once"
+
+
+def test_a_damaged_checkpoint_is_refused(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever a byte is another: also in the weights, where torch would read it without complaint."""
+    again = command(base, data, tmp_path / "x", "--steps", "2", "--quiet")[3:]
+    with monkeypatch.context() as patched:
+        patched.setattr("ssdevice.train.trainer._save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(again) == 130
+    file = tmp_path / "x" / ".training" / "checkpoint.pt"
+    whole = file.read_bytes()
+    for content in (*(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 999, len(whole) // 2)), b""):
+        file.write_bytes(content)
+        capsys.readouterr()
+        assert main(again) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{file} is damaged; delete {file.parent} to start over" in said
+    file.write_bytes(whole)
+    (file.parent / "run").write_bytes(b"\xff")
+    assert main(again) == 2 and "unfinished run with other options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--objective next-token --gamma 2", "--gamma has no effect: next-token training has no streams"),
+        ("--objective next-token --soft-labels 0.5", "--soft-labels has no effect: next-token training has no streams"),
+        ("--mode lossless --lora-rank 4", "--lora-rank has no effect: in lossless mode"),
+        ("--mode lossless --alpha-main 1", "--alpha-main has no effect: main rows stay as they are"),
+        ("--adapter-rank 4", "--adapter-rank has no effect: streams have adapters in lossless mode"),
+        ("--stream-mlp adapter", "--stream-mlp has no effect"),
+        ("--keep-gb 1", "--keep-gb has no effect"),
+        ("--temperature 0.5", "--temperature has no effect: it goes with --self-prompt"),
+        ("--answer-tokens 5", "--answer-tokens has no effect: it goes with --self-distill or --self-prompt"),
+        ("--dev-limit 5", "--dev-limit has no effect: it goes with --dev"),
+        ("--steps 1 --epochs 2", "--epochs has no effect: --steps says how long"),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(
+    base: Path, data: Path, tmp_path: Path, given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(base, data, tmp_path / "x", *given.split())[3:]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,17 @@ def host() -> Path:
         generated = file.with_name("generated")
         generated.mkdir(exist_ok=True)
         (generated / "manifest.schema.inc").write_text(f'R"schema({SCHEMA.read_text("utf-8")})schema"')
-        flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", *SANITIZED, f"-I{include}", f"-I{generated}"]
+        flags = [
+            "-std=c++17",
+            "-O1",
+            "-g1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *SANITIZED,
+            f"-I{include}",
+            f"-I{generated}",
+        ]
         linked = ["-DSSDEVICE_KERNELS", built("native"), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lonnxruntime"]
         subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", *linked], check=True)
 

@@ -16,11 +16,11 @@ from ssdevice.adapters.storage import stored
 from ssdevice.bench.equality import first_difference, led
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain
 from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
 from ssdevice.runtime.session import Session
-from ssdevice.model.tokenizer import open_tokenizer
 from tests.apps.web_demo import host, shipped
 from tests.runtime import tiny_bundle as tiny
 
