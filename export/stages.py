@@ -128,6 +128,7 @@ def make_manifest(
         calibrated_rows=calibrated_rows,
         notes=(
             *((PLAIN_PROMPT,) if tokenizer.plain else ()),
+            *((tokenizer.chat.note,) if tokenizer.chat.note else ()),
             *calibration_notes(plan, calibrated_rows),
             *result.notes,
         ),
