@@ -76,7 +76,7 @@ _renderer = Renderer()
 
 
 class ChatTemplate:
-    """A chat template that is rendered by another process, under limits. Raises ConfigError for one that is not valid."""
+    """A chat template, rendered by another process under limits. Raises ConfigError for one that is not valid."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._template = chat.template

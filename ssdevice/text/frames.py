@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, InputError, SSDeviceError
 
 Message = Mapping[str, str]
 Conversation = tuple[Sequence[Message], bool]
@@ -68,22 +68,29 @@ class Frames:
     empty_system: bool = True
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises ConfigError for roles that have no frame where they stand."""
+        """The text of a conversation. Raises ConfigError for roles that have no frame where they stand.
+
+        Raises InputError for a user's message without words: templates differ in what they make of it.
+        """
         text = ""
         places = {"system": self.system, "user": self.first}
-        for number, message in enumerate(messages):
+        for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
             frame = places.get(role)
             if frame is None:
-                raise ConfigError(
-                    f"the chat template takes no {role} message as message {number + 1} of a conversation"
-                )
-            if role == "system" and not content and not self.empty_system:
+                raise ConfigError(f"the chat template takes no {role} message as message {number} of a conversation")
+            if role == "user" and not content.strip():
+                raise InputError(f"message {number} of the conversation is empty")
+            if role != "system":
+                places = {"user": self.user} if role == "assistant" else {"assistant": self.assistant}
+            elif content or self.empty_system:
+                places = {"user": self.after_system}
+            else:
                 places = {"user": self.first}
                 continue
             text += frame.around(content)
-            after = {"system": self.after_system, "assistant": self.user}
-            places = {"assistant": self.assistant} if role == "user" else {"user": after[role]}
+        if places.keys() == {"user"} and messages[-1]["role"] == "system":
+            raise ConfigError("a conversation does not end with its system message")
         return text + (self.answer if add_generation_prompt else "")
 
 
@@ -191,7 +198,7 @@ def _agree(frames: Frames, render: Render, conversations: Sequence[Conversation]
 def _rendered(frames: Frames, messages: Sequence[Message], opened: bool) -> str | None:
     try:
         return frames.render(messages, add_generation_prompt=opened)
-    except ConfigError:
+    except SSDeviceError:
         return None
 
 
@@ -214,6 +221,7 @@ def _batches(constants: Sequence[str], frames: Frames) -> Iterator[list[Conversa
 def _conversations(said: Sequence[str], sizes: Sequence[int]) -> Iterator[Conversation]:
     system = {"role": "system", "content": said[0]}
     talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said[1:])]
+    talk = [USER if message["role"] == "user" and not message["content"].strip() else message for message in talk]
     for size in sizes:
         for messages in (talk[:size], [system, *talk[:size]]):
             yield messages, False
