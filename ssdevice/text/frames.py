@@ -89,7 +89,7 @@ class Frames:
                 places = {"user": self.first}
                 continue
             text += frame.around(content)
-        if places.keys() == {"user"} and messages[-1]["role"] == "system":
+        if messages and messages[-1]["role"] == "system":
             raise ConfigError("a conversation does not end with its system message")
         return text + (self.answer if add_generation_prompt else "")
 

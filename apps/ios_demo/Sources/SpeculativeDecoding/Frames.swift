@@ -64,6 +64,9 @@ struct Frames: Decodable, Sendable {
             default: places = ["user": user]
             }
         }
+        guard messages.last?.role != "system" else {
+            throw BundleError.request("a conversation does not end with its system message")
+        }
         return text + answer
     }
 }
