@@ -134,6 +134,7 @@ def make_manifest(
         notes=(
             *notes,
             *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
+            *((plan.tokenizer.chat.note,) if plan.tokenizer.chat.note else ()),
             *plan.notes,
             *calibration_notes(plan, calibrated_rows),
             *result.notes,

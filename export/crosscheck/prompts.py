@@ -8,7 +8,8 @@ from typing import Any
 
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.tokenizer import ADDED_TOKENS_FILE, CONVERSATIONS, as_shipped, as_transformers
-from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, Message, read_object
+from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
+from ssdevice.text.frames import Message
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer
 
 TEXTS = (

@@ -13,8 +13,9 @@ from ssdevice.bundle.folder import check_outside
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
 from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer, Site
-from ssdevice.errors import InputError
+from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.target import runtime_target
+from ssdevice.text.frames import NO_FRAMES
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -70,10 +71,11 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     Raises BundleError for a bundle that no browser runs, InputError if a file of the runtime is missing.
     """
     from ssdevice.bundle.integrity import MANIFEST_FILE
-    from ssdevice.text.tokenizer import prompt_frame
 
     manifest = bundle.manifest
     runtime_target(manifest.target).check_browser(bundle)
+    if manifest.chat.frames is None:
+        raise BundleError(f"{bundle.folder}: {NO_FRAMES}")
     sources = INSTALLED if INSTALLED.is_dir() else TREE
     files: dict[str, Path | bytes] = {file.name: file for pattern in SOURCES for file in sources.glob(pattern)}
     for name in RUNTIME:
@@ -84,9 +86,6 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
             how = f"run `make web` in a checkout, or `npm install {packages}` anywhere and pass --runtime {MODULES}"
             raise InputError(f"{file} is missing: {how}")
         files[f"runtime/{file.name}"] = file
-    frames = {app.name: prompt_frame(manifest.chat, app.instruction) for app in manifest.apps}
-    prompts = {name: {"before": before, "after": after} for name, (before, after) in frames.items()}
-    files["prompts.json"] = json.dumps(prompts, ensure_ascii=False).encode("utf-8")
     return files | {f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)}
 
 

@@ -14,9 +14,9 @@ from ssdevice.text.chat_template import (
     TOKENIZER_CONFIG_FILE,
     ChatFormat,
     ChatTemplate,
-    Message,
 )
-from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
+from ssdevice.text.frames import Frames, Message
+from ssdevice.text.plain_prompt import PROBE, plain_template
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 
 if TYPE_CHECKING:
@@ -45,37 +45,25 @@ def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, cont
         )
 
 
-def prompt_frame(chat: ChatFormat, instruction: str) -> tuple[str, str]:
-    """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
-
-    Raises ConfigError if the template does not write the user's text as it is.
-    """
-    mark = "the place of the prompt"
-    messages = [{"role": "user", "content": user_content(instruction, mark)}]
-    text = ChatTemplate(chat).render(messages, add_generation_prompt=True)
-    before, found, after = text.partition(mark)
-    if not found:
-        raise ConfigError("the chat template does not write the user's message as it is")
-    return before, after
-
-
 class ChatTokenizer:
     """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``, without transformers.
 
-    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it. Special tokens written out in
+    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it, ``plain`` whether prompts are
+    given as they are because the model has no chat template. Special tokens written out in
     a prompt are read as special tokens, as transformers reads them. Raises ConfigError for a format without stop tokens
     or with a template that does not work.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.plain = plain
         if not chat.stop_ids:
             raise ConfigError(
                 "the chat format has no stop token: set 'eos_token_id' in generation_config.json, or 'eos_token' in "
                 f"{TOKENIZER_CONFIG_FILE}"
             )
-        self._template = ChatTemplate(chat)
+        self._template = chat.writer
 
     @classmethod
     def open(cls, folder: str | Path) -> ChatTokenizer:
@@ -101,14 +89,13 @@ class ChatTokenizer:
         The special token that the template puts after an answer ends answers as ``stops`` do.
         """
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
-        if template is None:
-            template = plain_template(tokenizer, folder)
-        chat = ChatFormat(template, special, tuple(dict.fromkeys(stops)), dict(variables or {}))
+        source = plain_template(tokenizer, folder) if template is None else template
+        chat = ChatFormat(source, special, tuple(dict.fromkeys(stops)), dict(variables or {})).framed()
         # A model that was taught this template ends its answers with what the template puts there.
-        end = _first_special(tokenizer, _closing_of(ChatTemplate(chat)))
+        end = _first_special(tokenizer, _closing_of(chat.writer))
         if end is not None and end not in stops:
             chat = replace(chat, stop_ids=(*chat.stop_ids, end))
-        return cls(tokenizer, chat)
+        return cls(tokenizer, chat, plain=template is None)
 
     @classmethod
     def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> ChatTokenizer:
@@ -119,11 +106,6 @@ class ChatTokenizer:
     def tokenizer_json(self) -> bytes:
         """The tokenizer as ``from_bytes`` reads it."""
         return self.tokenizer.to_str().encode("utf-8")
-
-    @property
-    def plain(self) -> bool:
-        """Whether prompts are given as they are, because the model has no chat template."""
-        return is_plain(self.chat.template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -139,11 +121,15 @@ class ChatTokenizer:
         Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
         take no system message).
         """
+        return self.encode(self.prompt_text(prompt, instruction=instruction, system=system), most)
+
+    def prompt_text(self, prompt: str, *, instruction: str | None = None, system: str | None = None) -> str:
+        """The text whose ids ``prompt_ids`` gives; it raises the same errors."""
         if not prompt.strip():
             raise InputError("the prompt is empty")
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
-        return self.conversation_ids(messages, most)
+        return self._template.render(messages, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
         """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``."""
@@ -228,7 +214,7 @@ class ChatTokenizer:
         return TextOutput(self.stream(), self.stop_ids, StopStrings(stops))
 
 
-def _closing_of(template: ChatTemplate) -> str:
+def _closing_of(template: Frames | ChatTemplate) -> str:
     """What the template puts after an answer."""
     answer = "an answer to be found again"
     text = template.render([*PROMPT, {"role": "assistant", "content": answer}], add_generation_prompt=False)

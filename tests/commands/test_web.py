@@ -21,6 +21,7 @@ from ssdevice.cli import main
 from ssdevice.commands import page_server, web
 from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer
 from ssdevice.contract import CacheForm, functions
+from ssdevice.text.chat_template import ChatFormat
 from tests.bundle.samples import fill, sample_manifest, write_sample
 
 
@@ -69,6 +70,9 @@ def test_a_bundle_that_no_browser_runs_is_refused(
     assert "is for coreml; browsers run bundles of --target onnx" in said
     said = refused(capsys, cached(tmp_path / "c", CacheDtype.BF16), "--runtime", runtime)
     assert "has a cache of bfloat16; browsers need float32 or float16" in said
+    template = ChatFormat("{{ messages[0].content }}", {}, (1,))
+    said = refused(capsys, changed(tmp_path / "d", chat=template), "--runtime", runtime)
+    assert "its chat template is more than texts around messages" in said
 
 
 @pytest.mark.parametrize("dtype", [CacheDtype.FP32, CacheDtype.FP16])
@@ -110,11 +114,6 @@ def test_a_folder_for_a_static_host(
     out = tmp_path / "site"
     assert main(["web", str(bundle.folder), "--runtime", str(runtime), "--out", str(out)]) == 0
     Bundle.open(out / "bundle")
-    frames = json.loads((out / "prompts.json").read_text("utf-8"))
-    assert frames == {
-        "base": {"before": "", "after": ""},
-        "sql": {"before": "Answer in SQL. 你好\n", "after": ""},
-    }
     assert {file.name for file in (out / "runtime").iterdir()} == {Path(name).name for name in web.RUNTIME}
     assert {file.name for file in out.glob("*.js")} == {file.name for file in web.TREE.glob("*.js")}
     assert "  Cross-Origin-Embedder-Policy: require-corp\n" in (out / web.HEADERS_FILE).read_text("utf-8")
@@ -148,7 +147,7 @@ def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
         ("/", "text/html; charset=utf-8"),
         ("/worker.js", "text/javascript; charset=utf-8"),
         ("/runtime/ort-wasm-simd-threaded.wasm", "application/wasm"),
-        ("/prompts.json", "application/json"),
+        ("/bundle/manifest.json", "application/json"),
         ("/bundle/model.onnx.data?again", "application/octet-stream"),
     ],
 )

@@ -1,0 +1,84 @@
+"""Renders chat templates in a process of its own that is killed when a template takes too long or too much."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+from ssdevice.errors import ConfigError
+
+SECONDS = 5.0
+"""Of processor time for one request: many times what a prompt of a million tokens takes."""
+PATIENCE = 4
+"""Times that until the process is killed: on a busy machine, and where processor time has no limit."""
+PROGRAM = Path(__file__).with_name("chat_environment.py")
+
+
+class Renderer:
+    """One process that renders any template; it starts with the first request, and anew after it was killed."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
+        with self._lock:
+            process = self._running()
+            timer = Timer(PATIENCE * self.seconds, process.kill)
+            timer.start()
+            try:
+                answer = _exchange(process, json.dumps(request).encode() + b"\n")
+                if answer.endswith(b"\n"):
+                    return json.loads(answer)
+                late = process.wait() == -getattr(signal, "SIGPROF", 0) or not timer.is_alive()
+            except BaseException:
+                self.close()  # an answer that nobody waits for would be taken for the next one
+                raise
+            finally:
+                timer.cancel()
+            self.close()
+        why = f"it takes more than {self.seconds:g} s" if late else "it takes more than it is allowed"
+        raise ConfigError(f"the chat template ended the process that renders it: {why}")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        # A forked process must not talk to its parent's.
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self.close()
+            # -P: a jinja2.py in the current folder is none of ours.
+            command = [sys.executable, "-P", str(PROGRAM), str(self.seconds)]
+            window = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            try:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, creationflags=window)
+            except OSError as error:
+                raise ConfigError(f"chat templates need {command[0]!r}, which cannot be started: {error}") from error
+            self._owner = os.getpid()
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:  # it ended
+        return b""
