@@ -17,10 +17,10 @@ from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
-    Message,
     read_eos_ids,
     read_object,
 )
+from ssdevice.text.frames import Message
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
