@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ssdevice import errors
-from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError
+from ssdevice.adapters.safetensors_file import read_tensors
+from ssdevice.config import read_json
+from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
 
@@ -27,3 +31,26 @@ def test_missing_extra_says_what_to_install() -> None:
     error = MissingExtraError("coreml", "coremltools")
     assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
     assert "pip install 'ssdevice'" in str(MissingExtraError("", "onnxruntime"))
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("size mismatch for a\nand b", "size mismatch for a"),
+        ("\nErrors in loading:\n\n\tsize mismatch for a\n\tfor b", "Errors in loading: size mismatch for a"),
+        ("Errors in loading:", "Errors in loading:"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_line_of_another_library_says_what_was_wrong(message: str, line: str) -> None:
+    assert first_line(ValueError(message)) == line
+
+
+@pytest.mark.parametrize("read", [read_json, read_tensors])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    file = tmp_path / "file"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(
+        InputError, match="file is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'"
+    ):
+        read(file)
