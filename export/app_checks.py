@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import InputError
 from ssdevice.export.plan import ExportPlan
+from ssdevice.text.tokenizer import check_instruction
 
 
 def check_app(plan: ExportPlan) -> None:
@@ -12,9 +13,6 @@ def check_app(plan: ExportPlan) -> None:
 
     g, app = plan.geometry, plan.apps[0]
     load(plan.folder, app.folder, g.context, g.gamma or None, plan.merged, identity=plan.identity, values=False)
-    ids = plan.tokenizer.prompt_ids("a", instruction=app.instruction)
-    if len(ids) >= g.context:
-        what = f"the instruction of app {app.name!r} and the chat template" if app.instruction else "the chat template"
-        raise ConfigError(f"--context {g.context}: {what} take {len(ids)} tokens, which leaves no room for an answer")
+    ids = check_instruction(plan.tokenizer, app.name, app.instruction, g.context)
     if max(ids) >= g.vocab:
         raise InputError(f"{plan.folder}: a prompt has the token {max(ids)}, the model has only {g.vocab}")

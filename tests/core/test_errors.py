@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ssdevice import errors
+from ssdevice.adapters.safetensors_file import read_tensors
+from ssdevice.config import read_json
 from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
@@ -36,3 +40,13 @@ def test_a_message_of_another_library_does_not_end_where_it_begins() -> None:
     )
     assert first_line(ValueError("\n")) == "ValueError"
     assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError("cut:")) == "cut"
+
+
+@pytest.mark.parametrize("read", [read_json, read_tensors])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    file = tmp_path / "file"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(
+        InputError, match="file is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'"
+    ):
+        read(file)

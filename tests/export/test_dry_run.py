@@ -215,3 +215,12 @@ def _refused_by_both(
         assert code == 2, (code, lines)
     assert lines[0] == lines[1]
     assert said in lines[0] and lines[0].count("\n") == 1
+
+
+def test_tensors_that_are_left_out_are_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    weights_changed(lambda w: w.update({"mtp.norm.weight": torch.ones(4)}))(folder)
+    assert main(["export", "--model", str(folder), "--target", "onnx", "--out", str(tmp_path / "b"), "--dry-run"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note == "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more tensors)"

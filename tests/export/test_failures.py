@@ -92,7 +92,7 @@ def test_an_instruction_longer_than_the_context_is_refused_before_weights_are_lo
     monkeypatch.setattr(OnnxExporter, "prepare", None)
     assert export(base, tmp_path / "b", "--adapter", f"long={adapter}") == 2
     said = capsys.readouterr().err
-    assert "app 'long': its instruction and the chat template take 10" in said and "the context is 96" in said
+    assert "the instruction of app 'long' and the chat template take 10" in said and "a context of 96" in said
     assert said.count("\n") == 1 and not (tmp_path / "b").exists()
 
 

@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     wordy = write_adapter(tmp_path / "wordy", base)
     settings = json.loads((wordy / "streams.json").read_text("utf-8"))
     (wordy / "streams.json").write_text(json.dumps({**settings, "instruction": "a " * 999}), "utf-8")
-    refuse(wordy, "app 'new': its instruction and the chat template take 100")
+    refuse(wordy, "the instruction of app 'new' and the chat template take 100")
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.full((3, 128), torch.nan)), "not finite")
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.zeros(3, 64)), "identifiers have shape")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
