@@ -16,16 +16,16 @@ from ssdevice.errors import ConfigError
 
 SECONDS = 5.0
 """Of processor time for one request: many times what a prompt of a million tokens takes."""
-PATIENCE = 4
-"""Times that until the process is killed: on a busy machine, and where processor time has no limit."""
+WAIT = 20.0
+"""Seconds until the process is killed in any case: on a busy machine, and where processor time has no limit."""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
 
 
 class Renderer:
     """One process that renders any template; it starts with the first request, and anew after it was killed."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = SECONDS, wait: float = WAIT) -> None:
+        self.seconds, self.wait = seconds, wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -35,21 +35,24 @@ class Renderer:
         """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
         with self._lock:
             process = self._running()
-            timer = Timer(PATIENCE * self.seconds, process.kill)
+            timer = Timer(self.wait, process.kill)
             timer.start()
             try:
                 answer = _exchange(process, json.dumps(request).encode() + b"\n")
                 if answer.endswith(b"\n"):
                     return json.loads(answer)
-                late = process.wait() == -getattr(signal, "SIGPROF", 0) or not timer.is_alive()
+                ending = process.wait()
+                late = not timer.is_alive()
             except BaseException:
                 self.close()  # an answer that nobody waits for would be taken for the next one
                 raise
             finally:
                 timer.cancel()
             self.close()
-        why = f"it takes more than {self.seconds:g} s" if late else "it takes more than it is allowed"
-        raise ConfigError(f"the chat template ended the process that renders it: {why}")
+        if ending == -getattr(signal, "SIGPROF", 0) or late:
+            why = f"{self.wait:g} s" if late else f"{self.seconds:g} s of processor time"
+            raise ConfigError(f"the chat template takes more than the {why} that it is allowed")
+        raise ConfigError(f"the chat template broke the process that renders it (exit code {ending})")
 
     def _running(self) -> subprocess.Popen[bytes]:
         # A forked process must not talk to its parent's.

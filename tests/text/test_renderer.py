@@ -18,7 +18,7 @@ from tests.fuzz.templates import TEMPLATES
 
 USER = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-FULL = "the chat template (refuses|ended|cannot be used).*(memory|more than it is allowed|more than 0.3 s|characters)"
+FULL = "the chat template (refuses|cannot be used|takes|broke).*(memory|0.3 s of processor time|exit code|characters)"
 ENDLESS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -112,12 +112,14 @@ def test_a_process_that_was_ended_or_interrupted_is_replaced(
 def test_without_a_limit_of_processor_time_the_wait_has_an_end(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    renderer.wait = 0.5
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda command, **options: started(sleeper, **options))
-        with pytest.raises(ConfigError, match=r"takes more than 0\.3 s"):
+        with pytest.raises(ConfigError, match=r"takes more than the 0\.5 s"):
             render(PLAIN)
+    renderer.wait = 20
     assert render(PLAIN) == "<user>hi"
 
 
