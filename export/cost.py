@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MEASURED_ON = "two cores of an x86 CPU"
 MEASURED_CONTEXT = 1024
+COMPARED = 0.05
+"""Seconds of a million parameters beside transformers; with weights mapped this takes no more memory than the rest."""
 CACHES = 3
 """Memory of a token beyond that context, in caches of float32: those of the gate's sides, and its masks."""
 
@@ -24,7 +26,8 @@ CACHES = 3
 class Cost:
     """What exports to a target take: measured, and fitted by a line each.
 
-    seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters;
+    seconds = ``start`` + ``graph_layer`` for each layer of each graph + ``weight`` for each million parameters, and
+    COMPARED for each comparison with transformers;
     peak bytes = ``memory`` MB + ``weight_bytes`` for each parameter, ``float_bytes`` in float32, and
     ``CACHES`` for tokens beyond MEASURED_CONTEXT.
     """
@@ -41,6 +44,8 @@ class Cost:
         parameters = sum(plan.parameters.values())
         graphs = len(plan.function_names) * (1 if plan.merged else len(plan.apps))
         seconds = self.start + self.graph_layer * plan.geometry.layers * graphs + self.weight * parameters / 1e6
+        if plan.options.cross_check:
+            seconds += COMPARED * parameters / 1e6 * max(1, sum(app.has_lora for app in plan.apps))
         beyond = max(0, plan.geometry.context - MEASURED_CONTEXT) * CACHES * plan.geometry.token_bytes("float32")
         each = self.float_bytes if plan.options.quant is Precision.FP32 else self.weight_bytes
         peak = int(self.memory * 1e6 + each * parameters + beyond)

@@ -47,7 +47,7 @@ class ExportJob:
 
         own, gamma = calibrated or {}, plan.geometry.gamma or None
         scratch = plan.options.out.parent
-        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch)
+        loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch, plan.identity)
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
@@ -112,7 +112,8 @@ class Exporter(ABC):
     ``schedule``, ``chunk``: the defaults. ``repeats``: without streams, how many drafts repeat the text (0: there is no
     step). ``calibrates``: the precisions whose weights may be rounded with rows of data, see ``grid``. ``smooths``:
     those with one scale for a whole row of a linear's inputs, which outliers decide, see ``calibration.smoothing``.
-    ``chooses``: whether it has functions for a host that chooses tokens. ``several_apps``: whether it also takes plans that are not merged, and then fills ``TargetResult.apps``.
+    ``chooses``: whether it has functions for a host that chooses tokens. ``several_apps``: whether it also takes plans
+    that are not merged, and then fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]

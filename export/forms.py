@@ -71,13 +71,12 @@ def exportable(model: StreamModel) -> StreamModel:
     return under(model, Operators(attention=_attention, rotary=rotary))
 
 
-FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
-
-
 class ExternalCacheForm(nn.Module):
     """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` by layer."""
 
-    def __init__(self, name: str, module: FunctionModule, kv_heads: int) -> None:
+    def __init__(
+        self, name: str, module: StepModule | PrefillModule | VerifyModule | DraftModule, kv_heads: int
+    ) -> None:
         super().__init__()
         self.name, self.module, self.kv_heads = name, module, kv_heads
 
@@ -116,16 +115,19 @@ def stack(rows: Sequence[KeyValue]) -> Tensor:
 
 def function_module(
     name: str, model: StreamModel, geometry: Geometry, schedule: Schedule
-) -> FunctionModule:
-    """The module that computes one of the contract's functions."""
+) -> StepModule | PrefillModule:
+    """The module that computes one of FUNCTIONS."""
     if name == STEP:
         return StepModule(model, geometry.tree, geometry.k, schedule)
     if name == PREFILL:
         return PrefillModule(model, geometry.chunk, geometry.k)
+    return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
+
+
+def choosing_module(name: str, model: StreamModel, geometry: Geometry) -> VerifyModule | DraftModule:
+    """The module that computes one of CHOOSING."""
     if name == DRAFT:
         return DraftModule(model, geometry.k)
     if name == VERIFY:
         return VerifyModule(model, geometry.tree, geometry.k)
-    if name == VERIFY_PLAIN:
-        return VerifyModule(model, Tree.root_only(), 1)
-    return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
+    return VerifyModule(model, Tree.root_only(), 1)

@@ -30,8 +30,8 @@ class LogitsConversation(Conversation):
         self.logits = self.logits[emitted_nodes(self.geometry.tree, drafts, tokens)]
         return tokens
 
-    def _call(self, function: str) -> Outputs:
-        out = super()._call(function)
+    def _call(self, function: str, length: int | None = None) -> Outputs:
+        out = super()._call(function, length)
         if function in (STEP, PLAIN):
             logits: NDArray[Any] = out[self._tensor]
             self.logits = logits.reshape(-1, self.geometry.vocab).copy()

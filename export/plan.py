@@ -29,8 +29,10 @@ from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.data import Example
     from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
+    from ssdevice.text.tokenizer import ChatTokenizer
 
 Chosen = TypeVar("Chosen", bound=TargetOptions)
 BASE_APP = "base"
@@ -52,7 +54,9 @@ class ExportOptions:
     conversation may hold. ``chunk``: prompt tokens per prefill. ``slots``: keep even a single adapter separate from the
     base, so that apps can be added and switched. ``adapter_precision``: how separate adapters store their floats, see
     ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights are rounded instead of
-    to nearest. ``choose``: whether the host can choose tokens, too (sampling). ``target_options``: options of some targets only, at most one of each kind; see ``chosen``.
+    to nearest. ``choose``: with functions for a host that chooses tokens. ``cross_check``: compare with transformers
+    and PEFT before graphs are written. ``target_options``: options of some targets only, at most one of each kind; see
+    ``chosen``.
     """
 
     model: str
@@ -69,6 +73,7 @@ class ExportOptions:
     adapter_precision: Quant = Quant.FP32
     calibrate: tuple[Path, ...] = ()
     choose: bool = False
+    cross_check: bool = True
     overwrite: bool = False
     dry_run: bool = False
 
@@ -135,6 +140,8 @@ class ExportPlan:
     ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
     apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
+    ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
+    calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
     """
 
     options: ExportOptions
@@ -147,6 +154,10 @@ class ExportPlan:
     query_heads: int
     parameters: Mapping[str, int]
     bits: float
+    tokenizer: ChatTokenizer
+    tokenizer_folder: Path
+    calibration: tuple[Example, ...]
+    notes: tuple[str, ...]
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -214,21 +225,26 @@ class ExportPlan:
             "estimated_bytes": self.estimated_bytes(),
             "estimated_seconds": round(prediction.seconds) if prediction else None,
             "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
+            "notes": list(self.notes),
         }
 
 
 def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
-    """Check everything that can be checked without loading weights.
+    """Check everything that can be checked without loading weights, so that a dry run refuses what an export refuses.
 
     Raises InputError, which names the value that cannot be used.
     """
     from ssdevice.adapters.settings import BaseIdentity
-    from ssdevice.model.loading import POSITION_MARGIN, read_config, resolve_folder, stored_parameters
+    from ssdevice.export.app_checks import check_app
+    from ssdevice.export.calibration.job import chosen_rows
+    from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
+    from ssdevice.model.tokenizer import shared_tokenizer
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
+    calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
@@ -257,12 +273,17 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=chunk,
         hidden=int(config.hidden_size) if options.choose else 0,
     )
-    schedule = _schedule(options, target, apps)
-    parameters, bits = stored_parameters(folder), target.bits[options.quant]
-    plan = ExportPlan(options, folder, identity, apps, merged, geometry, schedule, heads, parameters, bits)
+    schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
+    tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
+    plan = ExportPlan(
+        options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
+        target.bits[options.quant], tokenizer, tokenizer_folder, calibration, (*base.notes, *notes),
+    )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     target.check(plan)
+    for app in apps:
+        check_app(plan.of(app))
     return plan
 
 

@@ -9,19 +9,22 @@ from contextlib import contextmanager
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
-from ssdevice.export.calibration.job import calibrated_job, calibration_notes, chosen_rows, smoothed_job
+from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
+from ssdevice.export.crosscheck.check import SKIPPED, check_export, check_settings
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
-from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE, ChatTokenizer
+from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
 """New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
 
-STAGES = {"read the tokenizer": 1, "load the model": 4, "calibrate": 1, "write the graphs": 59, "check parity": 35}
+STAGES = {
+    "load the model": 5, "compare with transformers": 8, "calibrate": 1, "write the graphs": 54, "check parity": 32
+}  # fmt: skip
 """Every stage with its part of an export's time, in hundredths."""
 
 
@@ -56,11 +59,13 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     options, whole = plan.options, Whole(report)
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        begin("read the tokenizer")
-        tokenizer = ChatTokenizer.open(plan.folder)
-        examples = chosen_rows(options.calibrate) if options.calibrate else []
+        tokenizer, examples = plan.tokenizer, plan.calibration
+        notes = check_settings(tokenizer, plan.folder)
         begin("load the model")
-        job = target.prepare(ExportJob.of(plan, whole))
+        job = ExportJob.of(plan, whole)
+        begin("compare with transformers")
+        notes += check_export(job) if options.cross_check else (SKIPPED,)
+        job = target.prepare(job)
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)
         if examples:
@@ -77,7 +82,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         for app in result.apps.values():
             for path in app.files:
                 writer.declare(path)
-        return writer.commit(make_manifest(plan, tokenizer, result, parity, len(examples)))
+        return writer.commit(make_manifest(plan, result, parity, len(examples), notes))
 
 
 @contextmanager
@@ -93,12 +98,12 @@ def fewer_collections() -> Iterator[None]:
 
 def make_manifest(
     plan: ExportPlan,
-    tokenizer: ChatTokenizer,
     result: TargetResult,
     parity: Mapping[str, float],
     calibrated_rows: int,
+    notes: tuple[str, ...],
 ) -> Manifest:
-    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills."""
+    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills; ``notes``: to begin with."""
     settings, identity, g = plan.settings, plan.identity, plan.geometry
     streams = settings.streams if settings is not None else None
     mode = streams.mode if streams is not None else None
@@ -122,12 +127,15 @@ def make_manifest(
         geometry=GeometrySpec.of(g),
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=tokenizer.chat,
+        chat=plan.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
         notes=(
-            *((PLAIN_PROMPT,) if tokenizer.plain else ()),
+            *notes,
+            *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
+            *((plan.tokenizer.chat.note,) if plan.tokenizer.chat.note else ()),
+            *plan.notes,
             *calibration_notes(plan, calibrated_rows),
             *result.notes,
         ),

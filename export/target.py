@@ -32,7 +32,8 @@ differences."""
 class TargetOptions(ABC):
     """Options of some targets only: the base of frozen dataclasses whose fields all have defaults.
 
-    ``owner``: the owner in the genitive, such as "Core ML's"; ``flags``: their names on the command line.
+    ``owner``: the owner in the genitive, such as "Core ML's"; ``flags``: their names on the command line, where they
+    are None or False unless they are given.
     """
 
     owner: ClassVar[str]
@@ -47,6 +48,11 @@ class TargetOptions(ABC):
     @abstractmethod
     def parse(cls, args: Namespace) -> Self:
         """The options in parsed arguments. Raises ConfigError."""
+
+    @classmethod
+    def given(cls, args: Namespace) -> bool:
+        """Whether one of the flags was given, be it with the value that it has anyway."""
+        return any(getattr(args, flag.lstrip("-").replace("-", "_")) not in (None, False) for flag in cls.flags)
 
     def refused(self, target: str) -> ConfigError:
         """The error of a target that does not have these options."""

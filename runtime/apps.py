@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ssdevice import arguments
 from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
 from ssdevice.adapters.storage import stored
 from ssdevice.adapters.weights import AdapterWeights
@@ -17,7 +18,9 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.errors import InputError
+from ssdevice.runtime.session import tokenizer_of
 from ssdevice.runtime.target import runtime_target
+from ssdevice.text.tokenizer import check_instruction
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
@@ -27,20 +30,23 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     sentence for the user. Raises InputError for an adapter that does not fit.
     """
     manifest = bundle.manifest
-    check_rule("an app's name", name, NAME)
+    check_rule("an app's name", arguments.text("an app's name", name), NAME)
+    folder = arguments.path("an adapter's folder", folder)
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
     addition = runtime_target(manifest.target).new_app(bundle, name, folder)
     own = f"{addition.parent}/{name}"
     path = f"{own}/{addition.file}"
     settings, variant = addition.weights.settings, addition.variant
+    instruction = settings.instruction if settings is not None else ""
+    check_instruction(tokenizer_of(bundle), name, instruction, bundle.geometry.context)
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
         base_sha256=manifest.model.sha256,
         mode=variant.mode,
         msa_layers=variant.msa_layers,
-        instruction=settings.instruction if settings is not None else "",
+        instruction=instruction,
         rank=addition.weights.lora_rank,
         folder=own,
         files=(path,),

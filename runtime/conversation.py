@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ssdevice.contract import (
     CHUNK,
-    DRAFT,
     COUNT,
+    DRAFT,
     DRAFTS,
     LENGTH,
     LOGITS,
@@ -34,6 +34,8 @@ from ssdevice.contract import (
     functions,
 )
 from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.sampling.choice import Chooser, walk
+from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.runtime.engine import Cache, Engine
@@ -45,15 +47,13 @@ class Conversation:
     ``length``: number of committed rows; going back means lowering it. ``drafts [γ, k] int32``: the draft of the last
     prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
-    them is undefined, and a prefill replaces the list. ``beside``: a conversation whose memory this one may use, see
+    them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
+    from logits; None: the graph does, greedily. ``beside``: a conversation whose memory this one may use, see
     ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
     """
-
-    host_chooses = False
-    """Whether the caller chooses tokens from logits, see ``ssdevice.runtime.sampling``."""
 
     def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:
         self.engine = engine
@@ -67,6 +67,7 @@ class Conversation:
         }
         self.drafts = self.verified = self._inputs[DRAFTS]
         self.text: list[int] = []
+        self.chooser: Chooser | None = None
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def prefill(self, chunk: Sequence[int]) -> int:
@@ -87,6 +88,8 @@ class Conversation:
         Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on, and sets ``drafts`` to
         the next draft, which follows the last of these tokens.
         """
+        if self.chooser is not None:
+            return self._choose(self.verify(last))
         self._inputs[ROOT][0] = last
         self.verified = self.drafts.copy()
         out = self._call(STEP)
@@ -100,6 +103,8 @@ class Conversation:
 
     def step_plain(self, last: int) -> int:
         """Write the row of ``last`` at ``length`` and return the token after it. Does not change ``drafts``."""
+        if self.chooser is not None:
+            return self._choose(self.verify_plain(last))[0]
         self._inputs[ROOT][0] = last
         out = self._call(PLAIN)
         token: int = out[TOKENS].item()
@@ -143,6 +148,14 @@ class Conversation:
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         """See ``Cache.rows``."""
         return self.cache.rows(start, end)
+
+    def _choose(self, logits: NDArray[np.float32]) -> list[int]:
+        """Choose a path through the verified tree, of one node or all, and keep it; returns its tokens."""
+        choose, tree = self.chooser, self.geometry.tree if len(logits) > 1 else Tree.root_only()
+        assert choose is not None
+        path, tokens = walk(tree, self.verified, lambda node: choose(logits[node]))
+        self.keep(path, tokens)
+        return tokens
 
     def _logits(self, function: str, last: int) -> NDArray[np.float32]:
         self._inputs[ROOT][0] = last

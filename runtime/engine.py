@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice import arguments
 from ssdevice.contract import CacheForm, Geometry
-from ssdevice.errors import BundleError, ConfigError, MissingExtraError
+from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.notice import say_once
 from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
@@ -40,8 +42,9 @@ class EngineOptions:
     kernels: bool = True
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads is {self.threads}, expected 0 (the engine's default) or more")
+        arguments.whole("threads", self.threads, 0)
+        for name in ("spinning", "profile", "kernels"):
+            arguments.flag(name, getattr(self, name))
 
 
 class Cache(ABC):
@@ -151,9 +154,13 @@ def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> No
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
     """The engine of a bundle's target with an app's adapter (None: the bundle's default app).
 
-    Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
+    Options that have no effect there are told once. Raises MissingExtraError if the target's runtime is not installed,
+    InputError for a target without an engine.
     """
-    target = runtime_target(bundle.manifest.target)
+    target, usual = runtime_target(bundle.manifest.target), EngineOptions()
+    for name in sorted(vars(options).keys() - target.heeds):
+        if getattr(options, name) != getattr(usual, name):
+            say_once(f"ssdevice: the option {name} has no effect on {target.name} bundles")
     try:
         return target.open_engine(bundle, app, options)
     except ModuleNotFoundError as error:

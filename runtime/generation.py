@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.runtime.sampling.choice import Logprobs
 from ssdevice.tree import Ranks, Tree
 
 Drafts = Sequence[Sequence[int]]
@@ -63,6 +64,7 @@ class Generation:
 
     ``tokens``: including a stop token; the first comes from prefill. ``accepted``: tokens of each step after
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
+    ``logprobs``: those of each token, if they were asked for.
     ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it runs.
     """
 
@@ -74,6 +76,7 @@ class Generation:
     decode_seconds: float = 0.0
     native_seconds: float = 0.0
     reason: Reason | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
         """Add a run and the time of its call; the first run is that of prefill."""

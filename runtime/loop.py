@@ -60,7 +60,7 @@ def begin(conversation: Conversation, prompt: Sequence[int], advance: Advance) -
 
     Errors are those of ``prefill``.
     """
-    if not conversation.host_chooses:
+    if conversation.chooser is None:
         return (prefill(conversation, prompt),)
     check_prompt(conversation.geometry, prompt, conversation.length)
     if len(prompt) > 1:

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from ssdevice.contract import PLAIN, STEP
+from ssdevice import arguments
+from ssdevice.contract import PLAIN, STEP, VERIFY_PLAIN
 from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
@@ -19,6 +20,8 @@ from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.sampling.choice import Chooser
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer, user_content
 
@@ -70,7 +73,8 @@ class Session:
         self._running: Generation | None = None  # the answer that owns the cache
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
-        self._adaptive: WeakKeyDictionary[Conversation, Adaptive] = WeakKeyDictionary()
+        # A step costs another time where the host chooses.
+        self._adaptive: WeakKeyDictionary[Conversation, dict[bool, Adaptive]] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
         self._messages: Messages = []  # replaced by a new list whenever the conversation continues
 
@@ -91,10 +95,13 @@ class Session:
         """
         from ssdevice.bundle.folder import Bundle
 
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        options = options or EngineOptions()
+        app = arguments.text("app", app) if app is not None else None
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
         if threads is not None:
             options = replace(options, threads=threads)
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         found = opened.app(app)
         tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
@@ -127,12 +134,14 @@ class Session:
 
     def preload(self, *apps: str) -> None:
         """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
+        apps = arguments.texts("app", apps)
         if self.bundle is None:
             raise InputError("this session was not opened from a bundle")
         for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
             self._opened(app).engine.warm()
 
     def _opened(self, app: str) -> _Opened:
+        arguments.text("app", app)
         if self.engine.closed:
             raise InputError(f"app {app!r}: the session was closed")
         if self.bundle is None:
@@ -157,15 +166,17 @@ class Session:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         speculate: bool = True,
+        sampling: Sampling | None = None,
     ) -> Iterator[str]:
         """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
         What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
-        ``stop``: strings that end the answer and are not part of it. The answer is the same with and without
-        ``speculate``. Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
+        ``stop``: strings, also special tokens, that end the answer and are not part of it. ``sampling``: how tokens are
+        chosen, None for greedily. The answer is the same with and without ``speculate``. Raises InputError for an empty
+        prompt, ContextOverflowError for one that does not fit.
         """
-        ids = self.prompt_ids(prompt, system=system)
-        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=self.mode(speculate)))
+        ids, mode = self.prompt_ids(prompt, system=system), self.mode(speculate)
+        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=mode, sampling=sampling))
 
     def chat(
         self,
@@ -174,26 +185,31 @@ class Session:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         speculate: bool = True,
+        sampling: Sampling | None = None,
     ) -> Iterator[str]:
         """Pieces of the answer to the next message of a conversation, which lasts until ``reset`` or ``generate``.
 
         Only tokens that are not in the cache are computed. Raises the same errors as ``generate``.
         """
-        if not prompt.strip():
+        if not arguments.text("prompt", prompt).strip():
             raise InputError("the prompt is empty")
         before = self._messages
         messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
         ids = self.tokenizer.conversation_ids(messages, self.engine.geometry.context)
-        return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), _Turn(before, messages)))
+        turn = _Turn(before, messages)
+        return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), sampling, turn))
 
     def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
         """The tokens of a prompt in the chat format that this app was trained with."""
+        arguments.text("prompt", prompt)
+        if system is not None:
+            arguments.text("system", system)
         context = self.engine.geometry.context
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
-        if speculate and STEP in self.engine.functions:
+        if arguments.flag("speculate", speculate) and STEP in self.engine.functions:
             return ADAPTIVE if PLAIN in self.engine.functions else SPECULATIVE
         return "plain" if PLAIN in self.engine.functions else "plain_step"
 
@@ -204,21 +220,41 @@ class Session:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         mode: str = SPECULATIVE,
+        sampling: Sampling | None = None,
     ) -> Generator[Run, None, None]:
         """``generate`` call by call, with tokens and drafts. ``mode``: ADAPTIVE or one of MODES."""
-        return self._begin_later(prompt, max_tokens, stop, mode)
+        return self._begin_later(arguments.wholes("prompt", prompt), max_tokens, stop, mode, sampling)
 
     def _begin_later(
-        self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], mode: str, turn: _Turn | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        mode: str,
+        sampling: Sampling | None,
+        turn: _Turn | None = None,
     ) -> Generator[Run, None, None]:
         """Check a request without changing anything. ``turn``: None starts a new conversation."""
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}, expected 1 or more")
+        max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
         shared = self._conversation.shared(prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
-        return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, turn)
+        chooser = self._chooser(prompt, mode, sampling)
+        return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, chooser, turn)
+
+    def _chooser(self, prompt: Sequence[int], mode: str, sampling: Sampling | None) -> Chooser | None:
+        """What chooses the tokens of an answer; None: the graph does."""
+        if sampling is None or sampling.greedy:
+            return None
+        if VERIFY_PLAIN not in self.engine.functions:
+            raise InputError(
+                f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
+                "for sampling, penalties and log-probabilities export it with --choose host"
+            )
+        if mode == "plain_step":
+            raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
 
     def _runs(
         self,
@@ -227,6 +263,7 @@ class Session:
         output: TextOutput,
         mode: str,
         conversation: Conversation,
+        chooser: Chooser | None,
         turn: _Turn | None,
     ) -> Generator[Run, None, None]:
         """The answer to a checked request. It takes the cache when it begins, and continues as long as it owns it.
@@ -239,6 +276,7 @@ class Session:
         if turn is None:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
+        conversation.chooser = chooser
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
@@ -252,6 +290,8 @@ class Session:
                 if run.reason is not None and run.reason is not Reason.STOP:
                     run.text += output.finish()
                 answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
+                if chooser is not None:
+                    answer.logprobs = chooser.logprobs[: len(answer.tokens)]
                 yield run
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
@@ -259,9 +299,10 @@ class Session:
                 self._messages = [*turn.messages, {"role": "assistant", "content": answer.text}]
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
-        if conversation not in self._adaptive:
-            self._adaptive[conversation] = Adaptive(Lookup() if self.streams else LookupOnly())
-        return self._adaptive[conversation]
+        known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None
+        if choosing not in known:
+            known[choosing] = Adaptive(Lookup() if self.streams else LookupOnly())
+        return known[choosing]
 
     def close(self) -> None:
         """Release the target's memory."""

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class RuntimeTarget(ABC):
-    """One target. ``extra``: the pip extra that its engine needs."""
+    """One target. ``extra``: the pip extra that its engine needs; ``heeds``: the EngineOptions that have an effect."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
+    heeds: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:

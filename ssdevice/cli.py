@@ -6,12 +6,18 @@ import argparse
 import importlib
 import io
 import logging
+import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from ssdevice import __version__
-from ssdevice.errors import SSDeviceError, is_out_of_memory
+from ssdevice.errors import InputError, SSDeviceError, is_out_of_memory
 
 COMMANDS = {
     "train": "train an app's adapter: LoRA and streams",
@@ -27,6 +33,7 @@ COMMANDS = {
     "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130
+TERMINATED = 143
 MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
 """Loggers of other packages that warn, on import, about parts that this product does not use."""
@@ -36,7 +43,7 @@ DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (failure), 2 (bad input) or 130 (Ctrl-C).
+    """Run one command; the exit code is 0, 1 (failure), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
 
     What the caller or the machine can cause is a line on stderr; ``--debug`` shows where it came from instead.
     """
@@ -44,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     _write_any_text()
     try:
-        return _run(args)
+        with terminable():
+            code = _run(args)
+            print(end="", flush=True)  # here, where its errors are told
+            return code
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -74,13 +84,52 @@ def _message(error: Exception) -> str | None:
         return str(error)
     if is_out_of_memory(error):
         return "out of memory: close other programs, use a larger machine, or a smaller model"
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    return None
+    if isinstance(error, OSError) and error.errno is not None:
+        # What writes files names them, see ``staging.disk_errors``.
+        where = error.filename or ("standard output" if _output_fails() else "a file (--debug shows which)")
+        return f"{where}: {error.strerror}"
+    return str(error) if isinstance(error, OSError) else None
+
+
+def _output_fails() -> bool:
+    """Whether standard output takes no more text: the error does not say, so it is tried.
+
+    What is left for it is then dropped, or Python would try again at the end.
+    """
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of any other input: one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """In this context SIGTERM ends the process with its cleanup, as Ctrl-C does."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        sys.exit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ssdevice",
         description="Speculative Streaming on devices: train, export and run stream-fused language models.",
     )

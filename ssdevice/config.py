@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 import types
 import typing
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice import strict_json
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, check_no_pointer
 
 T = TypeVar("T")
 MAX_RANK = 1 << 14
@@ -88,6 +87,11 @@ class StreamConfig:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
         if not self.msa_layers and self.adapter_rank < 1:
             raise ConfigError("without MSA layers adapter_rank is the rank of the heads: it must be 1 or more")
+
+    @property
+    def trains_lora(self) -> bool:
+        """Whether main rows have a LoRA that was trained with these streams."""
+        return self.mode is Mode.SHARED and self.lora_rank > 0
 
     def check_layers(self, layers: int) -> None:
         """Raise ConfigError unless N_s < N: streams start from the hidden state of a lower layer."""
@@ -202,13 +206,9 @@ def to_json(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
     try:
+        check_no_pointer(path)
         return strict_json.parse(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write plain JSON values as indented UTF-8 text."""
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8")

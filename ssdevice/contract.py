@@ -189,10 +189,11 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
     def seen(nodes: int) -> tuple[TensorSpec, ...]:
         return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(STATES, (nodes, g.hidden), "float32")
 
+    step_inputs = int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)
     specs = [
         function(
             STEP,
-            (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)),
+            step_inputs,
             (int32(TOKENS, g.tree.emitted), int32(COUNT, 1), int32(NEXT_DRAFTS, *drafts)),
             g.tree.emitted,
         ),
@@ -207,7 +208,9 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
     if g.hidden and cache is CacheForm.EXTERNAL:
         state = TensorSpec(STATE, (1, g.hidden), "float32")
         specs += [
-            function(VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size),
+            function(
+                VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size
+            ),
             function(VERIFY_PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), seen(1), 1),
             function(DRAFT, (int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
         ]

@@ -13,13 +13,14 @@ name ends in ``.gz``, gzip. Empty lines are skipped.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssdevice import strict_json
+from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
 
 MAX_LINE_BYTES = 16 << 20
@@ -49,7 +50,7 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
     Raises InputError, which names the file and the line: no such file, not gzip, not UTF-8, not JSON, unknown keys,
     wrong types, an empty prompt, no completion with ``require_completion``, or no example at all.
     """
-    path = Path(path)
+    path = arguments.path("a data file", path)
     found = False
     for number, line in _lines(path):
         where = f"{path}, line {number}"
@@ -73,9 +74,9 @@ def read_examples(
 
     Raises the same errors as ``iter_examples``; lines after the limit are not read and not checked.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"limit is {limit}, expected 1 or more")
-    files = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if limit is not None:
+        arguments.whole("limit", limit, 1)
+    files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not files:
         raise InputError("no data file given")
     examples: list[Example] = []

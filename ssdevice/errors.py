@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class SSDeviceError(Exception):
     """A failure of the tool itself, or of one of its checks (exit code 1)."""
@@ -44,8 +46,26 @@ class ParityError(SSDeviceError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's message, or the error's type if there is none."""
-    return next((line for line in str(error).splitlines() if line), type(error).__name__)
+    """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".strip()
+        if not said.endswith(":"):
+            break
+    return said.removesuffix(":") or type(error).__name__
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a Git LFS pointer begins: the small text that stands for a large file until that is fetched."""
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raise InputError for a Git LFS pointer in the place of a file; a file of another kind, or none, is fine."""
+    if not file.is_file():  # opening a pipe would block
+        return
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise InputError(f"{file} is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
 
 
 NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from ssdevice.runtime.onnx import kernels
@@ -18,9 +21,31 @@ KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": 
 def built(kind: str) -> Path:
     """The compiled kernels of a kind."""
 
-    def make(file: Path) -> None:
-        sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
-        flags = [*kernels.FLAGS, "-Wall", "-Wextra", "-Werror", *KINDS[kind]]
-        subprocess.run([str(COMPILER), *flags, "-o", str(file), *sources], check=True)
+    return _compiled(kind, ["-Wall", "-Wextra", "-Werror", *KINDS[kind]])
 
-    return made_once(f"kernels/{kind}.so", make)
+
+def sanitized() -> Path:
+    """The kernels with AddressSanitizer and UBSan: a process that loads them must be started with ``preloaded``."""
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    return _compiled("sanitized", ["-O0", "-g1", *checks])
+
+
+@cache
+def preloaded() -> str | None:
+    """What LD_PRELOAD has to be; None: there is no GCC with AddressSanitizer here."""
+    if COMPILER is None or sys.platform != "linux":
+        return None
+    # Without the C++ library beside it AddressSanitizer finds nobody who throws: Python is none of its users.
+    asked = [[COMPILER, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    files = [subprocess.run(ask, capture_output=True, text=True).stdout.strip() for ask in asked]
+    return " ".join(files) if all(Path(file).is_absolute() for file in files) else None
+
+
+def _compiled(name: str, flags: Sequence[str]) -> Path:
+    def make(folder: Path) -> None:
+        folder.mkdir(mode=0o755)
+        sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
+        subprocess.run([str(COMPILER), *kernels.FLAGS, *flags, "-o", str(folder / "made.so"), *sources], check=True)
+        kernels.put(folder / "made.so", folder)
+
+    return next(made_once(f"kernels/{name}", make).iterdir())

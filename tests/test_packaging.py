@@ -82,7 +82,7 @@ def test_core_needs_no_heavy_dependency(wheel: zipfile.ZipFile) -> None:
     [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     requires = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist", [])
     core = {line.split(">")[0].split("=")[0].split("<")[0].strip() for line in requires if "extra ==" not in line}
-    assert core == {"numpy", "onnxruntime", "tokenizers", "jinja2", "rich"}
+    assert core == {"numpy", "onnxruntime", "tokenizers", "safetensors", "jinja2", "rich"}
 
 
 def test_links_point_at_the_real_folders(repository: Path) -> None:

@@ -1,25 +1,18 @@
 // A graph of ONNX Runtime and the KV cache that it reads, through ONNX Runtime's C API.
 #pragma once
 
-#include <onnxruntime_c_api.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-#include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
-#include <map>
+#include <cstdlib>
 #include <memory>
-#include <set>
-#include <stdexcept>
-#include <string>
 #include <thread>
 #include <utility>
-#include <vector>
+
+#include "bundle.h"
 
 #ifdef SSDEVICE_KERNELS  // runtime/onnx/kernels, compiled into this program
 extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBase*);
@@ -28,19 +21,6 @@ constexpr bool kKernels = true;
 #else
 constexpr bool kKernels = false;
 #endif
-
-namespace fs = std::filesystem;
-using Error = std::runtime_error;
-using Ids = std::vector<int32_t>;
-using Names = std::set<std::string>;
-using Shape = std::vector<int64_t>;
-using Type = ONNXTensorElementDataType;
-
-constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr auto kRows = "rows";
-
-constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
 
 // Seconds on a clock that only goes on.
 inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -105,11 +85,24 @@ struct Options {
   bool kernels = kKernels, quantized = false;
 };
 
+// Memory that is zero, which the system gives when it is first written. Throws an Error if there is not enough.
+class Zeros {
+ public:
+  explicit Zeros(int64_t size) : memory_(std::calloc(std::max<int64_t>(size, 1), 1), std::free) {
+    if (!memory_) throw Error("no memory for a KV cache or its rows of " + std::to_string(size) + " bytes");
+  }
+
+  char* data() const { return static_cast<char*>(memory_.get()); }
+
+ private:
+  std::unique_ptr<void, void (*)(void*)> memory_;
+};
+
 // Keys and values of all layers as one array [2 * layers, capacity]: rows of layer 0's keys, then of its values, ..
 // The host copies rows and never reads them, so it needs only their size in bytes.
 struct Cache {
   int64_t arrays, capacity, row_bytes;
-  std::vector<char> memory = std::vector<char>(arrays * capacity * row_bytes);
+  Zeros memory{arrays * capacity * row_bytes};
 
   char* row(int64_t array, int64_t at) { return memory.data() + (array * capacity + at) * row_bytes; }
 
@@ -127,10 +120,10 @@ class Graph {
  public:
   std::map<std::string, Ids> ids;
 
-  // `required`: the tensors that the caller cannot do without.
-  Graph(const fs::path& file, const Options& options, const Names& required) : file_(file.string()) {
+  // `function`: its tensors, which must be those of the file.
+  Graph(const fs::path& file, const Options& options, Function function)
+      : file_(file.string()), function_(std::move(function)), rows_(elements(function_.rows().shape) * bytes_of(type())) {
     const OrtApi& ort = api();
-    if (!fs::is_regular_file(file)) throw Error(file_ + ": there is no such file");
     static const auto environment = make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
     const auto settings = make(ort.ReleaseSessionOptions, ort.CreateSessionOptions);
     int crew = 0;
@@ -147,19 +140,16 @@ class Graph {
     session_ = make(ort.ReleaseSession, ort.CreateSession, environment.get(), file.c_str(), settings.get());
     give_back(file.parent_path());
     if (options.kernels && attention() == "TreeAttention") lanes_ = 1;  // its sums leave out masked rows
-    read(outputs_, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
-    read(inputs_, ort.SessionGetInputCount, ort.SessionGetInputName, ort.SessionGetInputTypeInfo);
-    ids["length"].resize(1);  // a graph may do without it
-    for (const auto& name : required) {
-      if (!ids.count(name)) throw Error(file_ + ": the graph has no tensor '" + name + "'");
+    compare(function_.inputs, ort.SessionGetInputCount, ort.SessionGetInputName, ort.SessionGetInputTypeInfo);
+    compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
+    for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
+      for (const Tensor& tensor : *tensors) {
+        if (tensor.type != kInt32) continue;
+        ids[tensor.name].reserve(1);  // a model that drafts nothing still has a tensor for drafts
+        ids[tensor.name].resize(elements(tensor.shape));
+      }
     }
   }
-
-  int64_t arrays() const { return shape_[0]; }
-  int64_t new_rows() const { return shape_[1]; }
-  int64_t width() const { return shape_[2]; }
-  int64_t row_bytes() const { return width() * bytes_of(type_); }
-  Type type() const { return type_; }
 
   // Calls the graph on the first `length` rows of a cache, always the same one. Returns the seconds that it took.
   double run(Cache& cache, int64_t length) {
@@ -167,35 +157,33 @@ class Graph {
     const int64_t shown = cache.visible(length, lanes_);
     if (shown != shown_) bind(cache, shown);
     const double start = now();
-    const size_t n = inputs_.size();
-    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs_.size(), &given_[n]));
+    const size_t n = function_.inputs.size(), outputs = function_.outputs.size();
+    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs, &given_[n]));
     return now() - start;
   }
 
   // Puts the first `count` new rows at `length`.
   void commit(Cache& cache, int64_t length, int64_t count) const {
-    if (count > new_rows()) throw Error(file_ + ": the graph returned too few rows");
-    for (int64_t array = 0; array < arrays(); ++array) {
-      std::copy_n(&rows_[array * new_rows() * row_bytes()], count * row_bytes(), cache.row(array, length));
+    const Shape& shape = function_.rows().shape;
+    if (count > shape[1]) throw Error(file_ + ": the graph returned too few rows");
+    for (int64_t array = 0; array < shape[0]; ++array) {
+      std::copy_n(rows_.data() + array * shape[1] * cache.row_bytes, count * cache.row_bytes, cache.row(array, length));
     }
   }
 
  private:
-  struct Tensor {
-    std::string name;
-    int64_t array;  // of the cache; negative for other tensors
-    Shape shape;
-  };
+  Type type() const { return function_.rows().type; }
 
   // Tensors on the memory of the cache's first `shown` rows, of `ids` and of `rows_`, none of which ever moves.
   void bind(Cache& cache, int64_t shown) {
     values_.clear(), given_.clear(), names_.clear();
-    for (const auto* tensors : {&inputs_, &outputs_}) {
-      for (const auto& [name, array, shape] : *tensors) {
-        values_.push_back(
-            array >= 0      ? view(cache.row(array, 0), shown * row_bytes(), {shown, width()}, type_)
-            : name == kRows ? view(rows_.data(), rows_.size(), shape, type_)
-                            : view(ids[name].data(), ids[name].size() * sizeof(int32_t), shape, kInt32));
+    int64_t array = 0;
+    for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
+      for (const auto& [name, shape, type] : *tensors) {
+        const int64_t bytes = elements(shape) * bytes_of(type);
+        values_.push_back(type == kInt32   ? view(ids[name].data(), bytes, shape, type)
+                          : name == kRows ? view(rows_.data(), bytes, shape, type)
+                                          : view(cache.row(array++, 0), shown * cache.row_bytes, {shown, shape[1]}, type));
         given_.push_back(values_.back().get());
         names_.push_back(name.c_str());
       }
@@ -216,68 +204,48 @@ class Graph {
     return found;
   }
 
-  template <typename Count, typename Name, typename Type>
-  void read(std::vector<Tensor>& tensors, Count count_of, Name name_of, Type type_of) {
+  // Throws an Error unless the inputs or outputs of the graph are the expected tensors; a size that the graph leaves open fits.
+  template <typename Count, typename Name, typename Info>
+  void compare(const std::vector<Tensor>& expected, Count count_of, Name name_of, Info info_of) const {
     OrtAllocator* allocator = nullptr;
     check(api().GetAllocatorWithDefaultOptions(&allocator));
-    size_t count = 0, rank = 0;
+    size_t count = 0;
     check(count_of(session_.get(), &count));
+    std::map<std::string, const Tensor*> waiting;
+    for (const Tensor& tensor : expected) waiting[tensor.name] = &tensor;
     for (size_t i = 0; i < count; ++i) {
-      char* name = nullptr;
-      check(name_of(session_.get(), i, allocator, &name));
-      Tensor tensor{name, array_of(name), {}};
-      check(api().AllocatorFree(allocator, name));
-      const auto info = make(api().ReleaseTypeInfo, type_of, session_.get(), i);
-      const OrtTensorTypeAndShapeInfo* details = nullptr;
-      auto type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-      check(api().CastTypeInfoToTensorInfo(info.get(), &details));
-      if (details) {  // null: a sequence or a map
-        check(api().GetTensorElementType(details, &type));
-        check(api().GetDimensionsCount(details, &rank));
-        tensor.shape.resize(rank);
-        check(api().GetDimensions(details, tensor.shape.data(), rank));
+      char* given = nullptr;
+      check(name_of(session_.get(), i, allocator, &given));
+      const std::string name = given;
+      check(api().AllocatorFree(allocator, given));
+      const auto found = waiting.find(name);
+      if (found == waiting.end() || !fits(*found->second, make(api().ReleaseTypeInfo, info_of, session_.get(), i).get())) {
+        throw Error(file_ + ": " + safe(name) + " is no tensor of the contract, or has another type or size than in the manifest");
       }
-      if (!accept(tensor, type)) {
-        throw Error(file_ + ": '" + tensor.name +
-                    "' is no tensor of a bundle with one app and a float32 or float16 cache");
-      }
-      tensors.push_back(std::move(tensor));
+      waiting.erase(found);
     }
-    if (rows_.empty()) throw Error(file_ + ": the graph has no tensor 'rows'");
+    if (!waiting.empty()) throw Error(file_ + ": the graph has no tensor " + safe(waiting.begin()->first));
   }
 
-  static int64_t array_of(const char* name) {
-    unsigned layer = 0;
-    if (std::sscanf(name, "past_keys.%u", &layer) == 1) return 2 * int64_t{layer};
-    if (std::sscanf(name, "past_values.%u", &layer) == 1) return 2 * int64_t{layer} + 1;
-    return -1;
-  }
-
-  // Whether a tensor is one of the contract's; makes its memory. The outputs come first.
-  bool accept(const Tensor& tensor, Type type) {
-    static const Names integers{"chunk", "count",       "drafts",    "length", "root",
-                                "valid", "next_drafts", "next_root", "tokens"};
-    if (tensor.array >= 0) return type == type_ && !rows_.empty() && tensor.array < arrays();
-    int64_t size = 1;
-    for (const int64_t dimension : tensor.shape) size *= std::max<int64_t>(dimension, 0);  // negative: not fixed
-    if (tensor.name != kRows) {
-      ids[tensor.name].reserve(1);  // a model that drafts nothing has no `next_drafts`, and still a tensor for them
-      ids[tensor.name].resize(size);
-      return type == kInt32 && (size > 0 || tensor.name == "next_drafts") && integers.count(tensor.name);
-    }
-    shape_ = tensor.shape;
-    type_ = type;
-    rows_.resize(size * bytes_of(type));
-    return (type == kFloat || type == kHalf) && shape_.size() == 3;
+  static bool fits(const Tensor& tensor, const OrtTypeInfo* info) {
+    const OrtTensorTypeAndShapeInfo* details = nullptr;
+    auto type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    size_t rank = 0;
+    check(api().CastTypeInfoToTensorInfo(info, &details));
+    if (!details) return false;  // a sequence or a map
+    check(api().GetTensorElementType(details, &type));
+    check(api().GetDimensionsCount(details, &rank));
+    Shape sizes(rank);
+    check(api().GetDimensions(details, sizes.data(), rank));
+    return type == tensor.type && std::equal(sizes.begin(), sizes.end(), tensor.shape.begin(), tensor.shape.end(),
+                                             [](int64_t size, int64_t wanted) { return size < 0 || size == wanted; });
   }
 
   std::string file_;
+  Function function_;
+  Zeros rows_;  // keys and values of the new rows
   Owned<OrtSession> session_{nullptr, api().ReleaseSession};
   int64_t lanes_ = 16, shown_ = -1;
-  std::vector<Tensor> inputs_, outputs_;
-  std::vector<char> rows_;  // keys and values of the new rows
-  Shape shape_;             // of rows_
-  Type type_ = kFloat;      // of rows_ and the cache
   std::vector<Owned<OrtValue>> values_;  // what `Run` takes
   std::vector<OrtValue*> given_;
   std::vector<const char*> names_;

@@ -16,7 +16,7 @@ export class BundleError extends Error {}
  * @property {(path: string, size?: number) => Promise<Uint8Array<ArrayBuffer>>} fetch
  * @property {(sha256: string) => Promise<Uint8Array<ArrayBuffer> | undefined>} kept
  * @property {(sha256: string, bytes: Uint8Array<ArrayBuffer>) => Promise<void>} keep
- * @typedef {{name: string, files: string[], functions: Record<string, string>}} App
+ * @typedef {{name: string, instruction: string, files: string[], functions: Record<string, string>}} App
  * @typedef {{size: number, sha256: string}} Entry
  * @typedef {object} Manifest  what a host needs of `manifest.json`
  * @property {number} schema_version
@@ -29,7 +29,7 @@ export class BundleError extends Error {}
  * @property {{layers: number, kv_heads: number, head_dim: number, vocab: number, gamma: number, k: number,
  *   tree: number[][], context: number, chunk: number}} geometry
  * @property {{name: string}[]} functions
- * @property {{stop_ids: number[]}} chat
+ * @property {{stop_ids: number[], frames: import("./frames.js").Frames | null}} chat
  * @property {App[]} apps
  * @property {string} default_app
  * @property {Record<string, string>} roles

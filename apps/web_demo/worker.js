@@ -3,6 +3,7 @@
 import { answer } from "./answer.js";
 import { Bundle, BundleError, MANIFEST } from "./bundle.js";
 import { Engine } from "./conversation.js";
+import { prompt as framed, userContent } from "./frames.js";
 import * as ort from "./runtime/ort.wasm.bundle.min.mjs";
 import { Tokenizer } from "./runtime/tokenizers.min.mjs";
 import { encode, openTokenizer } from "./text.js";
@@ -20,7 +21,6 @@ import { encode, openTokenizer } from "./text.js";
 
 const CACHE = "ssdevice";
 const BUNDLE = "bundle/";
-const PROMPTS = "prompts.json";
 const MOST_THREADS = 4; // steps are too short for more
 
 /** @param {Reply} reply */
@@ -87,8 +87,8 @@ async function open() {
   const bundle = await Bundle.open(source);
   await forgetOthers(bundle);
   const tokenizer = openTokenizer(Tokenizer, await bundle.read("tokenizer"));
-  /** @type {Record<string, {before: string, after: string}>} the text around the user's words, by app */
-  const frames = JSON.parse(new TextDecoder().decode(await download(PROMPTS)));
+  const { frames } = bundle.manifest.chat;
+  if (!frames) throw new BundleError("no prompt frames: the bundle is of an older version, or its chat template needs jinja2");
   const { model, precision, apps, default_app: app } = bundle.manifest;
   const engine = new Engine(ort, bundle);
   await engine.use(app);
@@ -117,7 +117,8 @@ async function decodeAll(request) {
   const { app, prompt, maxTokens, modes } = request;
   const { bundle, engine, frames, tokenizer } = await opened;
   const conversation = await engine.use(app);
-  const ids = encode(tokenizer, frames[app].before + prompt + frames[app].after);
+  const content = userContent(bundle.app(app).instruction, prompt);
+  const ids = encode(tokenizer, framed(frames, [{ role: "user", content }]));
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};

@@ -34,7 +34,6 @@ from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine, NumPyProgram
-from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 PACKAGE = "model.mlpackage"
 SETTINGS_FILE = "coreml.json"
@@ -154,13 +153,10 @@ class _Parts:
 
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
-    tokenizer = ChatTokenizer.open(plan.folder)
-    frames = {app.name: prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps}
     settings = {
         "deployment_target": chosen.deployment.value,
         "compute_units": chosen.compute_units.value,
         "kv_write": chosen.kv_write.value,
-        "prompts": {name: {"before": before, "after": after} for name, (before, after) in frames.items()},
     }
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

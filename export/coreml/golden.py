@@ -22,7 +22,6 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.reference import Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportPlan
-from ssdevice.text.tokenizer import ChatTokenizer, prompt_frame
 
 SCHEMA_VERSION = 1
 CASES = 2
@@ -44,9 +43,9 @@ def cases(job: ExportJob, driver: EngineDriver) -> list[dict[str, Any]]:
 
 def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write the cases of all apps, and texts with their tokens."""
-    tokenizer = ChatTokenizer.open(plan.folder)
-    frames = [prompt_frame(tokenizer.chat, app.instruction) for app in plan.apps]
-    texts = [*TEXTS, *(f"{before}{TEXTS[0]}{after}" for before, after in dict.fromkeys(frames))]
+    tokenizer = plan.tokenizer
+    prompts = [tokenizer.prompt_text(TEXTS[0], instruction=app.instruction) for app in plan.apps]
+    texts = [*TEXTS, *dict.fromkeys(prompts)]
     golden = {
         "schema_version": SCHEMA_VERSION,
         "texts": [{"text": text, "ids": tokenizer.encode(text)} for text in texts],

@@ -15,7 +15,7 @@ from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.coreml_lowering import lower
-from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS, stop_ids
+from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS
 from ssdevice.export.executorch.lowering import constants_of
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
@@ -45,7 +45,7 @@ class CoreMLDelegateExporter(Exporter):
         """Write ``model.pte``; see ``Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
-        constants = constants_of(plan.geometry, stop_ids(plan))
+        constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)

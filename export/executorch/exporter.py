@@ -45,7 +45,6 @@ from ssdevice.runtime.executorch.engine import (
     functions_of,
 )
 from ssdevice.runtime.executorch.program import AdapterSlots
-from ssdevice.text.tokenizer import ChatTokenizer
 
 PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
@@ -82,7 +81,7 @@ class ExecutorchExporter(Exporter):
         """Write ``model.pte``, and a file for each separate app; see ``Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
-        constants = constants_of(plan.geometry, stop_ids(plan))
+        constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)
         stages = len(specs) + 2
         files = [TargetFile(PROGRAM, PROGRAM_FILE)]
         apps: dict[str, AppResult] = {}
@@ -182,8 +181,3 @@ def _write_app(
     tensors = fill_program(weights, layout, plan.geometry.gamma)
     write_tensors(folder / file, stored(tensors, plan.options.adapter_precision))
     return AppResult(AdapterKind.SLOT, own, (file,), functions)
-
-
-def stop_ids(plan: ExportPlan) -> tuple[int, ...]:
-    """The tokens that end an answer."""
-    return ChatTokenizer.open(plan.folder).stop_ids

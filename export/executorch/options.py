@@ -35,7 +35,6 @@ class ExecutorchOptions(TargetOptions):
         parser.add_argument(
             "--delegate",
             choices=[delegate.value for delegate in Delegate],
-            default=cls.delegate.value,
             help="the backend of an ExecuTorch program (default xnnpack); coreml runs only on Apple's systems",
         )
         parser.add_argument(
@@ -44,4 +43,4 @@ class ExecutorchOptions(TargetOptions):
 
     @classmethod
     def parse(cls, args: Namespace) -> ExecutorchOptions:
-        return cls(Delegate(args.delegate), args.logits)
+        return cls(Delegate(args.delegate or cls.delegate), args.logits)

@@ -23,11 +23,11 @@ from ssdevice.export.executorch.lowering import form_of
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.file import XNNPACK, payload_of
+from ssdevice.runtime.executorch.file import QUANTIZED_VALUE, XNNPACK, payload_of
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
 
-FULLY_CONNECTED, QUANTIZED_VALUE = 2, 2
-"""Members of the unions XNodeUnion and XValueUnion."""
+FULLY_CONNECTED = 2
+"""Member of the union XNodeUnion."""
 FLOAT32, ROWS_OF_INT8, ROWS_OF_INT4, GROUPS_OF_INT4 = 1, 6, 8, 10
 """Members of XNNDatatype."""
 PER_CHANNEL, PER_GROUP = 1, 4

@@ -45,7 +45,7 @@ class ExecutorchTarget(ExportTarget):
                 raise ConfigError(
                     "--kv-write belongs to the coreml target: ExecuTorch writes the cache of its programs itself"
                 )
-        elif coreml != CoreMLOptions():
+        elif any(isinstance(one, CoreMLOptions) for one in options.target_options):
             raise coreml.refused(self.name)
         coreml.check(options)
 

@@ -78,13 +78,20 @@ def simplify(program: ExportedProgram, states: Collection[str]) -> None:
 
 
 def name_inputs(program: ExportedProgram, names: Sequence[str]) -> None:
-    """Name a program's inputs in order; coremltools keeps these names."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    for spec, name in zip(specs, names, strict=True):
-        node = nodes[spec.arg.name]
-        node._rename(name)
-        spec.arg = TensorArgument(name=node.name)
+    """Name a program's inputs in order; coremltools keeps these names.
+
+    What operators give has their names (``chunk`` is phi3's as well as ours); an underscore makes room for the
+    contract's, of outputs and states too.
+    """
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    renamed = {name: f"{name}_" for name, node in nodes.items() if node.op == "call_function"}
+    inputs = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    renamed |= dict(zip(inputs, names, strict=True))
+    for name, new in renamed.items():
+        nodes[name].name = new  # fx would number a name that was taken before
+    for spec in (*signature.input_specs, *signature.output_specs):
+        if isinstance(spec.arg, TensorArgument):
+            spec.arg = TensorArgument(name=renamed.get(spec.arg.name, spec.arg.name))
 
 
 class _Constants:

@@ -74,7 +74,6 @@ class CoreMLOptions(TargetOptions):
         group.add_argument(
             "--kv-write",
             choices=[write.value for write in KVWrite],
-            default=cls.kv_write.value,
             help="how rows are written to the cache: at an offset (slice, default), or by a mask where that fails",
         )
         group.add_argument(
@@ -83,12 +82,10 @@ class CoreMLOptions(TargetOptions):
         group.add_argument(
             "--compute-units",
             choices=[units.value for units in ComputeUnits],
-            default=cls.compute_units.value,
             help=f"what hosts let Core ML use (default {cls.compute_units.value})",
         )
         group.add_argument(
             "--deployment-target",
-            default=cls.deployment.value,
             metavar="SYSTEM",
             help=f"oldest system it runs on: {', '.join(Deployment)} (default {cls.deployment.value})",
         )
@@ -96,10 +93,10 @@ class CoreMLOptions(TargetOptions):
     @classmethod
     def parse(cls, args: Namespace) -> CoreMLOptions:
         return cls(
-            KVWrite(args.kv_write),
+            KVWrite(args.kv_write or cls.kv_write),
             args.per_channel,
-            ComputeUnits(args.compute_units),
-            Deployment.parse(args.deployment_target),
+            ComputeUnits(args.compute_units or cls.compute_units),
+            Deployment.parse(args.deployment_target or cls.deployment),
         )
 
     def check(self, options: ExportOptions) -> None:

@@ -30,7 +30,7 @@ from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
-from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
+from ssdevice.export.forms import ExternalCacheForm, choosing_module, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.cache import half_cache
 from ssdevice.export.onnx.editor import Editor, tag
@@ -149,7 +149,8 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
             slots |= book.slots
-        made.append(replace(variant, functions=app_functions(variant, plan.function_names), slots=tuple(slots.values())))
+        functions = app_functions(variant, plan.function_names)
+        made.append(replace(variant, functions=functions, slots=tuple(slots.values())))
     # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
     plain = {v.name: v.slots for v in made if v.mode is None}
     for i, variant in enumerate(made):
@@ -187,7 +188,7 @@ class GraphWriter:
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         inputs, outputs = (
-            [replace(each, dtype=self.cache_dtype) if each.name == ROWS or PAST in each.shape else each for each in tensors]
+            [replace(t, dtype=self.cache_dtype) if t.name == ROWS or PAST in t.shape else t for t in tensors]
             for tensors in (spec.inputs, spec.outputs)
         )
         own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
@@ -212,7 +213,11 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
     plan, model = job.plan, exportable(job.loaded.model)
-    module = function_module(spec.name, model, plan.geometry, plan.schedule)
+    module: torch.nn.Module
+    if spec.name in CHOOSING:
+        module = choosing_module(spec.name, model, plan.geometry)
+    else:
+        module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
     inputs = list(spec.inputs)
     if variant is not None and variant.mode is not None:

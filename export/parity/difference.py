@@ -39,14 +39,24 @@ def product_difference(mine: Array, theirs: Array) -> float:
     return float(np.nan_to_num(far, nan=np.inf))
 
 
-def worst_column(mine: Array, theirs: Array) -> tuple[int, float]:
+def distinct(rows: Array) -> list[int]:
+    """Where each distinct row is, once: equal rows are one sample, however many there are.
+
+    The padding of a prompt is half a chunk of the same token, whose rows are equal in layer 0.
+    """
+    return list({row.tobytes(): at for at, row in enumerate(rows)}.values())
+
+
+def worst_column(mine: Array, theirs: Array, explained: Array | float = 0.0) -> tuple[int, float]:
     """The column with the largest median difference, and that difference relative to the column's median size.
 
-    0 if there are few rows. The size of a column counts as at least a third of the usual size.
+    0 if there are few rows. The size of a column counts as at least a third of the usual size. ``explained [rows]``:
+    what rounding explains of every difference in a row.
     """
     if len(mine) < ENOUGH_ROWS:
         return 0, 0.0
     scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
-    far = np.median(np.abs(mine - theirs) / scale, axis=0)
+    unexplained = np.maximum(np.abs(mine - theirs) - np.reshape(explained, (-1, 1)), 0)
+    far = np.median(unexplained / scale, axis=0)
     off = np.nan_to_num(far / np.maximum(np.median(np.abs(theirs) / scale, axis=0), 0.3), nan=np.inf)
     return int(off.argmax()), float(off.max())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
@@ -84,7 +84,8 @@ class TorchDriver:
     def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
         plan, model = job.plan, job.loaded.model
         self.geometry = g = plan.geometry
-        self.modules = {name: function_module(name, model, g, plan.schedule) for name in plan.function_names}
+        names = [name for name in plan.function_names if name in FUNCTIONS]
+        self.modules = {name: function_module(name, model, g, plan.schedule) for name in names}
         self.model, self.jitter = model, jitter
         self.draw = torch.Generator().manual_seed(seed)
         size = max(g.chunk, g.tree.emitted) + g.context
@@ -131,13 +132,9 @@ class TorchDriver:
             everywhere[:, self.model.streams.draft_ids.numpy()] = logits[0].detach().float().numpy()
             seen.append(everywhere)
 
-        def change(_: object, __: object, output: Tensor) -> Tensor:
-            return output * (1 + self.jitter * torch.randn(output.shape, generator=self.draw))
-
         with torch.no_grad(), ExitStack() as hooks:
-            for part in self.model.modules() if self.jitter else ():
-                if isinstance(part, (nn.Linear, nn.Embedding)):
-                    hooks.enter_context(part.register_forward_hook(change))
+            if self.jitter:
+                hooks.enter_context(jittered(self.model, self.jitter, self.draw))
             hooks.enter_context(self.model.backbone.lm_head.register_forward_hook(keep))
             if self.model.draft_head is not None:
                 hooks.enter_context(self.model.draft_head.register_forward_hook(spread))
@@ -145,6 +142,20 @@ class TorchDriver:
         self.main = seen[0]
         self.streams = np.concatenate(seen[1:]) if len(seen) > 1 else self.streams  # streams may follow one another
         return out
+
+
+@contextmanager
+def jittered(model: nn.Module, jitter: float, draw: torch.Generator) -> Iterator[None]:
+    """In this context every product and embedding of a model changes at random by ``jitter`` of its size."""
+
+    def change(_: object, __: object, output: Tensor) -> Tensor:
+        return output * (1 + jitter * torch.randn(output.shape, generator=draw))
+
+    with ExitStack() as hooks:
+        for part in model.modules():
+            if isinstance(part, (nn.Linear, nn.Embedding)):
+                hooks.enter_context(part.register_forward_hook(change))
+        yield
 
 
 def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.random.Generator) -> Drafts:

@@ -11,6 +11,8 @@ KERNEL, DELEGATE = 1, 2
 """Members of the union InstructionArguments that are calls; the others move values within the program."""
 SEGMENT = 1
 """DataLocation of delegates whose data is a segment, not part of the flatbuffer."""
+QUANTIZED_VALUE = 2
+"""Member of the union XValueUnion of XNNPACK's schema that wraps a tensor."""
 COREML, XNNPACK = "CoreMLBackend", b"XH00"
 """The name of Core ML's backend, and the bytes 4 to 7 of the data of XNNPACK's."""
 

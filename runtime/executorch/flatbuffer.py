@@ -111,9 +111,10 @@ class Table:
         start, count = self.vector(number, 1)
         return self.data[start : start + count]
 
-    def integers(self, number: int) -> list[int]:
-        start, count = self.vector(number, 4)
-        return list(struct.unpack_from(f"<{count}i", self.data, start))
+    def integers(self, number: int, kind: str = "i") -> list[int]:
+        """A vector of numbers of a kind that ``struct`` knows: 32 bits with a sign."""
+        start, count = self.vector(number, struct.calcsize(f"<{kind}"))
+        return list(struct.unpack_from(f"<{count}{kind}", self.data, start))
 
     def text(self, number: int) -> str:
         return self.octets(number).decode("utf-8")

@@ -24,8 +24,10 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.executorch.checks import check_program
 from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.file import COREML, has_coreml
+from ssdevice.runtime.notice import native_silence
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -57,7 +59,8 @@ class _ThreadPool:
                     f"{portable._threadpool_get_thread_count()}; close the other sessions first"
                 )
             if threads and not self.loaded:
-                portable._unsafe_reset_threadpool(threads)
+                with native_silence():  # it asks for files of phones
+                    portable._unsafe_reset_threadpool(threads)
             self.loaded += 1
 
     def release(self, count: int) -> None:
@@ -148,7 +151,8 @@ class LoadedProgram:
         if not self._methods:
             self._check_schema()
         try:
-            method = self._program.load_method(function)._method
+            with native_silence():
+                method = self._program.load_method(function)._method
         except RuntimeError as error:
             raise BundleError(explain(self.file, function, error)) from error
         if function in self.specs:
@@ -166,7 +170,7 @@ class LoadedProgram:
         """Raise BundleError unless the program has the schema version that this runtime reads."""
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
-        (found,) = self._program.load_method(SCHEMA).execute([])
+        found = next(iter(self._program.load_method(SCHEMA).execute([])), None)
         if found != SCHEMA_VERSION:
             raise BundleError(
                 f"{self.file}: a program with schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
@@ -178,7 +182,10 @@ class LoadedProgram:
         Raises BundleError for a cache of another form.
         """
         method, g = self.method(function), self.geometry
-        found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        try:
+            found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]
+        except RuntimeError as error:
+            raise BundleError(f"{self.file}: {function} has not the model's cache ({first_line(error)})") from error
         for state in found:
             if tuple(state.shape) != (g.kv_heads, g.capacity, g.head_dim):
                 raise BundleError(f"{self.file}: a cache of shape {tuple(state.shape)}; export the bundle again")
@@ -259,9 +266,11 @@ def load_program(file: Path) -> Any:
         raise MissingExtraError("executorch", error.name or "executorch") from error
     if not file.is_file():
         raise BundleError(f"{file}: no such program")
+    check_program(file)
     try:
-        opened = runtime.Runtime.get()
-        program = opened.load_program(file)
+        with native_silence():
+            opened = runtime.Runtime.get()
+            program = opened.load_program(file)
     except (RuntimeError, OSError) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({first_line(error)})") from error
     if has_coreml(file) and not opened.backend_registry.is_available(COREML):

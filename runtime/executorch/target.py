@@ -24,6 +24,7 @@ class ExecutorchTarget(RuntimeTarget):
 
     name = "executorch"
     extra = "executorch"
+    heeds = frozenset({"threads"})
 
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.executorch.engine import ExecutorchEngine

@@ -23,6 +23,7 @@ class OnnxTarget(RuntimeTarget):
 
     name = "onnx"
     extra = ""  # ONNX Runtime comes with the package
+    heeds = frozenset({"threads", "spinning", "profile", "kernels"})
 
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.onnx.engine import open_engine

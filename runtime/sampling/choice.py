@@ -92,13 +92,14 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
 
 def probabilities(scores: Scores) -> NDArray[np.float32]:
     """The softmax of scores ``[n]``."""
-    p = np.exp(scores - np.max(scores))
+    p: NDArray[np.float32] = np.exp(scores - np.max(scores))
     return p / np.sum(p)
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
     """The n-th largest score."""
-    return np.partition(scores, len(scores) - n)[len(scores) - n]
+    found: np.float32 = np.partition(scores, len(scores) - n)[len(scores) - n]
+    return found
 
 
 def _typical(p: NDArray[np.float32], mass: float) -> Integers:
@@ -109,7 +110,8 @@ def _typical(p: NDArray[np.float32], mass: float) -> Integers:
     far = np.abs(surprise - np.sum(q * surprise))
     order = np.argsort(far)
     last = min(int(np.searchsorted(np.cumsum(q[order]), mass)), len(q) - 1)
-    return possible[far <= far[order[last]]]
+    near: Integers = possible[far <= far[order[last]]]
+    return near
 
 
 def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
@@ -121,9 +123,7 @@ def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
     return Logprobs(float(logits[token]) - total, tuple(ids), tuple(float(logits[i]) - total for i in ids))
 
 
-def walk(
-    tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]
-) -> tuple[list[int], list[int]]:
+def walk(tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]) -> tuple[list[int], list[int]]:
     """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit.
 
     ``choose``: the token after a node. A child that holds it is entered (the lowest node first); where none does, the

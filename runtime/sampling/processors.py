@@ -32,8 +32,9 @@ class Processors:
         self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(self.ids) + 1):
             self._index(end)
-        self._bias = np.array(list(sampling.logit_bias), np.int64), np.array(
-            list(sampling.logit_bias.values()), np.float32
+        self._bias = (
+            np.array(list(sampling.logit_bias), np.int64),
+            np.array(list(sampling.logit_bias.values()), np.float32),
         )
 
     def accept(self, token: int) -> None:

@@ -1,22 +1,22 @@
-"""safetensors files as NumPy arrays, for hosts without torch. Every bound is checked before it is used."""
+"""safetensors files as NumPy arrays, for hosts without torch.
+
+The library checks the header before it copies anything: no two tensors share bytes, all are as large as their shapes.
+"""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, check_no_pointer, first_line
 
-MAX_HEADER = 100_000_000
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
-WRITTEN = {np.dtype(DTYPES[kind]): kind for kind in ("F32", "F16", "I8")}
 
 
 def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
@@ -34,50 +34,28 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
     try:
-        data = file.read_bytes()
+        check_no_pointer(file)
+        tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
-    try:
-        (size,) = struct.unpack_from("<Q", data)
-        if size > min(len(data) - 8, MAX_HEADER):
-            raise InputError(f"{file}: its header claims {size} bytes, more than the file has")
-        header = json.loads(data[8 : 8 + size])
-        body = memoryview(data)[8 + size :]
-        return {
-            name: _tensor(f"{file}: tensor {name!r}", entry, body)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file}: not a safetensors file ({error})") from error
+    except SafetensorError as error:
+        raise InputError(f"{file}: not a safetensors file ({first_line(error)})") from error
+    return {name: _array(f"{file}: tensor {name!r}", entry) for name, entry in sorted(tensors)}
 
 
-def _tensor(what: str, entry: dict[str, Any], body: memoryview) -> NDArray[Any]:
-    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _array(what: str, entry: Mapping[str, Any]) -> NDArray[Any]:
+    kind = entry["dtype"]
     if kind not in DTYPES:
-        raise InputError(f"{what} is {str(kind)[:20]}, expected {', '.join(DTYPES)}")
-    if any(type(size) is not int or size < 0 for size in (*shape, begin, end)):
-        raise InputError(f"{what} has a shape or offsets that are not whole numbers")
-    width = np.dtype(DTYPES[kind]).itemsize
-    if not begin <= end <= len(body) or end - begin != prod(shape) * width:
-        raise InputError(f"{what} claims bytes {begin} to {end}, which do not hold its shape {shape}")
-    flat = np.frombuffer(body[begin:end], DTYPES[kind])
+        raise InputError(f"{what} is {kind}, expected {', '.join(DTYPES)}")
+    flat = np.frombuffer(entry["data"], DTYPES[kind])
     if kind == "BF16":  # the upper half of a float32
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
-    return np.array(flat).reshape(shape)  # a copy, because callers need writable memory
+    try:
+        return flat.reshape(entry["shape"])
+    except ValueError as error:  # nothing, of a shape that NumPy does not have
+        raise InputError(f"{what} has shape {str(entry['shape'])[:60]}: {error}") from error
 
 
 def write_tensors(file: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write tensors of float32, float16 or int8, sorted by name."""
-    header: dict[str, Any] = {}
-    parts: list[bytes] = []
-    at = 0
-    for name in sorted(tensors):
-        value = tensors[name]
-        kind = WRITTEN[value.dtype]
-        parts.append(np.ascontiguousarray(value, DTYPES[kind]).tobytes())
-        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [at, at + len(parts[-1])]}
-        at += len(parts[-1])
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    """Write tensors of float32, float16 or int8."""
+    file.write_bytes(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ssdevice.adapters.base_files import weights_sha256
 from ssdevice.bundle.manifest import ModelIdentity
 from ssdevice.config import Mode, StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
@@ -63,20 +63,6 @@ class AdapterSettings:
             raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
 
 
-def weights_sha256(folder: Path) -> str:
-    """sha256 over the names and contents of a folder's ``*.safetensors`` files, in name order."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{folder}: no .safetensors weights")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def read_settings(folder: Path) -> AdapterSettings:
     """The settings in an adapter folder; raises ConfigError."""
     return load_strict(AdapterSettings, read_json(folder / SETTINGS), str(folder / SETTINGS))
@@ -92,13 +78,24 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:
-        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``."""
+        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``.
+
+        A folder that lacks one of its files would otherwise be used without its LoRA or its streams, in silence.
+        """
         if not folder.is_dir():
             raise InputError(f"adapter {folder}: no such folder")
         has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
         if not has_streams and not has_lora:
             raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+        for weights, described in ((WEIGHTS, SETTINGS), (PEFT_WEIGHTS, PEFT_CONFIG)):
+            if (folder / weights).exists() and not (folder / described).is_file():
+                raise InputError(f"{folder}: {weights} without {described}; copy the whole adapter folder")
         settings = read_settings(folder) if has_streams else None
+        if settings is not None and settings.streams.trains_lora and not has_lora:
+            raise InputError(
+                f"{folder}: trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}; "
+                "copy the whole adapter folder"
+            )
         if settings is not None and base is not None:
             settings.base.check(base, f"adapter {folder}")
         return cls(folder, settings, has_lora)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ssdevice.bench.equality import first_difference
+from ssdevice.export.crosscheck.generation import neutral
 from ssdevice.model.loading import load_hf, resolve_folder
 from ssdevice.progress import Report, track
 
@@ -46,6 +47,7 @@ def against_generate(
     ``context``: of the bundle, at which an answer ends whether or not the model has finished.
     """
     hf = load_hf(resolve_folder(model))
+    hf.generation_config = neutral(hf.generation_config)  # settings that bundles do not apply are notes
     found = Generated(len(prompts))
     pairs = list(zip(prompts, answers, strict=True))
     for number, (prompt, answer) in enumerate(track(report, "transformers generate", pairs)):

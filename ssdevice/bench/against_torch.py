@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
 from ssdevice.bench.comparable import check_base
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.errors import InputError
 from ssdevice.export.target import export_target
-from ssdevice.model.loading import load, resolve_folder
+from ssdevice.model.loading import load, read_config, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report, track
 from ssdevice.train.loss import LossWeights, StreamingLoss
@@ -28,37 +29,63 @@ TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precisio
 class Agreement:
     """``agreeing`` of ``tokens`` are the reference's choice; ``worst`` is the largest margin of one that is not.
 
+    ``near_ties``: of the others, those that are the reference's second choice at no more than the distance of TIES.
     ``simulated``: whether the reference rounds as the bundle does.
     """
 
     tokens: int
     agreeing: int
+    near_ties: int
     worst: float
     simulated: bool
     precision: Precision
 
     @property
     def share(self) -> float:
-        """Share of tokens that agree; 1 if there are none."""
-        return self.agreeing / self.tokens if self.tokens else 1.0
+        """Share of tokens that agree or are near-ties; 1 if there are none."""
+        return (self.agreeing + self.near_ties) / self.tokens if self.tokens else 1.0
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
         found = []
         least = LEAST_AGREEMENT.get(self.precision, 0.85)
-        tie = TIES.get(self.precision, 2.0)
+        tie = tie_of(self.precision)
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
-            found.append(f"torch reference: {self.share:.1%} of tokens agree, at least {least:.0%} must")
+            found.append(
+                f"torch reference: {self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must"
+            )
         if self.simulated and self.worst > tie:
             found.append(f"torch reference: prefers another token by {self.worst:.3g}, at most {tie} is a near-tie")
         return found
 
 
+def tie_of(precision: Precision) -> float:
+    """The largest distance of a near-tie."""
+    return TIES.get(precision, 2.0)
+
+
+def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:
+    """The folder of ``model``, checked before anything runs.
+
+    Raises InputError for a model that is not the bundle's base, or an adapter that does not fit it or the app.
+    """
+    folder, own = resolve_folder(model), bundle.app(app)
+    identity = BaseIdentity.of(folder, read_config(folder))
+    check_base(f"--model {model}", identity.sha256, bundle)
+    if adapter is None and own.kind is not AdapterKind.BASE:
+        raise InputError(f"--model {model} needs --adapter: app {own.name!r} of {bundle.folder} has one")
+    if adapter is not None and own.kind is AdapterKind.BASE:
+        raise InputError(f"--adapter {adapter}: app {own.name!r} of {bundle.folder} is the base without one")
+    if adapter is not None:
+        AdapterFolder.open(adapter, identity)
+    return folder
+
+
 def agreement(
     bundle: Bundle,
     app: str | None,
-    model: str,
+    folder: Path,
     adapter: Path | None,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
@@ -66,29 +93,35 @@ def agreement(
 ) -> Agreement:
     """How many tokens the torch model would have chosen too, each after the bundle's own answer so far.
 
-    ``app``: name of the bundle's app; ``adapter``: its folder, None for the base. Raises InputError for a model that
-    is not the bundle's base.
+    ``app``: name of the bundle's app; ``folder``: see ``reference_folder``; ``adapter``: the app's, None for the base.
     """
-    folder = resolve_folder(model)
     merged = bundle.app(app).kind is AdapterKind.MERGED
     loaded = load(folder, adapter, bundle.geometry.context, merge=merged)
-    check_base(f"--model {model}", loaded.identity.sha256, bundle)
-    if adapter is None and bundle.app(app).kind is not AdapterKind.BASE:
-        raise InputError(f"--model {model} needs --adapter: app {bundle.app(app).name!r} of {bundle.folder} has one")
     rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, loaded.model)
-    tokens = agreeing = 0
+    tokens = agreeing = near_ties = 0
     worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
         for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
             logits = main_logits(loaded.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
-            chosen = torch.tensor(answer)
-            best, first = logits.max(dim=-1)
-            margins = best - logits.gather(1, chosen[:, None])[:, 0]
+            agree, near, margin = judge(logits, torch.tensor(answer), tie_of(precision))
             tokens += len(answer)
-            agreeing += int((first == chosen).sum())
-            worst = max(worst, float(margins.max()))
+            agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)
     exact = rounded is not None or precision is Precision.FP32
-    return Agreement(tokens, agreeing, worst, exact, precision)
+    return Agreement(tokens, agreeing, near_ties, worst, exact, precision)
+
+
+def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, int, float]:
+    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the largest margin.
+
+    A near-tie is the second choice: where many logits are close, a wrong bundle would be excused by their distance.
+    """
+    best, first = logits.max(dim=-1)
+    own = logits.gather(1, chosen[:, None])
+    margins = best - own[:, 0]
+    second = (logits > own).sum(dim=-1) <= 1
+    agree = first == chosen
+    near = ~agree & second & (margins <= tie)
+    return int(agree.sum()), int(near.sum()), float(margins.max())
 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:

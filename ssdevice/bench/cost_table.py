@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdevice.bench.comparable import check_same
-from ssdevice.bundle.manifest import Manifest
-from ssdevice.config import Schedule, load_strict, read_json, to_json, write_json
+from ssdevice.bundle.staging import write_json
+from ssdevice.config import Schedule, load_strict, read_json, to_json
 from ssdevice.errors import ConfigError
 from ssdevice.tree import MAX_NODES
 
@@ -70,14 +70,14 @@ class CostTable:
         """Write the table as JSON."""
         write_json(file, to_json(self))
 
-    def check(self, manifest: Manifest, where: str) -> None:
+    def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:
         """Raise InputError if the table is of another model, or of streams of another number or depth."""
         check_same(
             where,
             "the bundle",
-            ("base model", self.model, manifest.model.sha256),
-            ("γ", self.gamma, manifest.geometry.gamma),
-            ("number of MSA layers", self.msa_layers, manifest.msa_layers),
+            ("base model", self.model, model),
+            ("γ", self.gamma, gamma),
+            ("number of MSA layers", self.msa_layers, msa_layers),
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from ssdevice.bench.report import TITLES, Json, bounds, processor, prompts_of, title, why_not_valid
-from ssdevice.config import write_json
+from ssdevice.bundle.staging import write_json, write_text
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 PAGE, DATA = "index.html", "report.json"
@@ -26,7 +26,7 @@ def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DATA, report)
-    (folder / PAGE).write_text(page(report, command), "utf-8")
+    write_text(folder / PAGE, page(report, command))
 
 
 def page(report: Json, command: Sequence[str]) -> str:

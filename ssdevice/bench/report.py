@@ -13,6 +13,7 @@ from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
 from ssdevice.contract import Geometry
+from ssdevice.progress import count
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 Json = dict[str, Any]
@@ -145,17 +146,17 @@ def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
 def prompts_of(report: Json) -> str:
     """How many prompts of which data were measured, and how many were too long."""
     long = f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
-    return f"{report['prompts']} prompts of {report['data']}{long}"
+    return f"{count(report['prompts'], 'prompt')} of {report['data']}{long}"
 
 
 def as_markdown(report: Json) -> str:
     """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
     lines = heading(report, title(report, report["bundle"]))
-    threads = {0: "the engine's threads", 1: "1 thread"}.get(report["threads"], f"{report['threads']} threads")
+    threads = count(report["threads"], "thread") if report["threads"] else "the engine's threads"
     threads += ", our kernels" if report["kernels"] else ""
     lines += [
-        f"{prompts_of(report)}, at most {report['max_tokens']} tokens, {report['rounds']} rounds, {threads}, "
-        f"{processor(report['machine'])}.",
+        f"{prompts_of(report)}, at most {count(report['max_tokens'], 'token')}, "
+        f"{count(report['rounds'], 'round')}, {threads}, {processor(report['machine'])}.",
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
         f"{report['schedule']} schedule, context {report['context']}.",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ssdevice import arguments
 from ssdevice.bundle.folder import OWN_FILES, PACKED_SUFFIX, Bundle, check_listing, check_out, check_outside
 from ssdevice.bundle.integrity import (
     MANIFEST_FILE,
@@ -57,9 +58,11 @@ def pack(bundle: Bundle, out: str | Path) -> Path:
 
     Raises InputError if ``out`` exists or has another suffix, BundleError if a file does not match the manifest.
     """
-    out = Path(out)
+    out = arguments.path("a packed bundle", out)
     if out.suffix != PACKED_SUFFIX:
         raise InputError(f"{out}: a packed bundle is named *{PACKED_SUFFIX}")
+    if out.exists():
+        raise InputError(f"{out} exists; choose another name")
     check_outside(bundle.folder, out)
     own = [name for name in OWN_FILES if (bundle.folder / name).is_file()]
     with disk_errors(out), closing(Stage(out, folder=False)) as stage:
@@ -97,7 +100,7 @@ def unpack(
     Raises BundleError for an archive that is damaged or in another form, InputError if ``folder`` exists (with
     ``overwrite``: unless it is a bundle), SSDeviceError if the disk is full.
     """
-    packed, folder = Path(packed), Path(folder)
+    packed, folder = arguments.path("a packed bundle", packed), arguments.path("a folder", folder)
     check_out(folder, overwrite)
     with _open(packed) as stream, disk_errors(folder):
         entries = read_entries(stream, packed)

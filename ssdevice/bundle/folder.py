@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
+from ssdevice import arguments
 from ssdevice.bundle.integrity import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -26,7 +27,7 @@ from ssdevice.bundle.integrity import (
 )
 from ssdevice.bundle.manifest import MAX_FILES, ROLE, App, FileEntry, Manifest, encode_manifest, parse_manifest
 from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
-from ssdevice.bundle.staging import Stage, disk_errors
+from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
 
@@ -50,7 +51,7 @@ class Bundle:
         file) that must have signed the manifest; it implies ``verify``. Raises BundleError, which names the file and
         the field.
         """
-        folder = Path(path)
+        folder = arguments.path("a bundle", path)
         if folder.is_file():
             hint = (
                 f"; unpack it first: ssdevice bundle unpack {folder} FOLDER" if folder.suffix == PACKED_SUFFIX else ""
@@ -240,6 +241,7 @@ def check_out(out: Path, overwrite: bool) -> None:
     """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten."""
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
+    check_writable(out.parent if out.exists() else out)
     if not out.exists():
         return
     if not overwrite:

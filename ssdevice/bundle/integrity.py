@@ -24,12 +24,16 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_JSON_DEPTH = 32
 
 Rule = Mapping[str, Any]
-"""A subset of JSON Schema: minimum, maximum, maxLength, pattern, minItems, maxItems, items, maxProperties,
-propertyNames, additionalProperties."""
+"""A subset of JSON Schema: minimum, maximum, maxLength, pattern (with a description of it), minItems, maxItems, items,
+maxProperties, propertyNames, additionalProperties."""
 
 SEGMENT = "[A-Za-z0-9_]([A-Za-z0-9_.+=@-]*[A-Za-z0-9_+=@-])?"
 # ASCII only: no file system then has two spellings of one name, except for case, which is checked.
-PATH: Rule = {"maxLength": 240, "pattern": f"^{SEGMENT}(/{SEGMENT}){{0,15}}$"}
+PATH: Rule = {
+    "maxLength": 240,
+    "pattern": f"^{SEGMENT}(/{SEGMENT}){{0,15}}$",
+    "description": "a relative path of plain names, such as adapters/sql/a.bin",
+}
 # Windows reserves these names for devices, with any suffix.
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
@@ -44,12 +48,7 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
         if len(value) > rule.get("maxLength", len(value)):
             raise ConfigError(f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed")
         if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
-            kind = (
-                "a relative path of plain names, such as adapters/sql/a.bin"
-                if rule["pattern"] == PATH["pattern"]
-                else rule["pattern"]
-            )
-            raise ConfigError(f"{where} is {value[:100]!r}, expected {kind}")
+            raise ConfigError(f"{where} is {value[:100]!r}, expected {rule['description']}")
     elif isinstance(value, tuple):
         low, high = rule.get("minItems", 0), rule.get("maxItems", len(value))
         if not low <= len(value) <= high:

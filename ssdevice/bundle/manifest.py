@@ -36,11 +36,20 @@ SCHEMA_VERSION = 1
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 42
 MAX_APPS = 256
+NOT_APPLIED = "generation_config.json asks for settings that a bundle does not apply"
+"""A note that begins so is repeated wherever a bundle answers."""
 
-
-SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$"}
-NAME: Rule = {"maxLength": 64, "pattern": f"^{SEGMENT}$"}
-ROLE: Rule = {"maxLength": 100, "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$"}
+SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$", "description": "64 hexadecimal digits"}
+NAME: Rule = {
+    "maxLength": 64,
+    "pattern": f"^{SEGMENT}$",
+    "description": "plain letters, digits and _.+=@- that begin with a letter, a digit or _ and do not end with a dot",
+}
+ROLE: Rule = {
+    "maxLength": 100,
+    "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$",
+    "description": "a word in lower case, such as tokenizer, or with a name, such as adapter:sql",
+}
 COUNT: Rule = within(0, MAX_FILE_BYTES)
 SHORT: Rule = {"maxLength": 200}
 TEXT: Rule = {"maxLength": 1 << 16}
@@ -154,9 +163,10 @@ class App(Ruled):
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
+        every = FUNCTIONS + CHOOSING
         for name in self.functions:
-            if name not in FUNCTIONS + CHOOSING:
-                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(FUNCTIONS + CHOOSING)})")
+            if name not in every:
+                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(every)})")
 
     @property
     def answers_as_base(self) -> bool:

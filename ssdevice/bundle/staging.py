@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ssdevice.errors import InputError, SSDeviceError
 
@@ -32,6 +34,39 @@ NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 # renameat2(2) and renamex_np(2): exchange two names in one step.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _RENAME_SWAP = 2
+
+
+def check_writable(out: Path, option: str = "") -> None:
+    """Raise InputError, before any work, if a file or a new folder cannot be written at this path.
+
+    It is tried, because permissions do not tell of file systems that are mounted read-only. Folders that ``out`` needs
+    are not made yet: the nearest one that exists is tried.
+    """
+    where = f"{option} {out}".strip()
+    try:
+        if out.is_dir():
+            with tempfile.TemporaryFile(dir=out):
+                return
+        if out.exists():
+            if not os.access(out, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        parent = next(folder for folder in out.absolute().parents if folder.exists())
+        with tempfile.TemporaryFile(dir=parent):
+            return
+    except OSError as error:
+        raise InputError(f"{where}: cannot be written ({error.strerror or error})") from error
+
+
+def write_text(out: Path, text: str) -> None:
+    """Write a file of UTF-8 text; errors name it."""
+    with disk_errors(out):
+        out.write_text(text, "utf-8")
+
+
+def write_json(out: Path, value: Any) -> None:
+    """Write plain JSON values as indented UTF-8 text; errors name the file."""
+    write_text(out, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
 
 
 class Stage:
@@ -97,11 +132,16 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line."""
+    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line.
+
+    Other errors of the system get the name of ``out`` if they have none, as those of writing to an open file.
+    """
     try:
         yield
     except Exception as error:
         if not _is_full(error):
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = str(out)
             raise
         places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
         free = ", ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places if place.is_dir())

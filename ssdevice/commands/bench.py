@@ -9,9 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, engine_options, open_session, positive
-from ssdevice.commands.peers import add_peers, measure_peers
-from ssdevice.config import write_json
+from ssdevice.bundle.staging import check_writable, write_json
+from ssdevice.commands.opening import (
+    add_bundle,
+    add_engine,
+    check_new_file,
+    engine_options,
+    open_session,
+    positive,
+    refuse_ignored,
+)
+from ssdevice.commands.peers import PEERS_OPTIONS, add_peers, measure_peers
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from ssdevice.data import Example
     from ssdevice.runtime.session import Session
 
+ROUNDS = 3
 PROFILE_PROMPTS = 5
 
 
@@ -30,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
     add("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     add("--limit", type=positive, metavar="N", help="the first N prompts")
-    add("--rounds", type=positive, default=3, metavar="R", help="runs of each prompt (default 3)")
+    add("--rounds", type=positive, metavar="R", help=f"runs of each prompt (default {ROUNDS})")
     add("--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)")
     add("--skip-long", action="store_true", help="leave out prompts that exceed the context")
     add("--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)")
@@ -55,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bench.runner import BenchOptions
     from ssdevice.commands.progress import Progress
 
-    options = BenchOptions(rounds=args.rounds, max_tokens=args.max_tokens, skip_long=args.skip_long)
+    options = BenchOptions(rounds=args.rounds or ROUNDS, max_tokens=args.max_tokens, skip_long=args.skip_long)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     if args.peers is not None:
         from ssdevice.bench.peers.table import as_markdown
@@ -77,14 +86,20 @@ def _check_options(args: argparse.Namespace) -> None:
     check_new_file(args.plot, "--plot")
     if args.report is not None and args.report.exists() and not args.report.is_dir():
         raise InputError(f"--report {args.report}: this is a file, expected a folder")
+    for folder, option in ((args.report, "--report"), (args.genai, "--genai")):
+        if folder is not None:
+            check_writable(folder, option)
     if args.metric is not None and args.metric not in METRICS:
         raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
-    if args.peers is not None and (args.profile or args.plot is not None or args.metric is not None):
-        raise InputError("--peers does not go with --profile, --plot or --metric")
     if args.profile and args.beside is not None:
         raise InputError(f"--profile takes one bundle; leave out {args.beside}")
-    if args.profile and args.report is not None:
-        raise InputError("--report shows a measurement, not a --profile")
+    if args.profile:
+        measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
+        refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
+    if args.peers is None:
+        refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
+    else:
+        refuse_ignored(args, "--peers compares speeds in a table", "--plot", "--metric")
 
 
 def _measure(

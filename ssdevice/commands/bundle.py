@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.inspect import app_rows
 from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -99,7 +100,7 @@ def _line(app: dict[str, Any]) -> str:
     if app["rank"]:
         parts.append(f"rank {app['rank']}")
     if app["bytes"]:
-        parts.append(f"{app['bytes']} bytes")
+        parts.append(count(app["bytes"], "byte"))
     default = " (default)" if app["default"] else ""
     return f"{app['name']}{default}: {', '.join(parts)}"
 
@@ -133,7 +134,7 @@ def _check(args: argparse.Namespace) -> str:
 
 def _checked(bundle: Bundle, key: Path | None) -> str:
     signed = "; signature valid" if key is not None else ""
-    return f"{len(bundle.manifest.files)} files, sizes and hashes as in the manifest{signed}"
+    return f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
 
 
 def _add_app(args: argparse.Namespace) -> str:
@@ -142,7 +143,25 @@ def _add_app(args: argparse.Namespace) -> str:
     from ssdevice.runtime.apps import add_app
 
     name, folder = named_folder(args.app)
-    return add_app(Bundle.open(args.bundle), name, folder, Precision(args.adapter_precision))
+    bundle = Bundle.open(args.bundle)
+    _check_tokenizer(bundle, folder)
+    return add_app(bundle, name, folder, Precision(args.adapter_precision))
+
+
+def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
+    """Raise InputError for an adapter that brings another tokenizer or chat template than the bundle has."""
+    from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
+    from ssdevice.runtime.session import tokenizer_of
+
+    if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
+        return
+    try:
+        its = open_tokenizer(bundle.folder, adapter)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export", error.name or "transformers") from error
+    what = difference(tokenizer_of(bundle), its)
+    if what is not None:
+        raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")
 
 
 def _remove_app(args: argparse.Namespace) -> str:
@@ -168,7 +187,7 @@ def _remove_app(args: argparse.Namespace) -> str:
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)
         writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
-    return f"removed app {app.name} from {args.bundle} ({len(gone)} files){again}"
+    return f"removed app {app.name} from {args.bundle} ({count(len(gone), 'file')}){again}"
 
 
 def _default(manifest: Manifest, removed: App, wanted: str | None) -> str:

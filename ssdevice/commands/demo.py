@@ -11,10 +11,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
+from ssdevice.bundle.folder import check_out
 from ssdevice.commands import smollm2
-from ssdevice.commands.opening import positive
+from ssdevice.commands.opening import add_threads, positive
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -55,12 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter", type=Path, metavar="DIR", help="another adapter of the same base")
     add("--models", type=Path, default=MODELS, metavar="DIR", help="folder with the shipped models")
     add("--prompts", type=positive, default=20, metavar="N", help="prompts to measure (default 20)")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser, "CPU threads that decode")
     add("--keep", type=Path, metavar="BUNDLE", help="keep the bundle in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export to ONNX, show a few answers step by step, then plain against speculative decoding."""
+    if args.keep is not None:
+        check_out(args.keep, overwrite=False)
     cast = _smollm2(args) if args.smollm2 else _shipped(args)
     examples = read_examples(cast.prompts, args.prompts, require_completion=False)
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
@@ -131,7 +135,7 @@ def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> 
             trace = Trace(session.tokenizer, session.engine.geometry.tree)
             for step in session.runs(session.prompt_ids(example.prompt, system=example.system)):
                 trace.show(step)
-        print(f"\nPlain against speculative decoding on {len(examples)} prompts:", flush=True)
+        print(f"\nPlain against speculative decoding on {count(len(examples), 'prompt')}:", flush=True)
         with Progress(args.quiet) as progress:
             result = measure(session, examples, BenchOptions(rounds=1, skip_long=True), progress.report)
     for mode in result.modes.values():

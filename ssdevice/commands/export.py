@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
-from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, add_adapter_precision, named_folder, use_threads
+from ssdevice.commands.opening import (
+    DEFAULT_QUANT,
+    QUANTS,
+    add_adapter_precision,
+    add_threads,
+    named_folder,
+    positive,
+    use_threads,
+)
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
 from ssdevice.errors import MissingExtraError
@@ -23,8 +27,6 @@ from ssdevice.tree import FORMS, Tree
 
 if TYPE_CHECKING:
     from ssdevice.export.plan import ExportOptions
-
-TERMINATED = 143
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,21 +60,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)",
     )
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
-    add("--context", type=int, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
-    add("--chunk", type=int, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
+    add("--context", type=positive, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
+    add("--chunk", type=positive, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
     add(
         "--choose",
         choices=("graph", "host"),
         default="graph",
-        help="who chooses tokens: the graph, greedily, or also the host, for sampling, penalties and grammars (default graph)",
+        help="who chooses tokens: the graph, greedily, or also the host, for sampling and penalties (default graph)",
     )
     for options in all_options():
         options.add_arguments(parser)
+    add(
+        "--no-cross-check",
+        action="store_true",
+        help="do not compare with transformers first, for models of which no second one fits into memory",
+    )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan with estimated time and memory, write nothing")
     add("--ignore-memory", action="store_true", help="begin even if the export is thought to need more than is free")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads of the export (default: all cores)")
+    add_threads(parser, "CPU threads of the export")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if prediction is not None and not args.ignore_memory:
         prediction.check_memory(available_memory())
     keep_no_large_blocks()
-    with terminable(), Progress(args.quiet, prediction.seconds if prediction else None) as progress:
+    with Progress(args.quiet, prediction.seconds if prediction else None) as progress:
         bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest
     summary = {
@@ -119,8 +126,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
     from ssdevice.export.plan import ExportOptions, Quant
 
     adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
-    every = [kind.parse(args) for kind in all_options()]
-    chosen = tuple(one for one in every if one != type(one)())  # without those left at their defaults
+    chosen = tuple(kind.parse(args) for kind in all_options() if kind.given(args))
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     return ExportOptions(
@@ -138,20 +144,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         adapter_precision=Quant(args.adapter_precision),
         calibrate=tuple(args.calibrate),
         choose=args.choose == "host",
+        cross_check=not args.no_cross_check,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """In this context SIGTERM ends the process with its cleanup, as Ctrl-C does."""
-
-    def stop(_: int, __: FrameType | None) -> None:
-        sys.exit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

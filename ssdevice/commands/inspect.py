@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_no_kernels, positive
+from ssdevice.commands.opening import add_no_kernels, positive, refuse_ignored
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
+from ssdevice.errors import InputError
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
@@ -47,9 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    tokens = min(args.tokens or bundle.geometry.context, bundle.geometry.context)
+    tokens = args.tokens or bundle.geometry.context
+    if tokens > bundle.geometry.context:
+        raise InputError(f"--tokens {tokens}: {args.bundle} has a context of {bundle.geometry.context}")
     options = EngineOptions(kernels=not args.no_kernels)
     memory = {"resident": resident(bundle, target, args.app, tokens, options)}
+    if memory["resident"] is None:
+        refuse_ignored(args, f"the memory of {target.name} bundles is not predicted", "--tokens", "--no-kernels")
     found = {**describe(bundle), **memory, **target.describe(bundle)}
     if args.json:
         print(json.dumps(found, ensure_ascii=False))

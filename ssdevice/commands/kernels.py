@@ -6,6 +6,7 @@ import argparse
 import json
 
 from ssdevice import targets
+from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
 
 
@@ -19,5 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile and say where the library is."""
     library = runtime_target(args.target).build_kernels()
-    print(json.dumps({"target": args.target, "library": str(library) if library is not None else None}))
+    if library is None:
+        raise InputError(f"--target {args.target}: there is nothing to compile for it")
+    print(json.dumps({"target": args.target, "library": str(library)}))
     return 0

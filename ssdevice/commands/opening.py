@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.bundle.manifest import Precision
+from ssdevice.bundle.manifest import NOT_APPLIED, Precision
+from ssdevice.bundle.staging import check_writable
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.contract import Geometry
     from ssdevice.data import Example
     from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
+    from ssdevice.text.tokenizer import ChatTokenizer
 
+MAX_THREADS = 1024
 QUANTS = tuple(precision.value for precision in Precision)
 DEFAULT_QUANT = Precision.INT8.value
 
@@ -59,19 +64,23 @@ def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     return name, Path(folder)
 
 
+def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> None:
+    """Declare ``--threads``."""
+    threads = whole(0, MAX_THREADS)
+    parser.add_argument("--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)")
+
+
 def use_threads(threads: int) -> None:
-    """Let torch use so many CPU threads; 0 for all cores. Raises InputError for fewer."""
+    """Let torch use so many CPU threads; 0 for all cores."""
     import torch
 
-    if threads < 0:
-        raise InputError(f"--threads {threads}: expected 1 or more, or 0 for all cores")
     if threads:
         torch.set_num_threads(threads)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``engine_options``."""
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser)
     parser.add_argument(
         "--no-spinning",
         action="store_true",
@@ -101,40 +110,71 @@ def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
 
 
 def open_session(args: argparse.Namespace, profile: bool = False, folder: Path | None = None) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments."""
+    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments.
+
+    Says on stderr which settings of the model's ``generate`` the bundle does not apply.
+    """
     from ssdevice.runtime.session import Session
 
-    return Session.open(open_bundle(args, folder), app=args.app, options=engine_options(args, profile))
+    bundle = open_bundle(args, folder)
+    for note in bundle.manifest.notes:
+        if note.startswith(NOT_APPLIED) and not args.quiet:
+            print(f"ssdevice: {note}", file=sys.stderr)
+    return Session.open(bundle, app=args.app, options=engine_options(args, profile))
 
 
-def prompts_of(session: Session, examples: Sequence[Example], file: Path) -> list[list[int]]:
-    """The ids of the prompts in a file. Raises InputError for one that the session cannot answer, with its number."""
+def prompts_of(
+    tokenizer: ChatTokenizer, instruction: str | None, geometry: Geometry, examples: Sequence[Example], file: Path
+) -> list[list[int]]:
+    """The ids of the prompts in a file. Raises InputError for one that does not fit the geometry, with its number."""
     from ssdevice.runtime.loop import check_prompt
 
     prompts = []
     for number, example in enumerate(examples, 1):
         try:
-            prompts.append(session.prompt_ids(example.prompt, system=example.system))
-            check_prompt(session.engine.geometry, prompts[-1], 0)
+            system, most = example.system, geometry.context
+            prompts.append(tokenizer.prompt_ids(example.prompt, instruction=instruction, system=system, most=most))
+            check_prompt(geometry, prompts[-1], 0)
         except InputError as error:
             raise type(error)(f"{file}, prompt {number}: {error}") from error
     return prompts
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number of 1 or more."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}, expected 1 or more")
-    return value
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number of ``least`` or more, and at most ``most``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least or (most is not None and value > most):
+            expected = f"{least} or more" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+        return value
+
+    return parse
+
+
+positive = whole(1)
 
 
 def check_new_file(path: Path | None, option: str) -> None:
-    """Raise InputError, before any work, for an output file that cannot be written because of its path."""
-    if path is not None and not path.resolve().parent.is_dir():
+    """Raise InputError, before any work, for an output file that cannot be written."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise InputError(f"{option} {path}: its folder does not exist")
-    if path is not None and path.is_dir():
+    if path.is_dir():
         raise InputError(f"{option} {path}: this is a folder, expected a file name")
+    check_writable(path, option)
+
+
+def refuse_ignored(args: argparse.Namespace, why: str, *options: str) -> None:
+    """Raise InputError for the first of these options that was given: it would have no effect, and ``why``.
+
+    Options were given if they are anything but None, False or empty, so their defaults must be one of these.
+    """
+    for option in options:
+        if getattr(args, option.lstrip("-").replace("-", "_")) not in (None, False, [], ()):
+            raise InputError(f"{option} has no effect: {why}")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ssdevice.text.tokenizer import ChatTokenizer
 
 GGUF = "model.gguf"
+LOOKUP = (2, 10)
+PEERS_OPTIONS = ("--gguf", "--genai", "--lookup", "--draft-model", "--without", "--python")
 
 
 def add_peers(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +32,7 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
     add("--peers", type=Path, metavar="MODEL", help="measure beside other engines on this Hugging Face folder")
     add("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
     add("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
-    add("--lookup", type=positive, nargs="+", default=[2, 10], metavar="N", help="tokens of prompt lookup (2 and 10)")
+    add("--lookup", type=positive, nargs="+", metavar="N", help="tokens of prompt lookup (default 2 and 10)")
     add("--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams")
     add("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
     add("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable")
@@ -72,7 +74,7 @@ def measure_peers(
         threads=args.threads or os.cpu_count() or 1,
         context=context,
         stops=tokenizer.stop_ids,
-        lookup=tuple(dict.fromkeys(args.lookup)),
+        lookup=tuple(dict.fromkeys(args.lookup or LOOKUP)),
         pythons=pythons,
     )
     offered: list[Arm | Skip] = []
@@ -116,7 +118,7 @@ def _named_python(text: str) -> tuple[str, str]:
 
 
 def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
-    from ssdevice.adapters.settings import weights_sha256
+    from ssdevice.adapters.base_files import weights_sha256
     from ssdevice.bench.comparable import check_base
 
     if not model.is_dir():

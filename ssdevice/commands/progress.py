@@ -102,20 +102,23 @@ class _Stage:
         self.done, self.total, self.detail = done, total, detail
 
     def left(self) -> float | None:
-        """Seconds: what was expected at first, more and more what the pace says."""
+        """Seconds: what was expected at first, more and more what the pace says; below 0 if both are used up."""
         now = time.monotonic()
         share = (self.done - self.first) / max(1, self.total - self.first)
-        paced = None
-        if share > 0:
-            paced = max(0.0, (self.moved - self.began) / share * (1 - share) - (now - self.moved))
+        paced = (self.moved - self.began) / share * (1 - share) - (now - self.moved) if share > 0 else None
         if self.expected is None:
             return paced
-        planned = max(0.0, self.expected - (now - self.began))
-        return planned if paced is None else share * paced + (1 - share) * planned
+        planned = self.expected - (now - self.began)
+        if paced is None or planned <= 0:  # an expectation that was wrong says nothing more
+            return planned if paced is None else paced
+        return share * paced + (1 - share) * planned
 
     def left_text(self) -> str:
+        """``about 80 s left``; nothing where nobody knows or nothing is left, and never 0 s while work remains."""
         seconds = self.left()
-        return "" if seconds is None else f"about {duration(seconds)} left"
+        if seconds is None or self.done >= self.total:
+            return ""
+        return f"about {duration(seconds)} left" if seconds >= 0.5 else "longer than expected"
 
     def line(self) -> str:
         """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``."""

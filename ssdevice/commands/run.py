@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive
+from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
+from ssdevice.commands.sampling import add_sampling, sampling_of
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.runtime.generation import Generation
+    from ssdevice.runtime.sampling.options import Sampling
     from ssdevice.runtime.session import Session
 
 STDIN = "-"
@@ -31,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
     add("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
+    add_sampling(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
     form.add_argument("--json", action="store_true", help="print one JSON object per prompt")
@@ -41,12 +46,16 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
         raise InputError("--system goes with --prompt; a data file names its own system messages")
-    examples = _examples(args)
+    if args.data is None:
+        refuse_ignored(args, "it goes with --data", "--limit")
+    if not args.json:
+        refuse_ignored(args, "it goes with --json", "--logprobs")
+    sampling, examples = sampling_of(args), _examples(args)
     with open_session(args) as session:
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
             try:
-                _answer(args, session, mode, example)
+                _answer(args, session, mode, sampling, example)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -54,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace, session: Session, mode: str, example: Example) -> None:
+def _answer(args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, example: Example) -> None:
     ids = session.prompt_ids(example.prompt, system=example.system)
-    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode)
+    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
     if args.trace:
         from ssdevice.commands.trace import Trace
 
@@ -89,15 +98,16 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
         "ttft_seconds": round(answer.prefill_seconds, 6),
         "prompt_tokens": answer.prompt_tokens,
         "reason": answer.reason,
+        **({"logprobs": [asdict(each) for each in answer.logprobs]} if answer.logprobs else {}),
     }
 
 
 def summary(answer: Generation) -> str:
     """The statistics of an answer in one line."""
-    parts = [f"{len(answer.tokens)} tokens", f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
+    parts = [count(len(answer.tokens), "token"), f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
     if answer.steps:
         parts += [
-            f"{answer.steps} steps",
+            count(answer.steps, "step"),
             f"{answer.tokens_per_step:.2f} tokens per step",
             f"{answer.tokens_per_second:.1f} tokens/s",
         ]

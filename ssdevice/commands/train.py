@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import use_threads
+from ssdevice.bundle.staging import check_writable
+from ssdevice.commands.opening import add_threads, refuse_ignored, use_threads
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, MissingExtraError
@@ -17,6 +18,10 @@ from ssdevice.errors import InputError, MissingExtraError
 if TYPE_CHECKING:
     from ssdevice.train.options import TrainOptions
 
+OF_STREAMS = (
+    "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank", "--stream-mlp",
+    "--draft-vocabulary", "--alpha-main", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
+)  # fmt: skip
 TOKEN_RANK = 256
 """Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
 
@@ -31,18 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=[m.value for m in Mode], help="shared (default) or lossless")
     add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
     add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
-    add("--dev-limit", type=int, default=100, metavar="N", help="dev prompts to decode (default 100)")
+    add("--dev-limit", type=int, metavar="N", help="dev prompts to decode (default 100)")
     add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
     add("--freeze-lora", action="store_true",
         help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
-    add("--limit", type=int, default=0, metavar="N", help="use only the first N rows")
+    add("--limit", type=int, metavar="N", help="use only the first N rows")
     own = parser.add_argument_group("self-distillation")
     add = own.add_argument
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
-    add("--self-prompt", type=int, default=0, metavar="N",
+    add("--self-prompt", type=int, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--temperature", type=float, default=0.8, help="of sampled prompts (default 0.8)")
-    add("--top-p", type=float, default=0.95, help="of sampled prompts (default 0.95)")
+    add("--temperature", type=float, help="of sampled prompts (default 0.8)")
+    add("--top-p", type=float, help="of sampled prompts (default 0.95)")
     add("--answer-tokens", type=int, metavar="N",
         help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
     stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
@@ -65,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = recipe.add_argument
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
-    add("--epochs", type=float, default=5.0, help="passes over the data (default 5)")
-    add("--steps", type=int, default=0, help="optimizer steps instead of epochs")
+    add("--epochs", type=float, help="passes over the data (default 5)")
+    add("--steps", type=int, help="optimizer steps instead of epochs")
     add("--batch-size", type=int, default=32, help="rows per batch in each process (default 32)")
     add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
@@ -78,20 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by-reach", action=argparse.BooleanOptionalAction,
         help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
              "mode and with --freeze-lora; else all count alike)")  # fmt: skip
-    add("--soft-labels", type=float, default=0.0, metavar="SHARE",
+    add("--soft-labels", type=float, metavar="SHARE",
         help="share of a stream's loss that learns the model's own probabilities, not the next token "
              "(default 0)")  # fmt: skip
     add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
-    add("--segment", type=int, default=64, metavar="TOKENS",
+    add("--segment", type=int, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
         help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
-    add("--keep-gb", type=float, default=4.0, metavar="GB",
+    add("--keep-gb", type=float, metavar="GB",
         help="memory for the main rows that lossless training on a CPU keeps between epochs (default 4)")  # fmt: skip
     add("--gradient-checkpointing", action="store_true", help="take less memory and a third more time")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser)
     add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
 
 
@@ -113,8 +118,10 @@ def run(args: argparse.Namespace) -> int:
         args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / checkpoint.FOLDER).is_dir())
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
+    check_writable(args.out, "--out")
     use_threads(args.threads)
     options = _options(args)
+    _check_effect(args, options)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
     quiet_frameworks()
     try:
@@ -145,20 +152,49 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> TrainOptions:
     from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
 
-    own = SelfPrompt(args.self_prompt, args.temperature, args.top_p) if args.self_prompt else None
+    own = SelfPrompt(args.self_prompt, **_given(args, "temperature", "top_p")) if args.self_prompt is not None else None
+    with_defaults = _given(args, "dev_limit", "epochs", "soft_labels", "segment", "keep_gb")
     return TrainOptions(
         model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=_streams(args),
-        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev, dev_limit=args.dev_limit,
-        limit=args.limit, init=args.init, freeze_lora=args.freeze_lora, epochs=args.epochs, steps=args.steps,
+        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev,
+        limit=args.limit, init=args.init, freeze_lora=args.freeze_lora, steps=args.steps,
         batch_size=args.batch_size, accumulate=args.accumulate, lr=args.lr, warmup=args.warmup,
         weight_decay=args.weight_decay,
         alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, by_reach=args.by_reach,
-        soft_labels=args.soft_labels, max_length=args.max_length, segment=args.segment, precision=args.precision,
+        max_length=args.max_length, precision=args.precision,
         base_precision=args.base_precision, recompute=args.gradient_checkpointing,
         draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
         seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
-        keep_gb=args.keep_gb,
+        **with_defaults,
     )  # fmt: skip
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names that were given; the others have their defaults in the dataclass."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Raise InputError for an option that would have no effect."""
+    from ssdevice.train.options import Objective
+
+    lossless, layers = options.streams.mode is Mode.LOSSLESS, options.streams.msa_layers
+    writes = options.self_distill or options.self_prompt is not None
+    for ignored, why, names in (
+        (options.objective is Objective.NEXT_TOKEN, "next-token training has no streams", OF_STREAMS),
+        (lossless, "in lossless mode main rows have no LoRA of this training", ("--lora-rank",)),
+        (not lossless and layers, "streams have adapters in lossless mode", ("--adapter-rank",)),
+        (not lossless or not layers, "MSA layers have adapters in lossless mode", ("--stream-mlp",)),
+        (options.frozen, "main rows stay as they are", ("--alpha-main",)),
+        (not options.frozen, "main rows change, so they are not kept", ("--keep-gb",)),
+        (options.self_prompt is None, "it goes with --self-prompt", ("--temperature", "--top-p")),
+        (options.self_prompt is not None, "there are no rows of --data", ("--limit",)),
+        (not writes, "it goes with --self-distill or --self-prompt", ("--answer-tokens",)),
+        (options.dev is None, "it goes with --dev", ("--dev-limit",)),
+        (options.steps is not None, "--steps says how long", ("--epochs",)),
+    ):
+        if ignored:
+            refuse_ignored(args, why, *names)
 
 
 def _streams(args: argparse.Namespace) -> StreamConfig:

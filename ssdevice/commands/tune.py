@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice import targets
+from ssdevice.bundle.staging import write_text
 from ssdevice.commands.opening import (
     DEFAULT_QUANT,
     QUANTS,
@@ -22,10 +23,12 @@ from ssdevice.commands.opening import (
     open_bundle,
     positive,
     prompts_of,
+    refuse_ignored,
 )
 from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.progress import count
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from ssdevice.bench.tuning import Choice
     from ssdevice.bundle.folder import Bundle
     from ssdevice.commands.progress import Progress
+    from ssdevice.data import Example
 
 WIDEST = 16
 WIDTH = 4
@@ -48,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
     trial.add_argument("--adapter", metavar="[NAME=]DIR", help="the app's name and its adapter folder")
-    trial.add_argument("--target", choices=targets.names(), default=targets.DEFAULT)
-    trial.add_argument("--quant", choices=QUANTS, default=DEFAULT_QUANT, help="how weights are stored (default int8)")
+    trial.add_argument("--target", choices=targets.names(), help=f"(default {targets.DEFAULT})")
+    trial.add_argument("--quant", choices=QUANTS, help=f"how weights are stored (default {DEFAULT_QUANT})")
     trial.add_argument(
         "--sizes", type=_sizes, metavar="N,N,..",
         help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
@@ -75,32 +79,26 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.commands.progress import Progress
     from ssdevice.runtime.session import Session
 
-    check_new_file(args.out, "--out")
-    check_new_file(args.write_cost_table, "--write-cost-table")
-    if args.cost_table is not None and (args.cost_of or args.write_cost_table is not None):
-        raise InputError("--cost-table times nothing, so it does not go with --cost-of or --write-cost-table")
+    _check_options(args)
     table = CostTable.read(args.cost_table) if args.cost_table is not None else None
-    if (args.bundle is None) == (args.model is None):
-        raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
-    if args.bundle is not None and (args.adapter is not None or args.sizes):
-        raise InputError("--adapter and --sizes go with --model; a BUNDLE is tuned as it is")
+    examples = read_examples(args.data, args.limit, require_completion=False)
     options = engine_options(args)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(args.quiet))
-        bundles = stack.enter_context(_bundles(args, progress))
+        bundles = stack.enter_context(_bundles(args, table, examples, progress))
         for bundle in bundles:
             if bundle.manifest.mode is None:
                 raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
         if table is not None:
-            table.check(bundles[0].manifest, str(args.cost_table))
+            manifest = bundles[0].manifest
+            table.check(str(args.cost_table), manifest.model.sha256, manifest.geometry.gamma, manifest.msa_layers)
         # Other bundles run their default app: only the cost of their steps is measured.
         sessions = [
             stack.enter_context(Session.open(bundle, app=None if number else args.app, options=options))
             for number, bundle in enumerate(bundles)
         ]
         first = sessions[0]
-        examples = read_examples(args.data, args.limit, require_completion=False)
-        prompts = prompts_of(first, examples, args.data)
+        prompts = prompts_of(first.tokenizer, first.instruction, first.engine.geometry, examples, args.data)
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
             timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
@@ -110,21 +108,41 @@ def run(args: argparse.Namespace) -> int:
         table.write(args.write_cost_table)
     found = choices(ranks, table.steps)
     if args.out is not None:
-        args.out.write_text(json.dumps(found[0].tree.to_json()) + "\n", "utf-8")
+        write_text(args.out, json.dumps(found[0].tree.to_json()) + "\n")
     print(json.dumps(_as_json(found, table)) if args.json else "\n".join(_lines(found, table)))
     if narrow and not args.json:
         print("this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 to see wider trees")
     return 0
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
+    check_new_file(args.out, "--out")
+    check_new_file(args.write_cost_table, "--write-cost-table")
+    if args.cost_table is not None:
+        refuse_ignored(args, "--cost-table times nothing", "--cost-of", "--write-cost-table", "--sizes")
+    if (args.bundle is None) == (args.model is None):
+        raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
+    if args.bundle is not None:
+        refuse_ignored(args, "a BUNDLE is tuned as it is", "--adapter", "--sizes", "--target", "--quant")
+        return
+    refuse_ignored(args, "trial bundles have only the app of --adapter", "--app")
+    if not args.cost_of:
+        refuse_ignored(args, "no signed bundle is opened", "--require-signature")
+
+
 @contextmanager
-def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bundle]]:
+def _bundles(
+    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], progress: Progress
+) -> Iterator[list[Bundle]]:
     """The bundles to time; the first is the one whose drafts are observed."""
     from ssdevice.bench.comparable import check_same
 
     others = [open_bundle(args, folder) for folder in args.cost_of]
     with tempfile.TemporaryDirectory(prefix="ssdevice-tune-") as folder:
-        found = [open_bundle(args)] if args.bundle is not None else _trials(args, Path(folder), progress)
+        found = (
+            [open_bundle(args)] if args.bundle is not None else _trials(args, table, examples, Path(folder), progress)
+        )
         first = found[0].manifest
         for other in others:  # their steps must cost what those of the first with another tree would
             manifest = other.manifest
@@ -139,12 +157,19 @@ def _bundles(args: argparse.Namespace, progress: Progress) -> Iterator[list[Bund
         yield [*found, *others]
 
 
-def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Bundle]:
-    """Exports of a tree of each size in each schedule, the widest first; with a cost table, only that one."""
+def _trials(
+    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, progress: Progress
+) -> list[Bundle]:
+    """Exports of a tree of each size in each schedule, the widest first; with a cost table, only that one.
+
+    Raises InputError before the first if the table or an example does not fit them.
+    """
     try:
         from ssdevice.adapters.settings import read_settings
-        from ssdevice.export.plan import ExportOptions, Quant
-        from ssdevice.export.stages import export_bundle
+        from ssdevice.export.plan import ExportOptions, Quant, make_plan
+        from ssdevice.export.stages import export_plan
+        from ssdevice.export.target import exporter
+        from ssdevice.text.tokenizer import ChatTokenizer
     except ModuleNotFoundError as error:
         raise MissingExtraError("export", error.name or "torch") from error
     if args.adapter is None:
@@ -154,18 +179,22 @@ def _trials(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
     trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())
     schedules: tuple[Schedule, ...] = (Schedule.DEFERRED, Schedule.FUSED)
-    if args.cost_table is not None:
+    if table is not None:
         trees, schedules = [_tree(gamma, WIDEST)], schedules[:1]
-    bundles = []
+    plans = []
     for schedule in schedules:
         for tree in trees:
-            out = folder / f"{schedule}-{tree.size}"
             options = ExportOptions(
-                model=args.model, target=args.target, quant=Quant(args.quant), out=out,
-                adapters=(app,), tree=tree, schedule=schedule,
+                model=args.model, target=args.target or targets.DEFAULT, quant=Quant(args.quant or DEFAULT_QUANT),
+                out=folder / f"{schedule}-{tree.size}", adapters=(app,), tree=tree, schedule=schedule,
             )  # fmt: skip
-            bundles.append(export_bundle(options, progress.report))
-    return bundles
+            target = exporter(options)
+            plans.append((make_plan(options, target), target))
+    plan = plans[0][0]
+    if table is not None:
+        table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)
+    prompts_of(ChatTokenizer.open(plan.folder), plan.apps[0].instruction, plan.geometry, examples, args.data)
+    return [export_plan(plan, target, progress.report) for plan, target in plans]
 
 
 def _tree(gamma: int, size: int) -> Tree:
@@ -191,7 +220,7 @@ def _sizes(text: str) -> list[int]:
 def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
     steps = ", ".join(f"{cost.nodes} nodes {cost.schedule} {cost.ms:.2f} ms" for cost in table.steps)
     plain = f"plain {table.plain_ms:.2f} ms, " if table.plain_ms is not None else ""
-    threads = f"{table.threads} threads" if table.threads else "the engine's threads"
+    threads = count(table.threads, "thread") if table.threads else "the engine's threads"
     yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
     yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
     yield "predicted from these and the observed drafts, without prefill:"

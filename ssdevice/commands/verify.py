@@ -8,11 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import Precision
-from ssdevice.commands.opening import add_bundle, add_engine, engine_options, open_bundle, positive, prompts_of
+from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.commands.opening import (
+    add_bundle,
+    add_engine,
+    engine_options,
+    open_bundle,
+    positive,
+    prompts_of,
+    refuse_ignored,
+)
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, MissingExtraError, ParityError
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Comparison, Equality
@@ -21,6 +30,10 @@ if TYPE_CHECKING:
     from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
 
+LIMIT, MAX_TOKENS = 50, 64
+RUNNING = (
+    "--app", "--data", "--limit", "--max-tokens", "--model", "--against", "--threads", "--no-spinning", "--no-kernels",
+)  # fmt: skip
 # Any text will do, because modes are compared with each other. Different lengths vary the chunks and cache sizes.
 PROMPTS = (
     "Hello",
@@ -37,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_bundle(parser)
     add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
-    add("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
+    add("--limit", type=positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
+    add("--max-tokens", type=positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
     add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
@@ -51,9 +64,11 @@ def run(args: argparse.Namespace) -> int:
     """Print what was checked. Raises ParityError (exit code 1) if a number breaks the promise."""
     from ssdevice.commands.progress import Progress
 
-    bundle = open_bundle(args)
+    if args.integrity_only:
+        refuse_ignored(args, "--integrity-only runs nothing", *RUNNING)
     if args.adapter is not None and args.model is None:
         raise InputError("--adapter is for the comparison with torch: give --model too")
+    bundle = open_bundle(args)
     checks = _Checks(args, bundle)
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
@@ -74,7 +89,7 @@ class _Checks:
         self.args, self.bundle = args, bundle
         files = len(bundle.manifest.files)
         signed = ", signature valid" if args.require_signature is not None else ""
-        self.lines = [f"integrity: {files} files, sizes and hashes as in the manifest{signed}"]
+        self.lines = [f"integrity: {count(files, 'file')}, sizes and hashes as in the manifest{signed}"]
         self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": files}
         self.faults: list[str] = []
 
@@ -84,13 +99,18 @@ class _Checks:
         from ssdevice.runtime.session import Session
 
         args, bundle = self.args, self.bundle
+        limit, most = args.limit or LIMIT, args.max_tokens or MAX_TOKENS
+        examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
+        folder, other = self._reference(), _other_bundle(args, bundle)
         with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
-            examples = read_examples(args.data, args.limit, require_completion=False) if args.data is not None else ()
-            prompts = _prompts(args, session, examples)
+            prompts = (
+                prompts_of(session.tokenizer, session.instruction, session.engine.geometry, examples, args.data)
+                if examples
+                else _built_in(session, limit)
+            )
             shown = _engine_with_logits(args, bundle)
-            other = _other_bundle(args, bundle)
             stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
-            result = compare(session.engine, shown, prompts, stops, args.max_tokens, precision, report)
+            result = compare(session.engine, shown, prompts, stops, most, precision, report)
             self.found["equality"] = _as_json(result)
             self.lines += _describe(result, shown is not None)
             if examples:
@@ -98,8 +118,9 @@ class _Checks:
             self.faults += result.faults()
             if other is not None:
                 self._against(other, shown, prompts, result, stops, report)
-            if args.model is not None:
-                self._torch(prompts, result, report)
+            if folder is not None:
+                self._torch(folder, prompts, result, report)
+                self._crosscheck(folder, session)
                 if precision is Precision.FP32 and bundle.app(args.app).answers_as_base:
                     self._generate(prompts, result, stops, report)
 
@@ -144,14 +165,14 @@ class _Checks:
             prompts,
             result.answers,
             stops,
-            args.max_tokens,
+            args.max_tokens or MAX_TOKENS,
             (result.precision, other.manifest.precision),
             report,
         )
         ties = sum(agreement.near_tie(d) for d in agreement.differences)
         equal = agreement.prompts - len(agreement.differences)
         text = f"{args.against}: {equal} of {agreement.prompts} plain answers equal"
-        self.lines.append(text + (f", {ties} of the others near-ties" if agreement.differences else ""))
+        self.lines.append(text + (f", {count(ties, 'near-tie')} among the others" if agreement.differences else ""))
         if agreement.largest_change is not None:
             change = f"{agreement.largest_change:.3g} between the bundles (ceiling {agreement.ceiling})"
             self.lines.append(f"logits: change by at most {change}")
@@ -165,31 +186,55 @@ class _Checks:
         }
         self.faults += agreement.faults()
 
-    def _torch(self, prompts: list[list[int]], result: Equality, report: Report) -> None:
-        """Compare the plain answers with the torch reference of ``--model`` and ``--adapter``."""
+    def _reference(self) -> Path | None:
+        """The folder of ``--model``, checked before anything runs; None without one."""
+        args = self.args
+        if args.model is None:
+            return None
         try:
-            from ssdevice.bench.against_torch import agreement
+            from ssdevice.bench.against_torch import reference_folder
         except ModuleNotFoundError as error:
             raise MissingExtraError("export", error.name or "torch") from error
         quiet_frameworks()
-        args = self.args
-        found = agreement(self.bundle, args.app, args.model, args.adapter, prompts, result.answers, report)
+        return reference_folder(self.bundle, args.app, args.model, args.adapter)
+
+    def _torch(self, folder: Path, prompts: list[list[int]], result: Equality, report: Report) -> None:
+        """Compare the plain answers with the torch reference of ``--model`` and ``--adapter``."""
+        from ssdevice.bench.against_torch import agreement
+
+        found = agreement(self.bundle, self.args.app, folder, self.args.adapter, prompts, result.answers, report)
         self.found["reference"] = {
             "tokens": found.tokens,
             "agreeing": found.agreeing,
+            "near_ties": found.near_ties,
             "largest_margin": found.worst,
         }
+        ties = f", {count(found.near_ties, 'near-tie')} among the others" if found.agreeing < found.tokens else ""
         self.lines.append(
-            f"torch reference: {found.agreeing} of {found.tokens} tokens agree; "
+            f"torch reference: {found.agreeing} of {found.tokens} tokens agree{ties}; "
             f"largest margin of another choice {found.worst:.3g}"
         )
         self.faults += found.faults()
+
+    def _crosscheck(self, folder: Path, session: Session) -> None:
+        """Compare the torch reference itself with transformers and PEFT."""
+        from ssdevice.export.crosscheck.check import check_model
+
+        args, bundle = self.args, self.bundle
+        merged = bundle.app(args.app).kind is AdapterKind.MERGED
+        try:
+            notes = check_model(folder, args.adapter, merged, session.tokenizer, bundle.geometry.context)
+        except ParityError as error:
+            self.faults.append(str(error))
+            return
+        self.found["notes"] = list(notes)
+        self.lines += ["transformers: prompt ids, logits and first tokens are those of the torch reference", *notes]
 
     def _generate(self, prompts: list[list[int]], result: Equality, stops: Sequence[int], report: Report) -> None:
         """Compare the plain answers with those that transformers generates with the untouched base."""
         from ssdevice.bench.against_generate import against_generate
 
-        limits = self.args.max_tokens, self.bundle.geometry.context
+        limits = self.args.max_tokens or MAX_TOKENS, self.bundle.geometry.context
         found = against_generate(self.args.model, prompts, result.answers, stops, *limits, report)
         equal = found.prompts - len(found.differing)
         self.found["generate"] = {"prompts": found.prompts, "differing": len(found.differing)}
@@ -212,11 +257,9 @@ def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
     return other
 
 
-def _prompts(args: argparse.Namespace, session: Session, examples: Sequence[Example]) -> list[list[int]]:
-    if args.data is not None:
-        return prompts_of(session, examples, args.data)
+def _built_in(session: Session, limit: int) -> list[list[int]]:
     room = session.engine.geometry.context - 1
-    return [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[: args.limit]]
+    return [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[:limit]]
 
 
 def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | None:
@@ -227,14 +270,14 @@ def _engine_with_logits(args: argparse.Namespace, bundle: Bundle) -> Engine | No
 
 
 def _describe(result: Equality, measured: bool) -> list[str]:
-    lines = [f"decoded: {result.prompts} prompts, {result.tokens} tokens, in plain decoding"]
+    lines = [f"decoded: {count(result.prompts, 'prompt')}, {count(result.tokens, 'token')}, in plain decoding"]
     for mode in result.modes:
         differing = [d for d in result.differences if d.mode == mode]
         ties = sum(result.near_tie(d) for d in differing)
         text = f"{mode}: {result.prompts - len(differing)} of {result.prompts} answers equal to plain decoding"
-        lines.append(text + (f", {ties} near-ties" if differing else ""))
+        lines.append(text + (f", {count(ties, 'near-tie')}" if differing else ""))
     if result.modes:
-        lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {result.nodes} nodes")
+        lines.append(f"draft tree: runs ended at {len(result.nodes_ended)} of its {count(result.nodes, 'node')}")
     if result.largest_change is not None:
         lines.append(f"logits: change by at most {result.largest_change:.3g} between modes (ceiling {result.ceiling})")
     elif result.modes and not measured:

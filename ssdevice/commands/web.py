@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import closing, suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path, PurePosixPath
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.bundle.folder import check_outside
-from ssdevice.bundle.staging import Stage, disk_errors
-from ssdevice.commands.opening import add_signature, open_bundle
-from ssdevice.errors import InputError
+from ssdevice.bundle.staging import Stage, check_writable, disk_errors
+from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
+from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer, Site
+from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.target import runtime_target
+from ssdevice.text.frames import NO_FRAMES
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
 
-LOOPBACK = "127.0.0.1"
 PORT = 8080
 TREE = Path(__file__).resolve().parents[2] / "apps" / "web_demo"
 INSTALLED = Path(__file__).resolve().parents[1] / "web"
@@ -35,27 +32,8 @@ RUNTIME = (
     "@huggingface/tokenizers/dist/tokenizers.min.mjs",
 )
 """What the page loads of other packages, below MODULES."""
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".wasm": "application/wasm",
-}
-POLICY = ("default-src 'self'", "script-src 'self' 'wasm-unsafe-eval'", "img-src 'self' data:", "base-uri 'none'")
-HEADERS = {
-    "Cross-Origin-Opener-Policy": "same-origin",  # with the next: memory that threads share
-    "Cross-Origin-Embedder-Policy": "require-corp",
-    "Content-Security-Policy": "; ".join(POLICY),  # nothing is loaded from elsewhere
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
-
-Site = Mapping[str, Path | bytes]
-"""Path below the page's address -> the file there, or its content."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder of an ONNX bundle, INT8 or FP32")
     add_signature(parser)
-    add("--port", type=int, default=PORT, metavar="N", help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)")
+    add("--port", type=whole(0, 65535), metavar="N", help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)")
     add("--out", type=Path, metavar="DIR", help="write the page into a new folder instead of serving it")
     add("--runtime", type=Path, metavar="DIR", help=f"folder {MODULES} with its packages (default: of `make web`)")
 
@@ -71,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted, or write it."""
     if args.out is not None:
+        refuse_ignored(args, "--out writes the page and serves nothing", "--port")
         check_outside(args.bundle, args.out)
+        check_empty(args.out)
     files = site(open_bundle(args), args.runtime)
     if args.out is not None:
         write(files, args.out)
         return 0
-    with server(files, args.port) as serving:
+    with PageServer(files, PORT if args.port is None else args.port) as serving:
         print(f"http://{LOOPBACK}:{serving.server_port}/", flush=True)
         try:
             serving.serve_forever()
@@ -91,10 +71,11 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     Raises BundleError for a bundle that no browser runs, InputError if a file of the runtime is missing.
     """
     from ssdevice.bundle.integrity import MANIFEST_FILE
-    from ssdevice.text.tokenizer import prompt_frame
 
     manifest = bundle.manifest
     runtime_target(manifest.target).check_browser(bundle)
+    if manifest.chat.frames is None:
+        raise BundleError(f"{bundle.folder}: {NO_FRAMES}")
     sources = INSTALLED if INSTALLED.is_dir() else TREE
     files: dict[str, Path | bytes] = {file.name: file for pattern in SOURCES for file in sources.glob(pattern)}
     for name in RUNTIME:
@@ -105,16 +86,19 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
             how = f"run `make web` in a checkout, or `npm install {packages}` anywhere and pass --runtime {MODULES}"
             raise InputError(f"{file} is missing: {how}")
         files[f"runtime/{file.name}"] = file
-    frames = {app.name: prompt_frame(manifest.chat, app.instruction) for app in manifest.apps}
-    prompts = {name: {"before": before, "after": after} for name, (before, after) in frames.items()}
-    files["prompts.json"] = json.dumps(prompts, ensure_ascii=False).encode("utf-8")
     return files | {f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)}
+
+
+def check_empty(out: Path) -> None:
+    """Raise InputError unless ``out`` is a folder to be made, or an empty one."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out}: exists; choose another folder")
+    check_writable(out, "--out")
 
 
 def write(files: Site, out: Path) -> None:
     """Write the page into a new folder. Raises InputError if there is something in it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out}: exists; choose another folder")
+    check_empty(out)
     with closing(Stage(out, folder=True)) as stage, disk_errors(out):
         for name, content in files.items():
             file = stage.path / name
@@ -123,39 +107,3 @@ def write(files: Site, out: Path) -> None:
         lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
         (stage.path / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
         stage.publish(replace=out.exists())
-
-
-def server(files: Site, port: int) -> ThreadingHTTPServer:
-    """A server of these files and nothing else, on loopback. Raises InputError if it cannot have the port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0].removeprefix("/") or "index.html"
-            content = files.get(path)
-            if content is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            size = len(content) if isinstance(content, bytes) else content.stat().st_size
-            kind = TYPES.get(PurePosixPath(path).suffix, "application/octet-stream")
-            self.send_response(HTTPStatus.OK)
-            for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(size)}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            with suppress(ConnectionError):  # the reader has left
-                if isinstance(content, bytes):
-                    self.wfile.write(content)
-                else:
-                    with content.open("rb") as stream:
-                        shutil.copyfileobj(stream, self.wfile)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    try:
-        return ThreadingHTTPServer((LOOPBACK, port), Handler)
-    except OverflowError as error:
-        raise InputError(f"--port {port}: expected 0 to 65535") from error
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "is taken; choose another (0: any free one)" if taken else f"cannot be used: {error.strerror}"
-        raise InputError(f"--port {port} {why}") from error

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ssdevice.adapters.settings import SETTINGS, WEIGHTS, AdapterSettings
 from ssdevice.config import to_json
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, check_no_pointer
 from ssdevice.model.streams import Streams, check_draft_ids
 
 
@@ -36,6 +36,7 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
     if not file.is_file():  # opening a pipe would block
         raise InputError(f"{file}: cannot be read as safetensors (no such file)")
     try:
+        check_no_pointer(file)
         weights = load_file(str(file))
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: cannot be read as safetensors ({error})") from error

@@ -54,6 +54,7 @@ class Backbone(nn.Module):
         self.layers: nn.ModuleList = getattr(decoder, family.layers)
         self.norm = getattr(decoder, family.norm, None) or nn.Identity()
         self.lm_head = hf.get_output_embeddings()
+        _tie_if_equal(self.embed_tokens, self.lm_head)
         # Only OPT has these, and only where its embeddings are narrower than its layers.
         self.project_in = getattr(decoder, "project_in", None) or nn.Identity()
         self.project_out = getattr(decoder, "project_out", None) or nn.Identity()
@@ -204,6 +205,16 @@ class Backbone(nn.Module):
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+
+def _tie_if_equal(embedding: nn.Embedding, head: nn.Module) -> None:
+    """Let a head share the embedding's weights if they are equal: some converters store equal constants only once."""
+    ours, theirs = embedding.weight, getattr(head, "weight", None)
+    if ours is theirs or theirs is None or ours.shape != theirs.shape:
+        return
+    middle = len(ours) // 2  # rows of mapped weights are read from a file
+    if torch.equal(ours[middle], theirs[middle]) and torch.equal(ours, theirs):
+        head.weight = ours
 
 
 def _layer_types(config: Any, family: Family, layers: int) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from ssdevice.errors import UnsupportedModelError
 
@@ -97,41 +100,60 @@ FAMILIES: dict[str, Family] = {
 
 
 _EXPERTS = "layers with a mixture of experts"
-_LINEAR = "linear-attention or state-space layers"
 _SINKS = "attention with learned sinks"
+_LAYOUT = "layers of another layout than llama's"
+_INPUTS = "inputs of every layer beside its rows"
 
 NOT_EXPRESSIBLE: dict[str, str] = {
-    "mixtral": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "phimoe": _EXPERTS,
-    "granitemoe": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "deepseek_v3": _EXPERTS,
     "gpt_oss": f"{_SINKS} and {_EXPERTS}",
-    "granite_swa": _SINKS,
-    "llama4_text": f"chunked attention and {_EXPERTS}",
-    "qwen3_next": _LINEAR,
-    "mamba": _LINEAR,
-    "falcon_h1": _LINEAR,
-    "lfm2": "convolution layers",
+    "granite_swa": f"{_SINKS}; Granite 3 has model_type 'granite'",
+    "granitemoehybrid": "state-space layers or a shared expert; Granite 3 has model_type 'granite'",
+    "ministral3": "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral' or 'mistral'",
     "gemma3": "image inputs; a text-only model of this family has model_type 'gemma3_text'",
+    "gemma3n_text": _INPUTS,
+    "gemma4_text": _INPUTS,
+    "diffllama": "differential attention",
+    "nanochat": "norms without weights around the embedding",
+    "falcon": _LAYOUT,
+    "gpt_neox": _LAYOUT,
+    "gpt_neox_japanese": _LAYOUT,
+    "hrm_text": _LAYOUT,
+    "modernbert-decoder": _LAYOUT,
 }
-"""Families that need more than a table entry -> what the step graph cannot express."""
+"""Families that need more than a table entry, which the keys of their configs do not show -> what they have."""
+
+_SHOWN_BY_KEYS = {
+    "expert|moe_": _EXPERTS,
+    "mamba|ssm_|conv_|conv1d|linear_(num|key|conv|attn)": "linear-attention, state-space or convolution layers",
+    "kv_lora_rank": "multi-head latent attention",
+    "(text|vision|audio|encoder)_config$": "inputs other than text",
+    "is_encoder_decoder|add_cross_attention": "an encoder",
+}
+_KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
+_DENSE = ({"hidden_size"}, {"num_hidden_layers"}, {"num_attention_heads"}, {"rope_theta", "rope_parameters"})
+"""A dense decoder's config has one key of each."""
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a ``config.model_type``. Raises UnsupportedModelError, which says what is missing."""
+def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Family:
+    """The family of a ``config.model_type``. Raises UnsupportedModelError, which says what is missing.
+
+    ``config``: the values in ``config.json``, which show what an unknown family has.
+    """
     family = FAMILIES.get(model_type)
     if family is not None:
         return family
-    known = ", ".join(sorted(FAMILIES))
-    missing = NOT_EXPRESSIBLE.get(model_type)
-    if missing is not None:
-        raise UnsupportedModelError(
-            f"model family {model_type!r} is not supported: it has {missing}; supported: {known}"
-        )
+    missing = NOT_EXPRESSIBLE.get(model_type) or " and ".join(_beyond(config or {}))
+    hint = f": it has {missing}" if missing else ""
+    if not missing and all(keys & (config or {}).keys() for keys in _DENSE):
+        hint = " yet: a dense decoder like this one may need only an entry in ssdevice/model/families.py"
     raise UnsupportedModelError(
-        f"model family {model_type!r} is not supported; supported are {known} "
-        "(a decoder like these needs one entry in ssdevice/model/families.py)"
+        f"model family {model_type!r} is not supported{hint}; supported: {', '.join(sorted(FAMILIES))}"
     )
+
+
+def _beyond(config: Mapping[str, Any]) -> list[str]:
+    """What a config shows that no entry of the table can express."""
+    set_keys = [key for key, value in config.items() if value]
+    found = [what for keys, what in _SHOWN_BY_KEYS.items() if any(re.search(keys, key) for key in set_keys)]
+    kinds = {str(kind) for kind in config.get("layer_types") or ()} - _KINDS_OF_LAYERS
+    return [*found, *([f"layers of type {', '.join(sorted(kinds))}"] if kinds else [])]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ssdevice.adapters.settings import AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.base_files import INDEX, WHOLE, shards, weight_files
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import StreamConfig, read_json
 from ssdevice.errors import InputError, UnsupportedModelError, first_line, is_out_of_memory
 from ssdevice.model.adapter import load_streams
@@ -22,6 +24,7 @@ from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
 from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
+from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes
 from ssdevice.model.streams import Streams
 
 
@@ -45,8 +48,10 @@ def resolve_folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer*"]))
+        index = folder / INDEX
+        weights = [WHOLE, *(shards(index) if index.is_file() else [])]  # a repository may hold them in other forms too
+        return Path(snapshot_download(model, allow_patterns=weights))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
             f"--model {model}: no such folder, and the hub does not provide it ({first_line(error)})"
@@ -58,67 +63,64 @@ def read_config(folder: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    if (folder / PEFT_CONFIG).is_file():
+        raise InputError(
+            f"{folder}: has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would apply: move it and "
+            f"{PEFT_WEIGHTS} to a folder of their own and name that with --adapter, or remove them"
+        )
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
     raw = read_json(file)
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UnsupportedModelError(f"{file}: has no model_type")
-    family_of(raw["model_type"])
+    family_of(raw["model_type"], raw)
+    check_unquantized(folder, raw)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise InputError(f"{file}: {' '.join(str(error).split())}") from error
 
 
-def stored_parameters(folder: Path) -> dict[str, int]:
-    """Elements of every tensor in a folder's safetensors files, from their headers; raises InputError."""
-    sizes: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(file), framework="np") as tensors:
-                sizes |= {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise InputError(f"{file}: cannot be read ({error.strerror or error})") from error
-        except SafetensorError as error:
-            raise InputError(
-                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)}): "
-                "it was cut short or is something else; get it again"
-            ) from error
-    if not sizes:
-        raise InputError(f"{folder}: no .safetensors weights")
-    return sizes
-
-
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None) -> Any:
-    """The ``*ForCausalLM`` in a folder, in eval mode; raises InputError or UnsupportedModelError.
+@dataclass(frozen=True)
+class Base:
+    """A ``*ForCausalLM`` in eval mode. ``notes``: a sentence for each kind of stored tensors that it does not read.
 
-    ``scratch``: a folder for large weights in float32, in which they are mapped instead of held in memory. The library
-    would fill what the files lack, or have in other shapes, with random numbers: such a folder is refused.
+    ``parameters``: elements of the tensors that it reads by stored name.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    config = read_config(folder)
-    stored_parameters(folder)
-    wanted: Any = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        loaded: Any
-        if scratch is not None and (files := _weight_files(folder)):
-            weights = {name: mapped(values, scratch) for name, values in _tensors(files)}
-            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            loaded = kind.from_pretrained(None, config=config, state_dict=weights, **wanted)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **wanted)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error
-    hf, found = loaded
-    for name, stored, asked in sorted(found["mismatched_keys"]):
-        raise InputError(f"{folder}: {name} is {list(stored)} in the weights and {list(asked)} by config.json")
+    hf: Any
+    parameters: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None) -> Any:
+    """The ``*ForCausalLM`` in a folder, in eval mode; arguments and errors as in ``load_base``."""
+    return load_base(folder, dtype, scratch).hf
+
+
+def load_base(
+    folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None, values: bool = True
+) -> Base:
+    """The base in a folder. Raises InputError or UnsupportedModelError.
+
+    ``scratch``: a folder for large weights in float32, in which they are mapped instead of held in memory. Without
+    ``values`` only the headers of its files are read and all tensors are on torch's meta device. The library would fill
+    what the files lack, or have in other shapes, with random numbers, and leave out what it does not know: such a
+    folder is refused, and so are weights that are not finite.
+    """
+    config, stored = read_config(folder), stored_tensors(folder)
+    weights: dict[str, Tensor] | None = None
+    if not values:
+        weights = {name: torch.empty(found.shape, dtype=dtype, device="meta") for name, found in stored.items()}
+    elif scratch is not None:
+        weights = {name: mapped(_finite(folder, name, tensor), scratch) for name, tensor in _tensors(folder)}
+    hf, found = _from_library(folder, config, weights, dtype)
+    for name, there, asked in sorted(found["mismatched_keys"]):
+        raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
         raise InputError(f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for")
@@ -126,27 +128,47 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | No
         layer = LAYER.match(name)
         if layer and int(layer[1]) >= config.num_hidden_layers:
             raise InputError(f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers")
-    return hf.eval()
+    notes = unread_notes(folder, found["unexpected_keys"])
+    if weights is None:
+        for name, tensor in hf.named_parameters():
+            _finite(folder, name, tensor)
+    read = {name: tensor.elements for name, tensor in stored.items() if name not in found["unexpected_keys"]}
+    return Base(hf.eval(), read, notes)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files from which the library would load the model; none if it would not find any."""
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+def _from_library(folder: Path, config: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """What transformers makes of a folder or of given ``weights``, and the names that did not fit."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    index, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
-    if whole.is_file():
-        return [whole]
-    return sorted({folder / name for name in read_json(index)["weight_map"].values()}) if index.is_file() else []
+    wanted: Any = {"config": config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        if weights is None:
+            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **wanted)  # type: ignore[return-value]
+        if any(tensor.is_meta for tensor in weights.values()):
+            wanted["device_map"] = "meta"
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return kind.from_pretrained(None, state_dict=weights, **wanted)  # type: ignore[no-any-return]
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error
 
 
-def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the files and its name; only one at a time is in memory."""
-    for file in files:
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder and its name; only one at a time is in memory."""
+    for file in weight_files(folder):
         with safe_open(str(file), framework="pt") as tensors:
             names = list(tensors.keys())
         for name in names:
             with safe_open(str(file), framework="pt") as tensors:  # its pages stay in memory until it is closed
                 yield name, tensors.get_tensor(name)
+
+
+def _finite(folder: Path, name: str, values: Tensor) -> Tensor:
+    """``values``; raises InputError if one of them is NaN or infinite. Their extremes take one pass and no copy."""
+    if values.numel() and values.is_floating_point() and not all(map(torch.isfinite, torch.aminmax(values.detach()))):
+        raise InputError(f"{folder}: {name} has values that are not finite: the weights are damaged, get them again")
+    return values
 
 
 def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
@@ -180,25 +202,36 @@ def load(
     merge: bool = True,
     calibrated: Mapping[str, Tensor] | None = None,
     scratch: Path | None = None,
+    identity: BaseIdentity | None = None,
+    values: bool = True,
 ) -> LoadedModel:
     """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
 
     ``merge``: merge its LoRA into the base's weights; otherwise it stays separate, as ``LoraLinear``.
     An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``;
-    ``scratch``: see ``load_hf``. Raises InputError.
+    ``scratch``, ``values``: see ``load_base``; ``identity``: the base's, if it is known. Raises InputError.
     """
-    hf = adopt(load_hf(folder, scratch=scratch), calibrated or {})
-    identity = BaseIdentity.of(folder, hf.config)
-    opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
-    settings = opened.settings if opened is not None else None
-    if opened is not None and opened.has_lora:
-        hf = merge_lora(hf, opened.folder) if merge else attach_lora(hf, opened.folder)
-    config = settings.streams if settings is not None else None
-    if config is not None and gamma is not None and gamma > config.gamma:
-        raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")
-    model = build(hf, config, context, gamma)
-    if model.streams is not None and adapter is not None:
-        load_streams(adapter, model.streams)
-        model.take_draft_rows()
+    hf = adopt(load_base(folder, scratch=scratch, values=values).hf, calibrated or {})
+    identity = identity or BaseIdentity.of(folder, hf.config)
+    with nullcontext() if values else _no_values():
+        opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
+        settings = opened.settings if opened is not None else None
+        if opened is not None and opened.has_lora:
+            hf = merge_lora(hf, opened.folder) if merge else attach_lora(hf, opened.folder)
+        config = settings.streams if settings is not None else None
+        if config is not None and gamma is not None and gamma > config.gamma:
+            raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")
+        model = build(hf, config, context, gamma)
+        if model.streams is not None and adapter is not None:
+            load_streams(adapter, model.streams)
+            model.take_draft_rows()
     release()
     return LoadedModel(identity, model.eval(), settings)
+
+
+@contextmanager
+def _no_values() -> Iterator[None]:
+    """In this context new tensors are on the meta device, and nothing tells that copies into them do nothing."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

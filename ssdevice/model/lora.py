@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
 from ssdevice.config import read_json
-from ssdevice.errors import InputError, UnsupportedModelError, first_line
+from ssdevice.errors import InputError, UnsupportedModelError, check_no_pointer, first_line
 from ssdevice.model.mapped import release
 from ssdevice.model.streams import LowRank
 
@@ -24,6 +24,8 @@ REFUSALS = (
 )  # fmt: skip
 
 LORA = "LORA"
+EMBEDDING = re.compile(r"(embed_tokens|lm_head)(\.modules_to_save\.default|\.base_layer)?\.weight$")
+"""Names of whole embeddings and heads among PEFT's tensors."""
 SLACK = 4
 """A configuration may name a rank that no tensor has (patterns can replace it), but not one that fills memory."""
 
@@ -43,9 +45,13 @@ class LoraLinear(nn.Module):
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter merged into its weights; raises InputError."""
+    ends = embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     wrapped = open_lora(hf, adapter)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if (hf.get_input_embeddings(), hf.get_output_embeddings()) != ends and head.weight is embedding.weight:
+        # Merging is in place and would change both ends; not merged, an adapter changes only the end that it is for.
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     try:
         for part in wrapped.modules():
             if isinstance(part, BaseTunerLayer):
@@ -86,6 +92,7 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
     """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises InputError."""
     check_peft(adapter, apart)
+    _check_vocabulary(hf, adapter)
     from peft import PeftConfig, get_peft_model
 
     try:
@@ -134,10 +141,23 @@ def check_peft(folder: Path, apart: bool = False) -> None:
             raise InputError(f"{file}: rank {str(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
 
 
+def _check_vocabulary(hf: Any, adapter: Path) -> None:
+    """Raise InputError for an adapter that brings embeddings or a head of another vocabulary."""
+    rows = len(hf.get_input_embeddings().weight)
+    with safe_open(str(adapter / PEFT_WEIGHTS), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  # no mapping
+            if EMBEDDING.search(name) and (found := tensors.get_slice(name).get_shape()[0]) != rows:
+                raise InputError(
+                    f"{adapter}: {name} is for a vocabulary of {found} tokens, the model has {rows}: resize the model "
+                    f"as it was for training (resize_token_embeddings({found})) and save it"
+                )
+
+
 def _check_weights(file: Path) -> int:
     """The largest rank of a LoRA's tensors. Raises InputError for values that are not finite."""
     largest = 0
     try:
+        check_no_pointer(file)
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
                 value: Any = tensors.get_tensor(name)

@@ -169,7 +169,7 @@ class StreamModel(nn.Module):
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Main rows of a draft tree's nodes before the MSA layers: ``middle [1, T, D]`` and new rows of the layers below."""
+    """Main rows of a tree's nodes before the MSA layers: ``middle [1, T, D]``, and new rows of the layers below."""
 
     tokens: Tensor
     positions: Tensor

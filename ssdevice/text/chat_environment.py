@@ -1,44 +1,32 @@
-"""The sandbox of chat templates, imported with the first of them.
+"""The sandbox of chat templates, and the process that renders them: a program of its own, see ``renderer``.
 
 Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the names that Hugging
 Face templates may use: ``messages``, ``add_generation_prompt``, ``tools`` and ``documents`` (always None here), the
 special tokens, ``raise_exception``, ``strftime_now``, the ``tojson`` filter, loop controls and ``generation`` blocks.
+
+Requests and answers are lines of JSON. The system limits the process, so no expression of a template gets around it.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import sys
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ssdevice.text import chat_bounds
-
-
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds on what it makes."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        chat_bounds.check_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if function is not range:  # the sandbox has a bound of its own for it
-            method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-            name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-            chat_bounds.check_call(name, subject, (*args, *kwargs.values()))
-        return super().call(context, function, *args, **kwargs)
-
-    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        chat_bounds.count_turns(source)
-        return super()._generate(source, *args, **kwargs)
+MAX_BYTES = 1 << 29
+"""Address space of the process."""
+MAX_CHARS = 1 << 23
+"""Of a prompt."""
+MAX_REASON = 300
 
 
 class Generation(Extension):
@@ -81,9 +69,77 @@ def _strftime_now(form: str) -> str:
 
 def environment() -> Environment:
     """An environment for one template."""
-    made = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     made.filters["tojson"] = _tojson
-    made.filters = {name: chat_bounds.bounded(name, used) for name, used in made.filters.items()}
     del made.globals["lipsum"]  # no part of what templates may use
     made.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=PublicNamespace)
     return made
+
+
+@lru_cache(maxsize=4)
+def _compiled(source: str) -> Template:
+    return environment().from_string(source)
+
+
+def _constants(source: str) -> list[str]:
+    """The texts that a template compares and writes in expressions, each once."""
+    found = (node.value for node in environment().parse(source).find_all(nodes.Const))
+    return list(dict.fromkeys(value for value in found if isinstance(value, str)))
+
+
+def _answered(request: dict[str, Any]) -> dict[str, Any]:
+    """``{"invalid": reason}``, or ``constants`` and ``texts``: one ``[text, reason for refusal]`` a conversation."""
+    source = request["template"]
+    try:
+        template = _compiled(source)
+        if request["conversations"] is None:
+            return {"constants": _constants(source)}
+    except Exception as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
+        what = "" if isinstance(error, MemoryError) else "it is not valid jinja2: "  # constants are computed here
+        line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+        return {"invalid": what + _reason(error) + line}
+    return {"texts": [_rendered(template, request["names"], *given) for given in request["conversations"]]}
+
+
+def _rendered(template: Template, names: dict[str, Any], messages: Any, opened: bool) -> list[str | None]:
+    fixed = {"messages": messages, "add_generation_prompt": opened}
+    try:
+        text = template.render({"tools": None, "documents": None, **names, **fixed})
+    except Exception as error:  # anything that a template's own expressions can raise
+        return [None, _reason(error)]
+    if len(text) > MAX_CHARS:
+        return [None, f"it makes a prompt of {len(text)} characters, at most {MAX_CHARS} are allowed"]
+    return [text, None]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"it takes more than the {MAX_BYTES >> 20} MB of memory that it is allowed"
+    return " ".join((str(error) or type(error).__name__).split())[:MAX_REASON]
+
+
+def main() -> None:
+    """Answer requests until there are no more. Argument: seconds of processor time for each."""
+    import signal
+
+    seconds = float(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+    limited = hasattr(signal, "setitimer")
+    with suppress(ImportError):  # where a system has no such limits, the parent still ends what takes too long
+        import resource
+
+        for limit, most in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+            with suppress(OSError, ValueError):
+                resource.setrlimit(limit, (most, most))
+    for line in sys.stdin.buffer:
+        if limited:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, whatever it is doing
+        answer = json.dumps(_answered(json.loads(line))).encode()
+        if limited:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,133 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError
-from ssdevice.text import chat_bounds
+from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frames, Message, frames_of
+from ssdevice.text.renderer import Renderer
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TEMPLATE_CHARS = 1 << 20
-
-Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a bundle keeps of a model's chat format.
+    """What a bundle keeps of a model's chat format: frames, or a template where frames do not say all.
 
-    ``template``: jinja2 source. ``special_tokens``: names such as ``bos_token`` and their text. ``stop_ids``: tokens
-    that end an answer. ``variables``: further values for the template, such as ``{"enable_thinking": False}``.
+    ``template``: jinja2 source, None where ``frames`` hold for whole conversations. ``special_tokens``: names such as
+    ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an answer. ``variables``: further
+    values for the template, such as ``{"enable_thinking": False}``. ``frames``: beside a template they are for hosts
+    without jinja2 and hold for one question.
     """
 
-    template: str
+    template: str | None
     special_tokens: dict[str, str]
     stop_ids: tuple[int, ...]
     variables: dict[str, Any] = field(default_factory=dict)
+    frames: Frames | None = None
 
     def __post_init__(self) -> None:
-        if len(self.template) > MAX_TEMPLATE_CHARS:
+        if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
             raise ConfigError(f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}")
+        if self.template is None and (self.frames is None or self.frames.user is None or self.frames.assistant is None):
+            raise ConfigError("the chat format has no template, and no frames of whole conversations")
         for stop in self.stop_ids:
             if type(stop) is not int or stop < 0:
                 raise ConfigError(f"stop token id {stop!r} is not a whole number of 0 or more")
 
+    @property
+    def writer(self) -> Frames | ChatTemplate:
+        """What makes the text of a conversation. Raises ConfigError for a template that is not valid."""
+        if self.template is None:
+            assert self.frames is not None
+            return self.frames
+        return ChatTemplate(self)
+
+    @property
+    def note(self) -> str | None:
+        """What hosts cannot do that do not render templates; None if they can do all."""
+        if self.template is None:
+            return None
+        return NO_PROMPTS if self.frames is None else NO_CONVERSATIONS
+
+    def framed(self) -> ChatFormat:
+        """The same format in frames, as far as its template is no more than these."""
+        names = json.dumps({**self.special_tokens, **self.variables}, sort_keys=True)
+        frames = _frames(self.template, names) if self.template is not None else self.frames
+        if frames is None or frames.user is None:
+            return replace(self, frames=frames)
+        return ChatFormat(None, {}, self.stop_ids, {}, frames)
+
+
+_renderer = Renderer()
+
 
 class ChatTemplate:
-    """A compiled chat template. Raises ConfigError if its source cannot be compiled."""
+    """A chat template, rendered by another process under limits. Raises ConfigError for one that is not valid."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        import jinja2
-
-        from ssdevice.text.chat_environment import environment
-
-        try:
-            self._template = environment().from_string(chat.template)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise ConfigError(f"the chat template is not valid jinja2: {error}{line}") from error
+        self._template = chat.template
         self._names = {**chat.special_tokens, **chat.variables}
+        self.constants: list[str] = self._ask(None)["constants"]
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The text of a conversation; raises ConfigError with the reason if the template refuses it."""
-        import jinja2
-
-        names = {
-            "tools": None,
-            "documents": None,
-            **self._names,
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            with chat_bounds.budget():
-                return self._render(names)
-        except (
-            jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-            ValueError,
-        ) as error:  # fmt: skip  # what a template's own expressions can raise
+        ((text, reason),) = self._ask([(messages, add_generation_prompt)])["texts"]
+        if text is None:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(f"the chat template refuses a conversation of {roles}: {error}") from error
+            raise ConfigError(f"the chat template refuses a conversation of {roles}: {reason}")
+        return str(text)
 
-    def _render(self, names: Mapping[str, Any]) -> str:
-        pieces, size = [], 0
-        for piece in self._template.generate(names):
-            size += len(piece)
-            chat_bounds.check_size(size)
-            pieces.append(piece)
-        return "".join(pieces)
+    def render_all(self, conversations: Sequence[Conversation]) -> list[str | None]:
+        """The texts of several conversations, None for those that the template refuses."""
+        return [text for text, _ in self._ask(conversations)["texts"]]
 
-
-def read_template(folder: Path) -> str | None:
-    """The chat template of a Hugging Face folder: ``chat_template.jinja``, or the key in ``tokenizer_config.json``.
-
-    None if there is none. Raises ConfigError for one that cannot be read, and for several of which none is the default.
-    """
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        try:
-            # Bytes first: reading as text would turn \r\n in a template into \n.
-            return file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from error
-    template = read_object(folder / TOKENIZER_CONFIG_FILE).get("chat_template")
-    if isinstance(template, list):
-        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and t.keys() >= {"name", "template"}}
-        if "default" not in named:
-            raise ConfigError(f"{folder}: several chat templates and no default; write the one to use to {file}")
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: 'chat_template' is {type(template).__name__}, not text")
-    return template
+    def _ask(self, conversations: Sequence[Conversation] | None) -> Any:
+        given = None if conversations is None else [([*map(dict, said)], opened) for said, opened in conversations]
+        answer = _renderer.ask({"template": self._template, "names": self._names, "conversations": given})
+        if "invalid" in answer:
+            raise ConfigError(f"the chat template cannot be used: {answer['invalid']}")
+        return answer
 
 
-def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens by name, from ``tokenizer_config.json`` and, where that is silent, ``special_tokens_map.json``."""
-    named: dict[str, str] = {}
-    decided: set[str] = set()
-    for file in (folder / TOKENIZER_CONFIG_FILE, folder / SPECIAL_TOKENS_FILE):
-        entries = read_object(file)
-        for name in SPECIAL_TOKENS:
-            if name not in entries or name in decided:
-                continue
-            decided.add(name)
-            token = entries[name]
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                named[name] = token
-            elif token is not None:
-                raise ConfigError(f"{file}: {name!r} is {type(token).__name__}, expected text")
-    return named
+@functools.lru_cache(maxsize=64)  # an export opens the same folder several times
+def _frames(template: str, names: str) -> Frames | None:
+    rendered = ChatTemplate(ChatFormat(template, {}, (), json.loads(names)))
+    return frames_of(template, rendered.constants, rendered.render_all)
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

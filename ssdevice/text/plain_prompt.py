@@ -41,8 +41,3 @@ def plain_template(tokenizer: Tokenizer, folder: Path) -> str:
         f"{folder}: no chat template, and none can be made that begins a prompt as its tokenizer does; write the "
         f"model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
     )
-
-
-def is_plain(template: str) -> bool:
-    """Whether a template is one that ``plain_template`` made."""
-    return template.endswith(_MESSAGES)

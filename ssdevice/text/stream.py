@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ssdevice.errors import ConfigError
@@ -35,6 +36,10 @@ class TokenTexts:
         """Whether the token has no text: it is special, or none of the vocabulary."""
         return token in self._special or self.tokenizer.id_to_token(token) is None
 
+    def mark(self, token: int) -> str:
+        """What a silent token is written as; empty for the others, whose text is no mark."""
+        return (self.tokenizer.id_to_token(token) or "") if self.silent(token) else ""
+
     def whole(self, token: int) -> str | None:
         """The token's text, if it is whole characters that do not depend on the tokens around it; else None."""
         if token not in self._known:
@@ -65,6 +70,7 @@ class TextStream:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
+        self.mark = texts.mark
         self._decode, self._silent = texts.decode, texts.silent
         self._reset()
 
@@ -141,7 +147,8 @@ class StopStrings:
     """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning.
 
     The first is the one that ends first (of those, the longest), so that it does not depend on how the text is cut into
-    pieces. ``stop`` is the string found, or None. Raises ConfigError for an empty string.
+    pieces. ``stop`` is the string found, or None. Special tokens are searched as they are written, though they are not
+    shown: a stop string may be one, or have one within it. Raises ConfigError for an empty string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -150,6 +157,7 @@ class StopStrings:
             raise ConfigError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
+        self._shown: list[bool] = []  # for each character that is held
         self.stop: str | None = None
 
     @property
@@ -157,23 +165,28 @@ class StopStrings:
         """Whether there is something to look for."""
         return bool(self._stops)
 
-    def push(self, piece: str) -> str:
-        """The text that certainly comes before any stop string; empty once one was found."""
+    def push(self, piece: str, shown: bool = True) -> str:
+        """The text that certainly comes before any stop string; empty once one was found.
+
+        ``shown``: False for what a special token is written as, which is searched and never given out.
+        """
         if self.stop is not None:
             return ""
         text = self._held + piece
+        visible = self._shown + [shown] * len(piece)
         ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             _, keep, self.stop = min(ends)
-            self._held = ""
+            self._held, self._shown = "", []
         else:
             keep = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-            self._held = text[keep:]
-        return text[:keep]
+            self._held, self._shown = text[keep:], visible[keep:]
+        return "".join(compress(text[:keep], visible))
 
     def flush(self) -> str:
         """What was held back, now that no more text comes."""
-        text, self._held = self._held, ""
+        text = "".join(compress(self._held, self._shown))
+        self._held, self._shown = "", []
         return text
 
 
@@ -215,7 +228,8 @@ class TextOutput:
             if token in self._stop_ids:
                 text += self.finish()
             else:
-                text += self._stops.push(self._stream.push((token,)))
+                mark = self._stream.mark(token)
+                text += self._stops.push(mark or self._stream.push((token,)), shown=not mark)
             if self.stopped or self.stop is not None:
                 self.stopped = True
                 return Emission(text, used, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,9 @@ from ssdevice.text.chat_template import (
     TOKENIZER_CONFIG_FILE,
     ChatFormat,
     ChatTemplate,
-    Message,
-    read_eos_ids,
-    read_object,
-    read_special_tokens,
-    read_template,
 )
-from ssdevice.text.plain_prompt import PROBE, is_plain, plain_template
+from ssdevice.text.frames import Frames, Message
+from ssdevice.text.plain_prompt import PROBE, plain_template
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 
 if TYPE_CHECKING:
@@ -38,88 +35,79 @@ def user_content(instruction: str | None, prompt: str) -> str:
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
-def prompt_frame(chat: ChatFormat, instruction: str) -> tuple[str, str]:
-    """The text before and after the user's text in a prompt of one message, for hosts that do not render templates.
-
-    Raises ConfigError if the template does not write the user's text as it is.
-    """
-    mark = "the place of the prompt"
-    messages = [{"role": "user", "content": user_content(instruction, mark)}]
-    text = ChatTemplate(chat).render(messages, add_generation_prompt=True)
-    before, found, after = text.partition(mark)
-    if not found:
-        raise ConfigError("the chat template does not write the user's message as it is")
-    return before, after
+def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, context: int) -> list[int]:
+    """The ids of the app's shortest prompt. Raises InputError if they leave no room for an answer in the context."""
+    ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
+    if len(ids) >= context:
+        what = f"the instruction of app {app!r} and the chat template" if instruction else "the chat template"
+        raise InputError(
+            f"{what} take {len(ids)} tokens, which leaves no room for an answer in a context of {context}: "
+            "export with a larger --context, or train the app with a shorter --instruction"
+        )
+    return ids
 
 
 class ChatTokenizer:
     """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``, without transformers.
 
-    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it. Special tokens written out in
+    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it, ``plain`` whether prompts are
+    given as they are because the model has no chat template. Special tokens written out in
     a prompt are read as special tokens, as transformers reads them. Raises ConfigError for a format without stop tokens
     or with a template that does not work.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.plain = plain
         if not chat.stop_ids:
             raise ConfigError(
                 "the chat format has no stop token: set 'eos_token_id' in generation_config.json, or 'eos_token' in "
                 f"{TOKENIZER_CONFIG_FILE}"
             )
-        self._template = ChatTemplate(chat)
+        self._template = chat.writer
 
     @classmethod
-    def open(cls, folder: str | Path, *, variables: dict[str, Any] | None = None) -> ChatTokenizer:
-        """The tokenizer of a Hugging Face folder with ``tokenizer.json`` and its chat template.
+    def open(cls, folder: str | Path) -> ChatTokenizer:
+        """The tokenizer of a Hugging Face folder: ``open_tokenizer`` of ``ssdevice.model.tokenizer``.
 
-        A model without a template is given prompts as they are (``plain``). Stop tokens are those of
-        ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts
-        after an answer. Raises ConfigError naming the file that is missing or wrong.
+        It alone needs transformers, which nothing here may import.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
-        file = folder / TOKENIZER_FILE
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
-                "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            )
-        tokenizer = _tokenizer(file.read_bytes(), str(file))
-        special = read_special_tokens(folder)
-        _add_tokens(tokenizer, folder, special)
-        stops = list(read_eos_ids(folder))
-        if "eos_token" in special:
-            eos = tokenizer.token_to_id(special["eos_token"])
-            if eos is None:
-                raise ConfigError(f"{folder}: eos_token {special['eos_token']!r} is not in {TOKENIZER_FILE}")
-            stops.append(eos)
-        template = read_template(folder)
-        if template is None:
-            template = plain_template(tokenizer, folder)
-        chat = ChatFormat(template, special, tuple(dict.fromkeys(stops)), dict(variables or {}))
+        opened: ChatTokenizer = import_module("ssdevice.model.tokenizer").open_tokenizer(Path(folder))
+        return opened
+
+    @classmethod
+    def of_model(
+        cls,
+        tokenizer_json: bytes,
+        folder: Path,
+        template: str | None,
+        special: dict[str, str],
+        stops: Sequence[int],
+        variables: dict[str, Any] | None = None,
+    ) -> ChatTokenizer:
+        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are given as they are).
+
+        The special token that the template puts after an answer ends answers as ``stops`` do.
+        """
+        tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
+        source = plain_template(tokenizer, folder) if template is None else template
+        chat = ChatFormat(source, special, tuple(dict.fromkeys(stops)), dict(variables or {})).framed()
         # A model that was taught this template ends its answers with what the template puts there.
-        end = _first_special(tokenizer, _closing_of(ChatTemplate(chat)))
+        end = _first_special(tokenizer, _closing_of(chat.writer))
         if end is not None and end not in stops:
             chat = replace(chat, stop_ids=(*chat.stop_ids, end))
-        return cls(tokenizer, chat)
+        return cls(tokenizer, chat, plain=template is None)
 
     @classmethod
     def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> ChatTokenizer:
         """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
-        return cls(_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
+        return cls(load_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
 
     @property
     def tokenizer_json(self) -> bytes:
         """The tokenizer as ``from_bytes`` reads it."""
         return self.tokenizer.to_str().encode("utf-8")
-
-    @property
-    def plain(self) -> bool:
-        """Whether prompts are given as they are, because the model has no chat template."""
-        return is_plain(self.chat.template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -135,11 +123,15 @@ class ChatTokenizer:
         Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
         take no system message).
         """
+        return self.encode(self.prompt_text(prompt, instruction=instruction, system=system), most)
+
+    def prompt_text(self, prompt: str, *, instruction: str | None = None, system: str | None = None) -> str:
+        """The text whose ids ``prompt_ids`` gives; it raises the same errors."""
         if not prompt.strip():
             raise InputError("the prompt is empty")
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
-        return self.conversation_ids(messages, most)
+        return self._template.render(messages, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
         """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``."""
@@ -224,7 +216,7 @@ class ChatTokenizer:
         return TextOutput(self.stream(), self.stop_ids, StopStrings(stops))
 
 
-def _closing_of(template: ChatTemplate) -> str:
+def _closing_of(template: Frames | ChatTemplate) -> str:
     """What the template puts after an answer."""
     answer = "an answer to be found again"
     text = template.render([*PROMPT, {"role": "assistant", "content": answer}], add_generation_prompt=False)
@@ -240,7 +232,8 @@ def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
 
 
-def _tokenizer(content: bytes, where: str) -> Tokenizer:
+def load_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
     from tokenizers import Tokenizer
 
     try:
@@ -250,29 +243,3 @@ def _tokenizer(content: bytes, where: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _add_tokens(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
-    """Add the tokens that only ``tokenizer_config.json`` declares, as transformers does when it loads the folder."""
-    from tokenizers import AddedToken
-
-    file = folder / TOKENIZER_CONFIG_FILE
-    declared = read_object(file).get("added_tokens_decoder", {})
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    try:
-        tokens = sorted((int(i), str(entry["content"]), entry) for i, entry in declared.items())
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: 'added_tokens_decoder' is not a table of id to token ({error!r})") from error
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for number, content, entry in tokens:
-        if content not in known:
-            tokenizer.add_tokens([AddedToken(content, **{flag: bool(entry.get(flag)) for flag in flags})])
-            if tokenizer.token_to_id(content) != number:
-                raise ConfigError(
-                    f"{file}: token {content!r} has id {number}, which {TOKENIZER_FILE} does not leave free"
-                )
-            known.add(content)
-    # A named special token that is an ordinary vocabulary entry must still be recognised in rendered text.
-    tokenizer.add_special_tokens(
-        [t for t in special.values() if t not in known and tokenizer.token_to_id(t) is not None]
-    )

@@ -1,7 +1,11 @@
-"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue."""
+"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue.
+
+A checkpoint begins with the sha256 of the rest: a run never goes on from weights that a disk has changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -35,7 +39,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     content = io.BytesIO()  # torch's own writer does not say why it fails
     torch.save(vars(checkpoint), content)
     with closing(Stage(folder / FOLDER / "checkpoint.pt", folder=False)) as stage:
-        stage.path.write_bytes(content.getbuffer())
+        stage.path.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
         stage.publish(replace=True)
 
 
@@ -47,7 +51,7 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     Raises InputError if another run was left unfinished in ``folder`` or is at work there.
     """
     file = folder / FOLDER / "run"
-    if file.is_file() and file.read_text("utf-8") != fingerprint:
+    if file.is_file() and file.read_bytes() != fingerprint.encode():
         raise InputError(
             f"{folder} holds an unfinished run with other options or data; "
             f"repeat its command to finish it, or delete {file.parent} to start over"
@@ -77,9 +81,15 @@ def _release(folder: Path) -> None:
 
 
 def load(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, if there is one."""
+    """The checkpoint in ``folder``, if there is one. Raises InputError if it is not as it was written."""
     target = folder / FOLDER / "checkpoint.pt"
-    return Checkpoint(**torch.load(target, weights_only=True)) if target.is_file() else None
+    if not target.is_file():
+        return None
+    content = target.read_bytes()
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(content[size:]).digest() != content[:size]:
+        raise InputError(f"{target} is damaged; delete {target.parent} to start over")
+    return Checkpoint(**torch.load(io.BytesIO(content[size:]), weights_only=True))
 
 
 def remove(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ def written(
     if missing:
         with place.autocast(), _part(store, place.rank).open("a", encoding="utf-8") as out:
             for count, (i, ids) in enumerate(write(missing), 1):
-                out.write(json.dumps({"of": missing[i], "ids": ids}) + "\n")
+                out.write(_line(missing[i], ids))
                 out.flush()
                 job.report(stage, count, len(missing), "")
     place.wait()
@@ -75,17 +76,26 @@ def _gather(store: Path) -> None:
     for part in parts:
         whole |= _read(part)
     temporary = store.with_suffix(".tmp")
-    lines = (json.dumps({"of": key, "ids": ids}) + "\n" for key, ids in whole.items())
-    temporary.write_text("".join(lines), "utf-8")
+    temporary.write_text("".join(_line(key, ids) for key, ids in whole.items()), "utf-8")
     os.replace(temporary, store)
     for part in parts:
         part.unlink()
 
 
+def _line(key: int | tuple[int, ...], ids: list[int]) -> str:
+    row = {"of": key, "ids": ids}
+    return json.dumps({**row, "crc32": zlib.crc32(json.dumps(row).encode())}) + "\n"
+
+
 def _read(file: Path) -> dict[Any, list[int]]:
-    """The ids by key in a file, without a last line that a kill cut short."""
-    if not file.is_file():
-        return {}
-    text = file.read_text("utf-8")
-    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return {tuple(row["of"]) if isinstance(row["of"], list) else row["of"]: row["ids"] for row in rows}
+    """The ids by key in a file, without lines that a kill cut short or a disk has changed: these are written again."""
+    found: dict[Any, list[int]] = {}
+    for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else ():
+        try:
+            row = json.loads(line)
+            key = tuple(row["of"]) if isinstance(row["of"], list) else row["of"]
+            if _line(key, row["ids"]).encode() == line:
+                found[key] = row["ids"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -37,18 +37,20 @@ class SelfPrompt:
     def __post_init__(self) -> None:
         if self.prompts < 1:
             raise ConfigError(f"--self-prompt {self.prompts}: expected 1 or more")
-        if not (self.temperature > 0 and 0 < self.top_p <= 1):
-            raise ConfigError("--temperature must be above 0, --top-p above 0 and at most 1")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature}: expected a finite number above 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p {self.top_p}: expected a number above 0, at most 1")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """The options of one run.
 
-    ``steps``: 0 for ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
+    ``steps``: instead of ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
     ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1, or 0 and 1 if main rows stay as they are. ``by_reach``:
     see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights. ``limit``: use only the
-    first rows (0: all). ``init``: adapter folder to continue from; with ``self_distill`` its completions are
+    first rows. ``init``: adapter folder to continue from; with ``self_distill`` its completions are
     learned. ``freeze_lora``: in shared mode, train only what streams have of their own. ``self_distill``: train on
     the model's own greedy completions. ``self_prompt``: no data, the model also writes the prompts.
     ``answer_tokens``: longest generated answer (None: the longest completion of the data, or ANSWER_TOKENS).
@@ -67,11 +69,11 @@ class TrainOptions:
     instruction: str = ""
     dev: Path | None = None
     dev_limit: int = 100
-    limit: int = 0
+    limit: int | None = None
     init: Path | None = None
     freeze_lora: bool = False
     epochs: float = 5.0
-    steps: int = 0
+    steps: int | None = None
     batch_size: int = 32
     accumulate: int = 1
     lr: float = 5e-4
@@ -95,10 +97,6 @@ class TrainOptions:
     keep_gb: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.accumulate < 1 or self.segment < 1 or self.max_length < 2:
-            raise ConfigError("batch size, accumulation and segment must be 1 or more, max length 2 or more")
-        if self.answer_tokens is not None and self.answer_tokens < 1:
-            raise ConfigError(f"--answer-tokens {self.answer_tokens}: expected 1 or more")
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):
@@ -116,15 +114,24 @@ class TrainOptions:
     def _check_numbers(self) -> None:
         """Raise ConfigError for a number that no training can use; NaN and infinity are among them."""
         main, stream = self.alphas
+        for option, number, least in (
+            ("--steps", self.steps, 1), ("--limit", self.limit, 1), ("--dev-limit", self.dev_limit, 1),
+            ("--answer-tokens", self.answer_tokens, 1), ("--batch-size", self.batch_size, 1),
+            ("--accumulate", self.accumulate, 1), ("--segment", self.segment, 1), ("--max-length", self.max_length, 2),
+        ):  # fmt: skip
+            if number is not None and number < least:
+                raise ConfigError(f"{option} {number}: expected {least} or more")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed}: expected 0 or more, below 2 to the power of 63")
         for option, value in {
-            "--steps": self.steps, "--warmup": self.warmup, "--weight-decay": self.weight_decay,
-            "--alpha-main": main, "--alpha-stream": stream, "--keep-gb": self.keep_gb,
+            "--warmup": self.warmup, "--weight-decay": self.weight_decay, "--alpha-main": main,
+            "--alpha-stream": stream, "--keep-gb": self.keep_gb, "--checkpoint-seconds": self.checkpoint_seconds,
         }.items():  # fmt: skip
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{option} {value}: expected a finite number, 0 or more")
         if not 0 <= self.soft_labels <= 1:
             raise ConfigError(f"--soft-labels {self.soft_labels}: expected a share from 0 to 1")
-        for option, value in {"--lr": self.lr, "--epochs": 1 if self.steps else self.epochs}.items():
+        for option, value in {"--lr": self.lr, "--epochs": self.epochs}.items():
             if not 0 < value < math.inf:
                 raise ConfigError(f"{option} {value}: expected a finite number above 0")
         if not stream and (not main or self.frozen):

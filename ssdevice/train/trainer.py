@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,10 @@ from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.lora import merge_lora, open_lora
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import Streams
+from ssdevice.model.tokenizer import FILES, check_vocabulary, open_tokenizer, tokenizer_folder
 from ssdevice.progress import Report
 from ssdevice.runtime.notice import say_once
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
-from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample
 from ssdevice.train.evaluation import DevResult, dev_prompts, evaluate
@@ -48,12 +49,12 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     writes the files and returns a dev result.
     """
     folder = loading.resolve_folder(options.model)
-    tokenizer = ChatTokenizer.open(folder)
+    tokenizer = open_tokenizer(folder, options.init)
     if options.self_prompt is not None:
         check_template(tokenizer, options.instruction)
     dev_examples = read_examples(options.dev, limit=options.dev_limit) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
-    examples = read_examples(options.data, limit=options.limit or None) if options.data else []
+    examples = read_examples(options.data, limit=options.limit) if options.data else []
     place = Place.find(options.precision)
     if options.base_precision == "bf16" and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
@@ -65,6 +66,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
             say_once(f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out")
     hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
+    check_vocabulary(tokenizer, identity.vocab, options.init or folder)
     init = AdapterFolder.open(options.init, identity) if options.init is not None else None
     options = _with_vocabulary(options, identity, init)
     if options.objective is Objective.STREAMING:
@@ -87,7 +89,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         history = optimize(job, loss, order, fresh=not _trained(init))
         if place.main:
             if tuned is not None:
-                _keep_lora(tuned, options.out)
+                _keep(tuned, (PEFT_CONFIG, PEFT_WEIGHTS), options.out)
+            _keep_tokenizer(folder, options)
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
@@ -152,7 +155,7 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
     """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
     hf.requires_grad_(False)
     wrapped = None
-    if options.streams.mode is Mode.SHARED and options.streams.lora_rank:
+    if options.streams.trains_lora:
         from peft import LoraConfig, get_peft_model
 
         if init is not None and init.has_lora:
@@ -216,9 +219,16 @@ def _save(
         file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
 
 
-def _keep_lora(tuned: Path, out: Path) -> None:
-    """Copy the LoRA that lossless streams were trained over, before they are written: they fit no other model."""
+def _keep(init: Path, names: Iterable[str], out: Path) -> None:
+    """Copy files of ``--init``: the streams that are written next fit no other LoRA and no other tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
-    if not out.samefile(tuned):
-        for name in (PEFT_CONFIG, PEFT_WEIGHTS):
-            shutil.copyfile(tuned / name, out / name)
+    if not out.samefile(init):
+        for name in names:
+            shutil.copyfile(init / name, out / name)
+
+
+def _keep_tokenizer(folder: Path, options: TrainOptions) -> None:
+    """Copy the tokenizer of ``--init`` if it brings its own."""
+    own = tokenizer_folder(folder, options.init)
+    if own != folder:
+        _keep(own, [name for name in FILES if (own / name).is_file()], options.out)

@@ -3,63 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import CacheDtype
 from ssdevice.contract import ROWS
+from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.session import Session
-from tests.compiled_kernels import COMPILER, NO_COMPILER, built
+from tests.apps.cpp_host import build as host_build
+from tests.compiled_kernels import built
+from tests.fuzz import host as fuzz
+from tests.fuzz.mutator import rehash
 from tests.once import made_once
 from tests.runtime import tiny_bundle as tiny
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "apps" / "cpp_host"
+pytestmark = pytest.mark.skipif(bool(host_build.missing()), reason=host_build.missing())
 MODELS = ROOT / "models"
 PROMPTS = 30
 Prompts = Sequence[Sequence[int]]
 
 
-def package() -> Path:
-    """A folder like that of a release of ONNX Runtime: our stand-in for its header, and the library of the wheel."""
-
-    def make(out: Path) -> None:
-        (out / "include").mkdir(parents=True)
-        (out / "lib").mkdir()
-        header = "onnxruntime_c_api.h"
-        (out / "include" / header).symlink_to(Path(__file__).with_name("cpp_host") / header)
-        library = next(Path(onnxruntime.__file__).with_name("capi").glob("libonnxruntime.*"))
-        for name in {library.name, "libonnxruntime.so", "libonnxruntime.so.1", "libonnxruntime.dylib"}:
-            (out / "lib" / name).symlink_to(library)
-
-    return made_once("cpp_host/package", make)
-
-
-def host() -> Path:
-    """The compiled host."""
-
-    def make(file: Path) -> None:
-        include, lib = package() / "include", package() / "lib"
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{include}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
-        linked = ["-DSSDEVICE_KERNELS", built("native")]
-        subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", *linked, "-lonnxruntime"], check=True)
-
-    return made_once("cpp_host/host", make)
-
-
 def run(folder: Path, prompts: str, *options: str, program: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [str(program or host()), str(folder), "--threads", "1", *options]
+    command = [str(program or host_build.host()), str(folder), "--threads", "1", *options]
     return subprocess.run(command, input=prompts, capture_output=True, text=True)
 
 
@@ -152,7 +130,7 @@ def test_tokens_of_the_shipped_model_are_those_of_python(with_kernels: bool) -> 
 def test_it_builds_with_cmake(tmp_path: Path) -> None:
     if not shutil.which("cmake"):
         pytest.skip("needs a C++ compiler and CMake (Debian: apt-get install g++ cmake)")
-    for arguments in (["-S", SOURCES, "-B", tmp_path, f"-DONNXRUNTIME={package()}"], ["--build", tmp_path]):
+    for arguments in (["-S", SOURCES, "-B", tmp_path, f"-DONNXRUNTIME={host_build.package()}"], ["--build", tmp_path]):
         done = subprocess.run(["cmake", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     done = run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--max-tokens", "1", program=tmp_path / "host")
@@ -175,37 +153,186 @@ def with_double_rows(file: Path) -> None:
     onnx.save(model, file)
 
 
+def with_a_folder_called_like_a_file(folder: Path) -> None:
+    (folder / "Step.onnx").mkdir()
+    (folder / "Step.onnx" / "a").touch()
+    rehash(folder)
+
+
 def of_an_fp32_bundle(file: Path) -> None:
     for name in (file.name, "weights.bin"):
         shutil.copy(tiny.tiny_bundle("fp32").folder / name, file.with_name(name))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a bundle, to be broken."""
+    shutil.copytree(tiny.tiny_bundle("int8").folder, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def refused_by_both(folder: Path, message: str) -> None:
+    """Python does not open the bundle, nor does the host, which says so in one line."""
+    with pytest.raises(BundleError):
+        Bundle.open(folder)
+    refused(run(folder, "1 2 3\n", "--no-kernels"), message)
+
+
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("change", "message"),
     [
-        ("manifest.json", Path.unlink, "manifest.json: there is no such file"),
-        ("manifest.json", lambda file: file.write_text("{}"), "manifest.json: there is no valid stop_ids"),
-        ("manifest.json", lambda file: file.write_text('{"stop_ids": [0]}'), "there is no valid context"),
-        ("step.onnx", Path.unlink, "step.onnx: there is no such file"),
-        ("step.onnx", lambda file: file.write_bytes(b"no model"), "step.onnx failed"),
-        ("step.onnx", lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), "has no tensor 'count'"),
-        ("prefill.onnx", lambda file: shutil.copy(file.with_name("step.onnx"), file), "has no tensor 'chunk'"),
-        ("step.onnx", with_a_slot, "'slot' is no tensor of a bundle with one app"),
-        ("step.onnx", with_double_rows, "'rows' is no tensor of a bundle with one app and a float32 or float16 cache"),
-        ("step.onnx", of_an_fp32_bundle, "the graphs are of different exports"),
+        (Path.unlink, "no tensor file"),
+        (lambda file: file.write_bytes(b"no model"), "step.onnx failed"),
+        (lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), 'the graph has no tensor "drafts"'),
+        (lambda file: shutil.copy(file.with_name("prefill.onnx"), file), '"chunk" is no tensor of the contract'),
+        (with_a_slot, '"slot" is no tensor of the contract'),
+        (with_double_rows, '"rows" is no tensor of the contract, or has another type'),
+        (of_an_fp32_bundle, '"past_keys.0" is no tensor of the contract, or has another type'),
     ],
 )
-def test_a_broken_bundle_is_one_line(tmp_path: Path, name: str, change: Callable[[Path], object], message: str) -> None:
-    folder = tmp_path / "bundle"
-    shutil.copytree(tiny.tiny_bundle("int8").folder, folder)
-    change(folder / name)
-    refused(run(folder, "1 2 3\n", "--no-kernels"), message)
+def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
+    folder: Path, change: Callable[[Path], object], message: str
+) -> None:
+    change(folder / "step.onnx")
+    assert rehash(folder)
+    refused(run(folder, "1 2 3\n", "--no-kernels"), message if (folder / "step.onnx").exists() else "is not in files")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("schema_version", 2, '["schema_version"] is 2, expected 1 to 1'),
+        ("schema_version", None, '["schema_version"] is null, expected integer'),
+        ("geometry/k", 5, 'function "step" does not follow from the geometry'),
+        ("geometry/k", 0, '["k"] is 0, expected 1 to 256'),
+        ("geometry/context", -96, '["context"] is -96, expected 1 to 1048576'),
+        ("geometry/context", 96.0, '["context"] is number, expected integer'),
+        ("geometry/context", 1 << 80, '["context"] is number, expected integer'),
+        ("geometry/context", 4, "contradict each other"),
+        ("geometry/chunk", 1 << 16, 'function "prefill" does not follow'),
+        ("geometry/tree", [[0], [0]], "no tree of 2 candidates"),
+        ("geometry/tree", [[2]], "no tree of 2 candidates"),
+        ("geometry/tree", [[0], [1, 0]], "no tree of 2 candidates"),
+        ("geometry/tree", [[0], [0, 0], [1]], "no tree of 2 candidates"),
+        ("geometry/tree", [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "contradict each other"),
+        ("geometry/vocab", 98, "model and geometry"),
+        ("functions/0/inputs/1/shape/1", 5, 'function "step" does not follow'),
+        ("functions/0/name", "sleep", 'function "sleep" does not follow'),
+        ("functions/0/inputs/3/shape/0", "future", "the unknown size"),
+        ("functions/0/outputs/3/dtype", "float8", 'no tensors of "float8"'),
+        ("functions", [], "the number of entries is 0, expected 1 to 3"),
+        ("cache", "state", "another target than onnx"),
+        ("precision", "int2", '["precision"] is not one of'),
+        ("mode", None, "geometry.gamma, msa_layers and mode contradict each other"),
+        ("msa_layers", 2, "geometry.gamma, msa_layers and mode contradict each other"),
+        ("apps/0/base_sha256", "0" * 64, 'app "letters" is for another base'),
+        ("apps/0/base_sha256", "0" * 63, "expected ^[0-9a-f]{64}$"),
+        ("apps/0/base_sha256", "0" * 65, "65 characters, at most 64"),
+        ("apps/0/mode", "lossless", "has another mode than the bundle"),
+        ("apps/0/kind", "slot", "is not merged into the graphs"),
+        ("default_app", "numbers", "default_app is not one of the apps"),
+        ("roles/step", "steps.onnx", '"steps.onnx" is not in files'),
+        ("roles/step", "../step.onnx", 'is "../step.onnx", expected ^'),
+        ("files/step.onnx/size", 1, " bytes, manifest.json says 1"),
+        ("files/step.onnx/sha256", "0" * 64, "step.onnx is damaged: its sha256 is not the one in manifest.json"),
+        ("files/more.onnx", {"size": 0, "sha256": "0" * 64}, "more.onnx: there is no such file"),
+        ("files/Step.onnx", {"size": 0, "sha256": "0" * 64}, "Step.onnx: there is no such file"),
+        ("files/a~1NUL.txt", {"size": 0, "sha256": "0" * 64}, "Windows reserves a name"),
+        ("files/MANIFEST.json", {"size": 0, "sha256": "0" * 64}, "appears twice, or is reserved"),
+        ("files/~1etc~1passwd", {"size": 0, "sha256": "0" * 64}, 'a name is "/etc/passwd", expected ^'),
+        ("files/a~1..~1b", {"size": 0, "sha256": "0" * 64}, 'a name is "a/../b", expected ^'),
+        ("chat/stop_ids", [-1], "chat.stop_ids: -1 is no token id"),
+        ("chat/stop_ids", [True], "is boolean, expected integer"),
+        ("more", 1, '["more"] is an unknown key'),
+        ("geometry", ..., '"geometry" is missing'),
+        ("tools/\x1b[31m", "x" * 201, '["tools"]["\\u001b[31m"] has 201 characters, at most 200'),
+    ],
+)
+def test_a_manifest_that_python_refuses_is_one_line(folder: Path, place: str, value: object, message: str) -> None:
+    file = folder / "manifest.json"
+    document = json.loads(file.read_text("utf-8"))
+    *parents, last = [part.replace("~1", "/") for part in place.split("/")]
+    at: Any = document
+    for part in parents:
+        at = at[int(part)] if isinstance(at, list) else at[part]
+    if value is ...:
+        del at[last]
+    else:
+        at[int(last) if isinstance(at, list) else last] = value
+    file.write_text(json.dumps(document), "utf-8")
+    refused_by_both(folder, message)
+
+
+def test_bundles_that_only_other_hosts_run_are_one_line(folder: Path) -> None:
+    file = folder / "manifest.json"
+    document = json.loads(file.read_text("utf-8"))
+    apps = [*document["apps"], {**document["apps"][0], "name": "more"}]
+    others = (({"apps": apps}, "this host runs bundles of one app"), ({"target": "coreml"}, "another target than onnx"))
+    for changes, message in others:
+        file.write_text(json.dumps({**document, **changes}), "utf-8")
+        Bundle.open(folder)
+        refused(run(folder, "1 2 3\n"), message)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"k": 2', b'"k": 2, "k": 2', 'key "k" appears twice in one object'),
+        (b'"k": 2', b'"k": NaN', "not JSON"),
+        (b'"k": 2', b'"k": 1e999', "not JSON"),
+        (b'"k": 2', b'"k": ' + b"[" * 40 + b"]" * 40, "nested deeper than 32 levels"),
+        (b'"k": 2', b'"k": ' + b"[" * 100_000, "nested deeper than 32 levels"),
+        (b'"k": 2', b'"k": 2,', "not JSON"),
+        (b"letters", b"\xff", "not JSON, or not UTF-8"),
+        (b"letters", b"\\ud800", "not JSON, or not UTF-8"),
+        (b"{", b"\xef\xbb\xbf{", "a byte order mark"),
+        (b"{", b"[", "not JSON"),
+        (b"{", b" " * (4 << 20) + b"{", "more than 4194304 bytes"),
+    ],
+)
+def test_json_on_which_readers_may_disagree_is_one_line(folder: Path, old: bytes, new: bytes, message: str) -> None:
+    file = folder / "manifest.json"
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    refused_by_both(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: shutil.rmtree(folder), "no such bundle"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: there is no such file"),
+        (lambda folder: (folder / "manifest.json").write_bytes(b""), "not JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is array, expected object"),
+        (lambda folder: (folder / "step.onnx").unlink(), "step.onnx: there is no such file"),
+        (lambda folder: (folder / "more.txt").touch(), '"more.txt" is not listed; remove it'),
+        (lambda folder: (folder / "link").symlink_to("/etc"), '"link" is not a plain file'),
+        (lambda folder: os.mkfifo(folder / "pipe"), '"pipe" is not a plain file'),
+        (lambda folder: flip(folder / "weights.bin"), "weights.bin is damaged"),
+        (with_a_folder_called_like_a_file, '"Step.onnx" is a folder, too'),
+    ],
+)
+def test_a_folder_that_is_not_as_listed_is_one_line(
+    folder: Path, change: Callable[[Path], object], message: str
+) -> None:
+    change(folder)
+    refused_by_both(folder, message)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_changed_manifests_are_refused_or_harmless() -> None:
+    results = fuzz.run_cases(3, range(20), 1)
+    assert not [result for result in results if result.outcome == "BUG"]
+    assert {"refused", "same"} <= {result.outcome for result in results}
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "expected token ids from 0 to"),
         ("1 two 3", "expected token ids from 0 to"),
         ("-1", "expected token ids from 0 to"),
         ("1 99999999999", "expected token ids from 0 to"),
@@ -216,9 +343,23 @@ def test_a_wrong_prompt_is_one_line(prompt: str, message: str) -> None:
     refused(run(tiny.tiny_bundle("int8").folder, f"{prompt}\n"), message)
 
 
+def test_an_empty_line_is_answered_by_one() -> None:
+    bundle = tiny.tiny_bundle("int8").folder
+    answers = [run(bundle, f"{prompt}\n", "--max-tokens", "3").stdout for prompt in ("1 2", "3")]
+    done = run(bundle, "1 2\n\n \t\r\n3\n\n", "--max-tokens", "3")
+    assert (done.returncode, done.stdout) == (0, f"{answers[0]}\n\n{answers[1]}\n")
+
+
 @pytest.mark.parametrize(
     "options",
-    [["--plian"], ["--max-tokens"], ["--max-tokens", "0"], ["--threads", "two"], ["--plain", "--speculative"]],
+    [
+        ["--plian"],
+        ["--max-tokens"],
+        ["--max-tokens", "0"],
+        ["--max-tokens", "99999999999"],
+        ["--threads", "two"],
+        ["--plain", "--speculative"],
+    ],
 )
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
@@ -226,7 +367,7 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_answers_that_cannot_be_written_are_an_error() -> None:
-    command = [str(host()), str(tiny.tiny_bundle("int8").folder), "--threads", "1", "--max-tokens", "2"]
+    command = [str(host_build.host()), str(tiny.tiny_bundle("int8").folder), "--threads", "1", "--max-tokens", "2"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, input="1 2\n", stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "host: the answers cannot be written\n")

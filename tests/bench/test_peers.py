@@ -271,7 +271,7 @@ def test_the_command_measures_a_bundle_and_says_what_is_missing(
         (["--without", "llama"], "no peer 'llama'; there are llama.cpp, genai, transformers"),
         (["--python", "genai"], "expected PEER=FILE"),
         (["--python", "gen=/x"], "no peer 'gen'"),
-        (["--profile"], "does not go with"),
+        (["--profile"], "--peers has no effect: --profile"),
         (["--peers", "/no/such/model"], "no such folder"),
     ],
 )

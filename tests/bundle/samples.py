@@ -21,6 +21,7 @@ from ssdevice.bundle.manifest import (
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import CacheForm, Geometry, functions
 from ssdevice.text.chat_template import ChatFormat
+from ssdevice.text.frames import Frame, Frames, Trim
 from ssdevice.tree import Tree
 
 BASE = "ab" * 32
@@ -35,6 +36,17 @@ CONTENT = {
 ROLES = {"model.onnx": "model", "tokenizer.json": "tokenizer", "adapters/sql/weights.bin": "adapter:sql"}
 FOLDER, FOLDER_ROLE = "model.mlpackage", "package"
 TREE = Tree.parse("full:k=2,depth=2")
+
+
+FRAMES = Frames(
+    first=Frame("<s><user>", "</s>", Trim.BOTH),
+    system=Frame("<s><system>", "</s>"),
+    after_system=Frame("<user>", "</s>", Trim.RIGHT),
+    user=Frame("<user>", "</s>", Trim.LEFT),
+    assistant=Frame("<assistant>", "</s>", Trim.SPACE),
+    answer="<assistant>",
+    empty_system=False,
+)
 
 
 def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
@@ -53,7 +65,7 @@ def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
         msa_layers=1,
         functions=tuple(functions(geometry, CacheForm.EXTERNAL, "float32").values()),
         chat=ChatFormat(
-            "{{ messages[0].content }}", {"bos_token": "<s>", "eos_token": "</s>"}, (2, 7), {"deep": [1.5]}
+            "{{ messages[0].content }}", {"bos_token": "<s>", "eos_token": "</s>"}, (2, 7), {"deep": [1.5]}, FRAMES
         ),
         apps=(
             App("base", AdapterKind.BASE, BASE),

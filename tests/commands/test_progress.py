@@ -43,13 +43,27 @@ def test_what_was_expected_gives_way_to_the_pace(monkeypatch: pytest.MonkeyPatch
     shown.report("export", 0, 100)
     stage = shown._stage
     assert stage is not None and stage.left() == 100
-    clock[0] = 100.0  # twice as slow as expected
+    clock[0] = 40.0
+    shown.report("export", 20, 100)
+    assert stage.left() == pytest.approx(0.2 * 160 + 0.8 * 60)
+    clock[0] = 100.0  # twice as slow as expected: the expectation is used up, the pace is known
     shown.report("export", 50, 100)
-    assert stage.left() == 50  # the pace says 100, the expectation 0
+    assert stage.left() == 100
     clock[0] = 180.0
     shown.report("export", 90, 100)
-    assert stage.left() == pytest.approx(18)
+    assert stage.left() == pytest.approx(20) and "about 20 s left" in stage.line()
     clock[0] = 400.0
-    assert stage.left() == 0
+    assert stage.line() == "export 90/100, 7 min so far, longer than expected"
+    shown.report("export", 100, 100)
+    assert "left" not in stage.line() and "longer" not in stage.line()
     shown.report("bench", 0, 4)  # nothing was expected of another stage
     assert shown._stage is not None and shown._stage.left() is None and "left" not in shown._stage.line()
+
+
+def test_no_seconds_are_left_of_an_expectation_before_the_first_part_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = Progress(quiet=True, expected=10)
+    shown.report("export", 0, 100)
+    clock[0] = 30.0
+    assert shown._stage is not None and shown._stage.line() == "export 0/100, 30 s so far, longer than expected"

@@ -90,7 +90,7 @@ def test_standard_input_that_is_no_text_is_refused(
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt", "x" * 200], "the bundle was exported for a context of 96"),
         (["--prompt", "a", "--app", "sql"], "has no app 'sql'; it has letters"),
-        (["--prompt", "a", "--threads", "-1"], "threads is -1"),
+        (["--prompt", "a", "--threads", "-1"], "--threads: -1, expected 0 to 1024"),
         (["--prompt", "a", "--max-tokens", "0"], "expected 1 or more"),
         (["--prompt", "a", "--stop", ""], "stop string is empty"),
         (["--prompt", "\udcff"], "not valid Unicode"),

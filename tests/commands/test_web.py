@@ -6,18 +6,22 @@ import errno
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
+from time import sleep
 
 import pytest
 
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.cli import main
-from ssdevice.commands import web
+from ssdevice.commands import page_server, web
+from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer
 from ssdevice.contract import CacheForm, functions
+from ssdevice.text.chat_template import ChatFormat
 from tests.bundle.samples import fill, sample_manifest, write_sample
 
 
@@ -66,6 +70,9 @@ def test_a_bundle_that_no_browser_runs_is_refused(
     assert "is for coreml; browsers run bundles of --target onnx" in said
     said = refused(capsys, cached(tmp_path / "c", CacheDtype.BF16), "--runtime", runtime)
     assert "has a cache of bfloat16; browsers need float32 or float16" in said
+    template = ChatFormat("{{ messages[0].content }}", {}, (1,))
+    said = refused(capsys, changed(tmp_path / "d", chat=template), "--runtime", runtime)
+    assert "its chat template is more than texts around messages" in said
 
 
 @pytest.mark.parametrize("dtype", [CacheDtype.FP32, CacheDtype.FP16])
@@ -94,7 +101,7 @@ def test_a_missing_runtime_is_named(bundle: Bundle, runtime: Path, capsys: pytes
 def test_a_port_that_cannot_be_had_is_refused(
     bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server((web.LOOPBACK, 0)) as other:
+    with socket.create_server((LOOPBACK, 0)) as other:
         port = other.getsockname()[1]
         said = refused(capsys, bundle.folder, "--runtime", runtime, "--port", port)
     assert f"--port {port} is taken; choose another (0: any free one)" in said
@@ -107,11 +114,6 @@ def test_a_folder_for_a_static_host(
     out = tmp_path / "site"
     assert main(["web", str(bundle.folder), "--runtime", str(runtime), "--out", str(out)]) == 0
     Bundle.open(out / "bundle")
-    frames = json.loads((out / "prompts.json").read_text("utf-8"))
-    assert frames == {
-        "base": {"before": "", "after": ""},
-        "sql": {"before": "Answer in SQL. 你好\n", "after": ""},
-    }
     assert {file.name for file in (out / "runtime").iterdir()} == {Path(name).name for name in web.RUNTIME}
     assert {file.name for file in out.glob("*.js")} == {file.name for file in web.TREE.glob("*.js")}
     assert "  Cross-Origin-Embedder-Policy: require-corp\n" in (out / web.HEADERS_FILE).read_text("utf-8")
@@ -119,17 +121,24 @@ def test_a_folder_for_a_static_host(
     assert f"--out {out}: exists; choose another folder" in said
 
 
-@pytest.fixture
-def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
-    """To a server of the page."""
-    with web.server(web.site(bundle, runtime), 0) as server:
-        thread = Thread(target=server.serve_forever)
+@contextmanager
+def serving(server: PageServer) -> Iterator[tuple[str, int]]:
+    """The address of a server while it runs."""
+    with server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield HTTPConnection(web.LOOPBACK, server.server_port, timeout=30)
+            yield LOOPBACK, server.server_port
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
+    """To a server of the page."""
+    with serving(PageServer(web.site(bundle, runtime), 0)) as address:
+        yield HTTPConnection(*address, timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,7 @@ def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
         ("/", "text/html; charset=utf-8"),
         ("/worker.js", "text/javascript; charset=utf-8"),
         ("/runtime/ort-wasm-simd-threaded.wasm", "application/wasm"),
-        ("/prompts.json", "application/json"),
+        ("/bundle/manifest.json", "application/json"),
         ("/bundle/model.onnx.data?again", "application/octet-stream"),
     ],
 )
@@ -148,13 +157,122 @@ def test_what_is_served_lets_threads_share_memory(connection: HTTPConnection, pa
     content = answer.read()
     assert (answer.status, answer.headers["Content-Type"]) == (200, kind)
     assert len(content) == int(answer.headers["Content-Length"]) > 0
-    assert all(answer.headers[name] == value for name, value in web.HEADERS.items())
+    assert all(answer.headers[name] == value for name, value in HEADERS.items())
 
 
 @pytest.mark.parametrize("path", ["/package.json", "/bundle/", "/bundle/../worker.js", "//etc/passwd", "/node_modules"])
 def test_nothing_else_is_served(connection: HTTPConnection, path: str) -> None:
     connection.request("GET", path)
     assert connection.getresponse().status == 404
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LOCALHOST:9000", "127.0.0.1:80"])
+def test_this_machine_may_be_called_by_its_names(connection: HTTPConnection, name: str) -> None:
+    assert status_of(connection, name) == 200
+
+
+@pytest.mark.parametrize("names", [["evil.example"], ["evil.example:8080"], ["127.0.0.1.evil.example"], [""], []])
+def test_another_name_is_refused(connection: HTTPConnection, names: list[str]) -> None:
+    assert status_of(connection, *names) == 421
+
+
+def test_two_names_are_refused(connection: HTTPConnection) -> None:
+    assert status_of(connection, "127.0.0.1", "evil.example") == 421
+
+
+def status_of(connection: HTTPConnection, *names: str) -> int:
+    """The status of a request with these headers ``Host``."""
+    connection.putrequest("GET", "/bundle/manifest.json", skip_host=True)
+    for name in names:
+        connection.putheader("Host", name)
+    connection.endheaders()
+    return connection.getresponse().status
+
+
+CONTENT = b"a graph"
+"""Of ``model.onnx`` in the sample."""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "part"),
+    [
+        ("bytes=0-0", slice(0, 1)),
+        ("bytes=2-4", slice(2, 5)),
+        ("bytes=5-", slice(5, 7)),
+        ("bytes=5-999999999999999999", slice(5, 7)),
+        ("bytes=-3", slice(4, 7)),
+        ("bytes=-7", None),
+        ("bytes=0-6", None),
+        ("bytes=-99", None),
+        ("bytes=4-2", None),  # what follows may be ignored
+        ("bytes=0-0,2-2", None),
+        ("lines=0-0", None),
+        ("bytes=-", None),
+        ("bytes=" + "9" * 5000 + "-", None),
+    ],
+)
+def test_a_part_of_a_file(connection: HTTPConnection, wanted: str, part: slice | None) -> None:
+    connection.request("GET", "/bundle/model.onnx", headers={"Range": wanted})
+    answer = connection.getresponse()
+    expected = CONTENT if part is None else CONTENT[part]
+    assert (answer.status, answer.read()) == (200 if part is None else 206, expected)
+    place = None if part is None else f"bytes {part.start}-{part.stop - 1}/{len(CONTENT)}"
+    assert (answer.headers["Content-Range"], answer.headers["Accept-Ranges"]) == (place, "bytes")
+    assert int(answer.headers["Content-Length"]) == len(expected)
+
+
+@pytest.mark.parametrize("wanted", ["bytes=7-", "bytes=100-200", "bytes=-0"])
+def test_a_part_that_a_file_does_not_have(connection: HTTPConnection, wanted: str) -> None:
+    connection.request("GET", "/bundle/model.onnx", headers={"Range": wanted})
+    answer = connection.getresponse()
+    assert (answer.status, answer.read(), answer.headers["Content-Range"]) == (416, b"", f"bytes */{len(CONTENT)}")
+
+
+def test_a_part_of_another_version_is_the_whole_file(connection: HTTPConnection) -> None:
+    connection.request("GET", "/bundle/model.onnx", headers={"Range": "bytes=0-0", "If-Range": '"1"'})
+    assert connection.getresponse().read() == CONTENT
+
+
+@pytest.mark.parametrize(("path", "status"), [("/bundle/model.onnx", 200), ("/nothing", 404)])
+def test_head_is_get_without_the_content(connection: HTTPConnection, path: str, status: int) -> None:
+    connection.request("HEAD", path, headers={"Range": "bytes=0-0"})  # ranges are for GET
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (status, b"")
+    assert status == 404 or int(answer.headers["Content-Length"]) == len(CONTENT)
+
+
+def test_connections_are_bounded_and_idle_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "CONNECTIONS", 2)
+    monkeypatch.setattr(page_server._Handler, "timeout", 0.5)
+    with serving(PageServer({"index.html": b"page"}, 0)) as address:
+        idle = [socket.create_connection(address, timeout=30) for _ in range(2)]
+        with socket.create_connection(address, timeout=30) as another:
+            assert another.recv(1) == b""  # closed at once
+        for opened in idle:
+            with opened:
+                assert opened.recv(1) == b""  # closed after a while
+        assert page_of(address) == b"page"
+
+
+def page_of(address: tuple[str, int]) -> bytes:
+    """The page at an address, as soon as there is room for one more connection."""
+    for _ in range(200):
+        with suppress(ConnectionError), closing(HTTPConnection(*address, timeout=30)) as connection:
+            connection.request("GET", "/")
+            return connection.getresponse().read()
+        sleep(0.05)
+    return b""
+
+
+def test_a_reader_that_leaves_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(PageServer({"index.html": bytes(1 << 24)}, 0)) as address:
+        with socket.create_connection(address, timeout=30) as leaving:
+            leaving.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            leaving.recv(1)
+        other = HTTPConnection(*address, timeout=30)
+        other.request("HEAD", "/")
+        assert other.getresponse().status == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_page_is_written_whole_and_not_into_the_bundle(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ssdevice import errors
-from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError
+from ssdevice.adapters.safetensors_file import read_tensors
+from ssdevice.config import read_json
+from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
 
@@ -27,3 +31,22 @@ def test_missing_extra_says_what_to_install() -> None:
     error = MissingExtraError("coreml", "coremltools")
     assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
     assert "pip install 'ssdevice'" in str(MissingExtraError("", "onnxruntime"))
+
+
+def test_a_message_of_another_library_does_not_end_where_it_begins() -> None:
+    details = "Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: [3] and [4].\n\tmore"
+    assert first_line(RuntimeError(details)) == (
+        "Error(s) in loading state_dict for Linear: size mismatch for weight: [3] and [4]."
+    )
+    assert first_line(ValueError("\n")) == "ValueError"
+    assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError("cut:")) == "cut"
+
+
+@pytest.mark.parametrize("read", [read_json, read_tensors])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    file = tmp_path / "file"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(
+        InputError, match="file is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'"
+    ):
+        read(file)

@@ -21,10 +21,8 @@ TEMPLATE = (
 )
 
 
-def write_base(folder: Path, **values: object) -> Path:
-    """A llama of three layers; its query, output and MLP weights are large enough to be quantized, keys' are not."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of letters with a chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["<pad>", "<end>", "<user>", "<assistant>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -33,6 +31,13 @@ def write_base(folder: Path, **values: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+
+
+def write_base(folder: Path, **values: object) -> Path:
+    """A llama of three layers; its query, output and MLP weights are large enough to be quantized, keys' are not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder)
     torch.manual_seed(0)
     sizes: dict[str, object] = {
         "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": LAYERS,
@@ -62,6 +67,14 @@ def write_adapter(
     return folder
 
 
+def write_own_tokenizer(adapter: Path, base: Path, template: str = TEMPLATE) -> Path:
+    """Put the base's tokenizer into an adapter's folder, as trainers do, with another chat template."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (adapter / name).write_bytes((base / name).read_bytes())
+    (adapter / "chat_template.jinja").write_text(template)
+    return adapter
+
+
 def write_lora(folder: Path, base: Path, rank: int = 4, seed: int = 2, **options: object) -> Path:
     """A LoRA of PEFT that changes the model's words; ``options``: of PEFT's LoraConfig."""
     from peft import LoraConfig, get_peft_model
@@ -71,7 +84,7 @@ def write_lora(folder: Path, base: Path, rank: int = 4, seed: int = 2, **options
     config = LoraConfig(**{"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **options})  # type: ignore[arg-type]
     model = get_peft_model(load_hf(base), config)
     for name, value in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_" in name:
             torch.nn.init.normal_(value, std=0.1)
     model.save_pretrained(str(folder))
     return folder

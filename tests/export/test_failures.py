@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from ssdevice.bundle.folder import BundleWriter
-from ssdevice.cli import main
+from ssdevice.cli import TERMINATED, main
 from ssdevice.commands import export as command
 from ssdevice.errors import SSDeviceError
 from ssdevice.export import stages
 from ssdevice.export.cost import Cost, Prediction, available_memory
 from ssdevice.export.onnx.exporter import OnnxExporter
 from ssdevice.export.target import export_target
+from tests.export.models import write_adapter
 
 GB = 1_000_000_000
 
@@ -31,7 +33,8 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
             raise error
 
     monkeypatch.setattr(stages.Whole, "begin", begin)
-    monkeypatch.setattr(stages.ChatTokenizer, "open", lambda folder: None)
+    monkeypatch.setattr(stages, "check_settings", lambda *_: ())
+    monkeypatch.setattr(stages, "check_export", lambda *_: ())
     monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
     monkeypatch.setattr(stages, "smoothed_job", lambda job, *_: job)
     monkeypatch.setattr(OnnxExporter, "prepare", lambda _, job: job)
@@ -43,7 +46,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "ssdevice: interrupted"),
-        (SystemExit(command.TERMINATED), 143, ""),
+        (SystemExit(TERMINATED), 143, ""),
         (OSError(28, "No space left on device"), 1, "the disk is full"),
         (RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "the disk is full"),
         (
@@ -78,6 +81,19 @@ def test_of_two_exports_to_one_place_the_second_is_refused(
         assert "another process is writing" in capsys.readouterr().err
         assert os.listdir(tmp_path) == [first.folder.name]
     assert os.listdir(tmp_path) == []
+
+
+def test_an_instruction_longer_than_the_context_is_refused_before_weights_are_loaded(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base)
+    settings = json.loads((adapter / "streams.json").read_text("utf-8"))
+    (adapter / "streams.json").write_text(json.dumps({**settings, "instruction": "a b " * 50}), "utf-8")
+    monkeypatch.setattr(OnnxExporter, "prepare", None)
+    assert export(base, tmp_path / "b", "--adapter", f"long={adapter}") == 2
+    said = capsys.readouterr().err
+    assert "the instruction of app 'long' and the chat template take 10" in said and "a context of 96" in said
+    assert said.count("\n") == 1 and not (tmp_path / "b").exists()
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_it_begins(

@@ -78,7 +78,7 @@ def change(seed: int, index: int, subject: Subject, pristine: Path, place: Path)
     if subject is Subject.PACKED and rng.random() < 0.5:
         oracle, done = _change_packed(rng, folder, place / PACKED)
         return Case(subject, oracle, rng.random() < 0.2, done)
-    oracle, done = _change_folder(rng, folder)
+    oracle, done = change_folder(rng, folder)
     if subject is Subject.SIGNED:
         oracle = Oracle.SAME
     if subject is Subject.PACKED:
@@ -109,7 +109,7 @@ def _pack_well(folder: Path, packed: Path) -> None:
     pack(Bundle.open(folder, verify=False), packed)
 
 
-def _change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:
+def change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:
     kind = rng.choices(
         ["manifest", "geometry", "contents", "names", "tokenizer", "graph", "chat"], [5, 2, 5, 3, 2, 5, 2]
     )[0]
@@ -121,7 +121,7 @@ def _change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:
         return (Oracle.SAME if inert else Oracle.ANY), done
     if kind in ("geometry", "chat"):
         document = json.loads((folder / MANIFEST).read_text("utf-8"))
-        done = _geometry(rng, document) if kind == "geometry" else templates.mutate_chat(rng, document)
+        done = change_geometry(rng, document) if kind == "geometry" else templates.mutate_chat(rng, document)
         (folder / MANIFEST).write_text(json.dumps(document), "utf-8")
         return Oracle.ANY, done
     if kind == "tokenizer":
@@ -164,7 +164,7 @@ def rehash(folder: Path) -> bool:
     return True
 
 
-def _geometry(rng: Random, document: dict[str, Any]) -> str:
+def change_geometry(rng: Random, document: dict[str, Any]) -> str:
     """Other sizes, with the functions made to agree: only the graphs can contradict them."""
     from ssdevice.config import to_json
     from ssdevice.contract import CacheForm, Geometry, functions

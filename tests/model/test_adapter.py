@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ssdevice.adapters.settings import (
     PEFT_CONFIG,
+    PEFT_WEIGHTS,
     SETTINGS,
     WEIGHTS,
     AdapterFolder,
@@ -34,7 +35,7 @@ from tests.model.tiny import tiny_model
 
 CONTEXT = 32
 CONFIGS = {
-    "shared": StreamConfig(gamma=3, msa_layers=2, init_rank=2),
+    "shared": StreamConfig(gamma=3, msa_layers=2, init_rank=2, lora_rank=0),
     "lossless": StreamConfig(mode=Mode.LOSSLESS, gamma=3, msa_layers=2, adapter_rank=2),
     "lossless-adapter": StreamConfig(
         mode=Mode.LOSSLESS, gamma=3, msa_layers=2, adapter_rank=2, stream_mlp=StreamMLP.ADAPTER
@@ -207,6 +208,22 @@ def test_lossless_streams_over_a_lora_cannot_share_a_base_with_other_apps(base: 
     for refused in (lambda: AdapterWeights.read(tmp_path), lambda: AdapterFolder.open(tmp_path).check_apart()):
         with pytest.raises(InputError, match="lossless streams over a LoRA cannot share a bundle .* by itself"):
             refused()
+
+
+def test_an_adapter_that_lacks_a_file_is_refused(base: Path, tmp_path: Path) -> None:
+    streams = fresh(base, config := replace(CONFIGS["shared"], lora_rank=2))
+    identity = BaseIdentity.of(base, tiny_model("llama").config)
+    write_streams(tmp_path, streams, AdapterSettings("notes", config, identity))
+    with pytest.raises(InputError, match="trained with a LoRA of rank 2, but there is no adapter_config.json"):
+        AdapterFolder.open(tmp_path)
+    shared_with_lora(base, tmp_path)
+    for lost, left in ((PEFT_CONFIG, PEFT_WEIGHTS), (SETTINGS, WEIGHTS)):
+        kept = (tmp_path / lost).read_bytes()
+        (tmp_path / lost).unlink()
+        with pytest.raises(InputError, match=f"{left} without {lost}; copy the whole adapter folder"):
+            load(base, tmp_path, CONTEXT)
+        (tmp_path / lost).write_bytes(kept)
+    assert AdapterFolder.open(tmp_path).has_lora
 
 
 def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) -> None:

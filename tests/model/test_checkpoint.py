@@ -11,7 +11,7 @@ from ssdevice.adapters.settings import SETTINGS, read_settings
 from ssdevice.config import Schedule
 from ssdevice.data import read_examples
 from ssdevice.model.loading import load, load_hf
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.tree import Tree
 from tests.model.reference import Reference
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(not BASE.is_dir(), reason="the tree holds no mod
 
 
 def prompts(data: Path, app: str, instruction: str) -> list[list[int]]:
-    tokenizer = ChatTokenizer.open(BASE)
+    tokenizer = open_tokenizer(BASE)
     examples = read_examples(data / app / "dev.jsonl.gz", PROMPTS)
     return [tokenizer.prompt_ids(example.prompt, instruction=instruction) for example in examples]
 
 
 def test_the_base_decodes_as_transformers_does(shared_data: Path) -> None:
-    stop = ChatTokenizer.open(BASE).stop_ids
+    stop = open_tokenizer(BASE).stop_ids
     plain = Reference(load(BASE, None, CONTEXT).model, Tree.root_only(), 1, Schedule.DEFERRED, CONTEXT)
     hf = load_hf(BASE)
     for prompt in prompts(shared_data, "sql", "Write the SQL query."):
@@ -54,7 +54,7 @@ def test_an_adapter_drafts_what_its_model_says(shared_data: Path, adapter: str, 
         pytest.skip(f"no data for {settings.app}")
     model = load(BASE, folder, CONTEXT).model
     reference = Reference(model, Tree.chain(model.gamma), 1, schedule, CONTEXT)
-    stop = ChatTokenizer.open(BASE).stop_ids
+    stop = open_tokenizer(BASE).stop_ids
     emitted = steps = 0
     for prompt in prompts(shared_data, app, settings.instruction):
         result = reference.speculative(prompt, NEW, stop)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from ssdevice.adapters.settings import PEFT_WEIGHTS
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.lora import attach_lora, merge_lora
 from tests.model.tiny import tiny_model
 
@@ -37,6 +38,10 @@ def write(folder: Path, **options: Any) -> Any:
     """A random LoRA in a folder; returns PEFT's model."""
     config = LoraConfig(**{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options})
     wrapped = get_peft_model(tiny_model("llama"), config)
+    with torch.no_grad():
+        for value in wrapped.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value) * 0.1)
     wrapped.save_pretrained(folder)
     return wrapped
 
@@ -64,25 +69,60 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
         use(tiny_model("llama"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["q_proj", "down_proj"]},
-        {"target_modules": ["up_proj"], "layers_to_transform": [1]},
-        {"rank_pattern": {"q_proj": 3}},
-        {"use_dora": True},
-        {"bias": "all"},
-        {"target_modules": ["embed_tokens", "v_proj"]},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [3, 5]},
-        {"init_lora_weights": "pissa"},
-    ],
-)
-def test_every_kind_of_lora_that_peft_saves_is_merged(tmp_path: Path, options: dict[str, Any]) -> None:
-    wrapped = write(tmp_path, **options)
-    found = merge_lora(tiny_model("llama"), tmp_path).state_dict()
-    for name, value in wrapped.merge_and_unload().state_dict().items():
-        torch.testing.assert_close(found[name], value, msg=name)
+HEAD, EMBEDDING = {"target_modules": ["lm_head", "v_proj"]}, {"target_modules": ["embed_tokens", "v_proj"]}
+OPTIONS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    {"target_modules": ["up_proj"], "layers_to_transform": [1]},
+    {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 5}, "lora_alpha": 7},
+    {"use_rslora": True, "r": 3},
+    {"use_dora": True},
+    {"bias": "all"},
+    {"bias": "lora_only"},
+    {"lora_bias": True},
+    {"fan_in_fan_out": True},
+    {"init_lora_weights": "pissa"},
+    {"init_lora_weights": "olora"},
+    {"target_modules": ["v_proj"], "target_parameters": ["mlp.down_proj.weight"]},
+    {"modules_to_save": ["norm"]},
+    # The model's embedding and head share their weights.
+    HEAD,
+    EMBEDDING,
+    {"target_modules": ["embed_tokens", "lm_head"]},
+    {**HEAD, "use_dora": True},
+    {**EMBEDDING, "use_dora": True},
+    {**HEAD, "ensure_weight_tying": True},
+    {**EMBEDDING, "ensure_weight_tying": True},
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embed_tokens"]},
+    {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    {"trainable_token_indices": [3, 5]},
+    {"trainable_token_indices": {"lm_head": [3, 5]}},
+]
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of tokens among which are the trained ones."""
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[2, 3, 5, 7, 90, 3]])).logits
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_kind_of_lora_computes_what_peft_computes_without_merging(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    write(tmp_path, **options)
+    expected = logits(PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path)).eval())
+    assert (expected - logits(tiny_model("llama"))).abs().max() > 0.1
+    torch.testing.assert_close(logits(merge_lora(tiny_model("llama"), tmp_path)), expected, rtol=0, atol=1e-4)
+    with suppress(UnsupportedModelError):  # not every kind can stay beside the base
+        torch.testing.assert_close(logits(attach_lora(tiny_model("llama"), tmp_path)), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS[:2], HEAD], ids=str)
+def test_a_plain_lora_of_linears_can_stay_beside_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
+    write(tmp_path, **options)
+    attach_lora(tiny_model("llama"), tmp_path)
 
 
 def test_names_with_peft_s_name_of_the_adapter_are_taken(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError, UnsupportedModelError
 from ssdevice.model.backbone import Backbone
-from ssdevice.model.families import FAMILIES, NOT_EXPRESSIBLE, family_of
-from ssdevice.model.loading import build, load_hf
-from tests.model.tiny import MODELS, tiny_config, tiny_model
+from ssdevice.model.families import FAMILIES, NOT_EXPRESSIBLE, Family, Sliding, family_of
+from ssdevice.model.loading import build, load_hf, read_config
+from tests.model.tiny import MODELS, randomise, tiny_config, tiny_model
 
 
 def from_config(config: Any) -> Any:
@@ -23,25 +23,106 @@ def from_config(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
+DENSE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "rope_theta": 10000.0}
+"""What ``config.json`` of a dense decoder with a rotary embedding has."""
+
+
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported are arcee, .*, starcoder2"):
-        family_of("gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported: arcee, .*, starcoder2"):
+        family_of("gpt2", {"n_embd": 768, "n_layer": 12})
 
 
 @pytest.mark.parametrize(
-    ("model_type", "missing"),
+    ("model_type", "values", "missing"),
     [
-        ("gpt_oss", "attention with learned sinks and layers with a mixture of experts"),
-        ("mixtral", "layers with a mixture of experts"),
-        ("qwen3_moe", "layers with a mixture of experts"),
-        ("qwen3_next", "linear-attention or state-space layers"),
-        ("llama4_text", "chunked attention"),
-        ("gemma3", "model_type 'gemma3_text'"),
+        ("gpt_oss", {}, "attention with learned sinks and layers with a mixture of experts"),
+        ("ministral3", DENSE, "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral'"),
+        ("granitemoehybrid", {"num_local_experts": 0}, "a shared expert; Granite 3 has model_type 'granite'"),
+        ("gemma3", {"text_config": {}}, "image inputs; a text-only model of this family has model_type 'gemma3_text'"),
+        ("new", DENSE | {"num_local_experts": 8}, "layers with a mixture of experts"),
+        ("new", DENSE | {"n_routed_experts": 64, "kv_lora_rank": 512}, "a mixture of experts and multi-head latent"),
+        ("new", DENSE | {"mamba_d_state": 16}, "linear-attention, state-space or convolution layers"),
+        ("new", DENSE | {"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ("new", {"text_config": DENSE, "vision_config": {"depth": 3}}, "inputs other than text"),
+        ("new", DENSE | {"is_encoder_decoder": True}, "an encoder"),
     ],
 )
-def test_a_family_that_needs_more_than_a_table_entry_says_what(model_type: str, missing: str) -> None:
+def test_a_family_that_needs_more_than_a_table_entry_says_what(
+    model_type: str, values: dict[str, Any], missing: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=f"family '{model_type}' is not supported: it has .*{missing}"):
-        family_of(model_type)
+        family_of(model_type, values)
+
+
+@pytest.mark.parametrize(
+    "values", [DENSE, DENSE | {"num_local_experts": 0, "is_encoder_decoder": False, "layer_types": ["full_attention"]}]
+)
+def test_only_a_dense_decoder_is_said_to_need_an_entry(values: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'new' is not supported yet: .* an entry in ssdevice/model/famil"):
+        family_of("new", values)
+    for key in DENSE:
+        with pytest.raises(UnsupportedModelError, match="'new' is not supported; supported: "):
+            family_of("new", {name: value for name, value in values.items() if name != key})
+
+
+ENTRIES = (
+    Family(),
+    Family(norm="final_layernorm"),
+    Family(sliding=Sliding.ALWAYS),
+    Family(sliding=Sliding.BY_LAYER_TYPE),
+    Family(sliding=Sliding.BY_LAYER_TYPE, rotary_by_layer_type=True),
+    Family(sliding=Sliding.BY_LAYER_TYPE, rotary_by_layer_type=True, logit_scale="logit_scale"),
+    Family(sliding=Sliding.BY_LAYER_TYPE, logit_softcap="final_logit_softcapping"),
+)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+NO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+}
+
+
+@pytest.mark.slow
+def test_every_family_of_the_library_that_gets_this_hint_needs_only_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    hinted = []
+    for model_type in sorted(
+        set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - FAMILIES.keys() - {"gemma4_assistant"}
+    ):  # no defaults
+        with pytest.raises(UnsupportedModelError) as refused:
+            family_of(model_type, AutoConfig.for_model(model_type).to_dict())
+        if "may need only an entry" in str(refused.value):
+            hinted.append(model_type)
+    assert {"apertus", "jais2", "vaultgemma"} <= set(hinted)
+    for model_type in hinted:
+        values = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **NO_DEFAULTS.get(model_type, {})}
+        hf = from_config(tiny_config(model_type, **values))
+        randomise(hf, 0)
+        ids = torch.arange(12)[None]
+        with torch.no_grad():
+            expected = hf(ids).logits
+        assert min(_difference(hf, model_type, entry, ids, expected, monkeypatch) for entry in ENTRIES) < 1e-4, (
+            model_type
+        )
+
+
+def _difference(
+    hf: Any, model_type: str, entry: Family, ids: torch.Tensor, expected: torch.Tensor, patch: pytest.MonkeyPatch
+) -> float:
+    """How far the logits of the wrapped model lie from its own with this entry of the table."""
+    patch.setitem(FAMILIES, model_type, entry)
+    distance = ids[0][:, None] - ids[0][None]
+
+    def visible(window: int | None) -> torch.Tensor:
+        return ((distance >= 0) & (distance < (window or len(distance))))[None, None]
+
+    try:
+        backbone = Backbone(hf, 32, 64)
+        with torch.no_grad():
+            h, _ = backbone.run(0, 3, backbone.embed(ids, ids), backbone.rope(ids), backbone.masks(visible))
+            return float((backbone.head(h) - expected).abs().max())
+    except (AttributeError, LookupError, TypeError, UnsupportedModelError):  # the entry does not describe this model
+        return float("inf")
 
 
 def test_the_tables_do_not_contradict_each_other() -> None:
@@ -49,7 +130,7 @@ def test_the_tables_do_not_contradict_each_other() -> None:
 
 
 def test_an_unknown_family_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}), "utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}), "utf-8")
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         load_hf(tmp_path)
 
@@ -140,3 +221,25 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
     with pytest.raises(InputError, match="no .safetensors weights"):
         load_hf(tmp_path)
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    """AutoModelForCausalLM would apply it."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    (tmp_path / "adapter_config.json").write_text("{}", "utf-8")
+    with pytest.raises(InputError, match=r"has an adapter beside the model \(adapter_config.json\).* with --adapter"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").unlink()  # a folder of an adapter, given as the model
+    with pytest.raises(InputError, match="--adapter"):
+        read_config(tmp_path)
+
+
+def test_ends_with_equal_weights_share_them() -> None:
+    hf = tiny_model("stablelm")
+    assert hf.lm_head.weight is not hf.model.embed_tokens.weight
+    backbone = build(hf, None, 32).backbone
+    assert backbone.lm_head.weight is not backbone.embed_tokens.weight
+    with torch.no_grad():
+        hf.lm_head.weight.copy_(hf.model.embed_tokens.weight)
+    backbone = build(hf, None, 32).backbone
+    assert backbone.lm_head.weight is backbone.embed_tokens.weight

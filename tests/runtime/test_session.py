@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import compress, islice
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdevice.bundle.archive import pack, unpack
 from ssdevice.bundle.folder import Bundle
+from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.runtime.apps import add_app
+from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE
 from ssdevice.runtime.session import Session, _Opened
@@ -45,18 +50,22 @@ def test_every_decoding_mode_gives_the_same_text_and_tokens(prompt: str, seed: i
             assert all((run.drafts is None) == (mode != SPECULATIVE) for run in runs[1:])
 
 
-@given(texts, st.integers(0, 20))
+@given(texts, st.integers(0, 90))
 def test_a_stop_string_ends_every_mode_at_the_same_token(prompt: str, at: int) -> None:
     session = make_session(TREE)
     ids = session.prompt_ids(prompt)
-    whole = session.tokenizer.decode(truth(session, ids, 60))
+    tokens = [token for token in truth(session, ids, 60) if token]
+    written = [session.tokenizer.tokenizer.id_to_token(token) for token in tokens]
+    whole = "".join(written)
     stop = whole[at : at + 2]
     if len(stop) < 2:
         return
+    is_shown = [len(text) == 1 for text in written for _ in text]  # special tokens are searched and not shown
+    expected = "".join(compress(whole[: whole.index(stop)], is_shown))
     answers = set()
     for mode in (ADAPTIVE, *MODES):
         text = "".join(run.text for run in session.runs(ids, max_tokens=60, stop=[stop], mode=mode))
-        assert text == whole[: whole.index(stop)]
+        assert text == expected
         assert session.last.reason is Reason.STOP
         answers.add(tuple(session.last.tokens))
     assert len(answers) == 1
@@ -276,3 +285,62 @@ def test_a_closed_session_opens_no_app() -> None:
     session.close()
     with pytest.raises(InputError, match="the session was closed"):
         session.use("sql")
+
+
+NO_BUNDLE = cast(Bundle, SimpleNamespace(manifest=None))
+NO_TEXTS: tuple[Any, ...] = (None, b"Hi", 5, 1.5, ["Hi"], {"role": "user"})
+NO_NUMBERS: tuple[Any, ...] = (None, True, 2.0, float("nan"), "8", [3])
+OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
+
+
+@pytest.mark.parametrize(
+    ("call", "values", "expected"),
+    [
+        (lambda s, v: s.generate(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.chat(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.prompt_ids(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.generate("a", system=v), NO_TEXTS[1:], "system is .*, expected a string"),
+        (lambda s, v: s.generate("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
+        (lambda s, v: s.chat("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
+        (lambda s, v: s.runs([3], max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
+        (lambda s, v: s.generate("a", stop=v), (None, b"x", 5), "stop is .*, expected a list of strings"),
+        (lambda s, v: s.chat("a", stop=[v]), NO_TEXTS, r"stop\[0\] is .*, expected a string"),
+        (lambda s, v: s.generate("a", speculate=v), (None, 1, "no"), "speculate is .*, expected True or False"),
+        (lambda s, v: s.runs(v), (None, "Hi", b"Hi", 5), "prompt is .*, expected a list of whole numbers"),
+        (lambda s, v: s.runs([3, v]), (None, "a", 2.0, True), r"prompt\[1\] is .*, expected a whole number"),
+        (lambda s, v: s.runs([3], mode=v), (None, 1, ["plain"]), "no decoding mode"),
+        (lambda s, v: s.use(v), OTHER_THINGS, "app is .*, expected a string"),
+        (lambda s, v: s.preload("a", v), OTHER_THINGS, r"app\[1\] is .*, expected a string"),
+        (lambda _, v: Session.open(v), OTHER_THINGS, "a bundle is .*, expected a path"),
+        (lambda _, v: Session.open("x", app=v), OTHER_THINGS[1:], "app is .*, expected a string"),
+        (lambda _, v: Session.open("x", threads=v), NO_NUMBERS[1:], "threads is .*, expected a whole number"),
+        (lambda _, v: Session.open("x", options=v), (5, {}, "fast"), "options is .*, expected EngineOptions"),
+        (lambda _, v: Bundle.open(v), OTHER_THINGS, "a bundle is .*, expected a path"),
+        (lambda _, v: EngineOptions(spinning=v), (None, 1, "no"), "spinning is .*, expected True or False"),
+        (
+            lambda _, v: add_app(NO_BUNDLE, v, "x"),
+            OTHER_THINGS,
+            "an app's name is .*, expected a string",
+        ),
+        (lambda _, v: pack(cast(Any, None), v), OTHER_THINGS, "a packed bundle is .*, expected a path"),
+        (lambda _, v: unpack(v, "x"), OTHER_THINGS, "a packed bundle is .*, expected a path"),
+        (lambda _, v: read_examples([v]), OTHER_THINGS, "a data file is .*, expected a path"),
+        (lambda _, v: read_examples("x", v), NO_NUMBERS[1:], "limit is .*, expected a whole number"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(
+    call: Callable[[Session, Any], Any], values: tuple[Any, ...], expected: str
+) -> None:
+    session = make_session(TREE)
+    for value in values:
+        with pytest.raises(InputError, match=expected):
+            call(session, value)
+
+
+def test_numbers_and_ids_of_numpy_are_whole_numbers() -> None:
+    session = make_session(TREE)
+    ids = session.prompt_ids("abc")
+    list(session.runs(ids, max_tokens=5))
+    expected = session.last.tokens
+    list(session.runs(np.array(ids), max_tokens=np.int64(5)))  # type: ignore[arg-type]
+    assert session.last.tokens == expected

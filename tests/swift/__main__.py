@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.swift import answers, benches, broken, conversations, strings, templates
+from tests.swift import answers, benches, broken, conversations, frames, strings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ def write(place: Path) -> None:
     strings.write(place / "tokenizers")
     write_json(place / "conversations.json", conversations.record())
     write_json(place / "bench.json", benches.record())
-    write_json(place / "templates.json", templates.record())
+    write_json(place / "frames.json", frames.record())
     broken.write(place / "broken")
     answers.export(place / "bundle")
     write_json(place / "answers.json", answers.answers(place / "bundle"))

@@ -19,7 +19,7 @@ from tests.fuzz.mutator import INERT, MANIFEST, rehash
 
 SEED, COUNT = 0, 320
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "base-7m" / "tokenizer.json"
-SETTINGS = {"compute_units": "all", "prompts": {name: {"before": "a", "after": "b"} for name in ("sql", "base")}}
+SETTINGS = {"compute_units": "all"}
 LARGEST = 1 << 20
 """Bytes of a file that is worth keeping: changes that make larger ones are left out."""
 

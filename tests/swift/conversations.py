@@ -31,9 +31,10 @@ from ssdevice.tree import Tree
 from tests.runtime import scripted
 from tests.runtime.scripted import Drafter, ScriptedCache, ScriptedEngine, make_geometry, next_token, random_drafter
 from tests.swift.strings import WORDS
-from tests.swift.templates import BASE_7M
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "base-7m" / "tokenizer.json"
+BASE_7M = Path(__file__).resolve().parents[2] / "models" / "base-7m"
+TOKENIZER = BASE_7M / "tokenizer.json"
+TEMPLATE = (BASE_7M / "chat_template.jinja").read_text("utf-8")
 TREES = ("chain:3", "full:k=2,depth=2", "[[0],[1],[0,0],[0,0,0]]")
 STOPS = ((), ("e",), ("zz", "the", "a "))
 WITHOUT_PLAIN = {"plain": "plain_step", ADAPTIVE: SPECULATIVE}
@@ -109,7 +110,7 @@ def record() -> dict[str, Any]:
 
 def open_tokenizer(stop_ids: tuple[int, ...]) -> ChatTokenizer:
     """base-7m's tokenizer and template, with these stop tokens and the one that the template puts after an answer."""
-    return ChatTokenizer.from_bytes(TOKENIZER.read_bytes(), ChatFormat(BASE_7M.read_text("utf-8"), {}, (1, *stop_ids)))
+    return ChatTokenizer.from_bytes(TOKENIZER.read_bytes(), ChatFormat(TEMPLATE, {}, (1, *stop_ids)).framed())
 
 
 def _repeating(context: Sequence[int], vocab: int) -> int:
@@ -185,6 +186,7 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
         "geometry": {**to_json(geometry), "tree": [list(path) for path in geometry.tree.paths[1:]]},
         "functions": sorted(engine.functions | {STEP}),
         "stop_ids": [1, *stop_ids],
+        "frames": to_json(open_tokenizer(()).chat.frames),
         "answers": answers,
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ssdevice.runtime.adaptive import FIRST_PAUSE, GROWTH
-from tests.swift import broken, conversations, templates
+from tests.swift import broken, conversations, frames
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,11 @@ def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str
     assert sum(length > 20 for length in lengths) > 20
 
 
-def test_templates_are_understood_and_refused() -> None:
-    cases = templates.record()["cases"]
-    assert sum(case["text"] is None for case in cases) > 5
-    assert sum(case["text"] is not None and bool(case["known"]) for case in cases) > 600
+def test_prompts_are_written_and_refused() -> None:
+    cases = frames.record()["cases"]
+    assert sum(case["text"] is None for case in cases) > 50
+    assert sum(case["text"] is not None for case in cases) > 400
+    assert {frame["trim"] for case in cases for frame in case["frames"].values() if isinstance(frame, dict)} > {"both"}
 
 
 def test_broken_bundles_are_refused_but_for_some(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from ssdevice.errors import ConfigError
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import ChatTokenizer
 from tests.text.test_tokenizer import TEXTS, TOKENIZERS, write_folder
 
@@ -27,7 +28,7 @@ def test_ids_are_those_of_the_text(tmp_path: Path, tokenizer: str, form: str) ->
     transformers = pytest.importorskip("transformers", reason="the reference for the ids of a text")
     folder = write_folder(tmp_path, with_marks(TOKENIZERS[tokenizer], form), None)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    chat = ChatTokenizer.open(folder)
+    chat = open_tokenizer(folder)
     assert chat.plain
     again = ChatTokenizer.from_bytes(chat.tokenizer_json, chat.chat)
     end = theirs.convert_tokens_to_ids("</s>")
@@ -41,7 +42,7 @@ def test_ids_are_those_of_the_text(tmp_path: Path, tokenizer: str, form: str) ->
 
 def test_answers_follow_their_prompt_and_end_with_the_stop_token(tmp_path: Path) -> None:
     tokenizer = with_marks(TOKENIZERS["byte_level"], "<s> $A")
-    chat = ChatTokenizer.open(write_folder(tmp_path, tokenizer, None))
+    chat = open_tokenizer(write_folder(tmp_path, tokenizer, None))
     end = tokenizer.token_to_id("</s>")
     assert chat.stop_ids == (end,)
     for answer in (" the answer", "\n你好", "x"):
@@ -52,7 +53,7 @@ def test_answers_follow_their_prompt_and_end_with_the_stop_token(tmp_path: Path)
 
 
 def test_a_conversation_is_one_text(tmp_path: Path) -> None:
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], None))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], None))
     turns = (("system", "be brief"), ("user", "one,"), ("assistant", " two"), ("user", "three,"))
     messages = [{"role": role, "content": words} for role, words in turns]
     assert chat._template.render(messages, add_generation_prompt=True) == "be brief\none, two\nthree,"
@@ -62,4 +63,4 @@ def test_a_beginning_that_no_template_can_write_is_refused(tmp_path: Path) -> No
     tokenizer = with_marks(TOKENIZERS["byte_level"], "$A")
     tokenizer.post_processor = processors.TemplateProcessing(single="the $A", special_tokens=[("the", 11)])
     with pytest.raises(ConfigError, match=r"none can be made .* write the model's prompt format"):
-        ChatTokenizer.open(write_folder(tmp_path, tokenizer, None))
+        open_tokenizer(write_folder(tmp_path, tokenizer, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ssdevice.errors import ConfigError, InputError
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
 from ssdevice.text.stream import PATIENCE, StopStrings, TextOutput, TextStream, TokenTexts
 from ssdevice.text.tokenizer import ChatTokenizer, user_content
@@ -96,7 +98,7 @@ def as_transformers(folder: Path, messages: list[dict[str, str]], generate: bool
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_ids_equal_those_of_transformers(tmp_path: Path, template: str, tokenizer: str) -> None:
     folder = write_folder(tmp_path, TOKENIZERS[tokenizer], TEMPLATES[template])
-    chat = ChatTokenizer.open(folder)
+    chat = open_tokenizer(folder)
     again = ChatTokenizer.from_bytes(chat.tokenizer_json, chat.chat)
     for text in TEXTS:
         user = {"role": "user", "content": f"Be brief.\n{text}"}
@@ -118,7 +120,7 @@ def test_shipped_model_equals_transformers(repository: Path) -> None:
     folder = Path(os.environ.get("SSDEVICE_BASE_MODEL") or repository / "models" / "base-7m")
     if not folder.is_dir():
         pytest.skip(f"no model folder {folder.name}; set SSDEVICE_BASE_MODEL to one whose template takes a user turn")
-    chat = ChatTokenizer.open(folder)
+    chat = open_tokenizer(folder)
     for text in ("name[Aromi], food[French]", *TEXTS):
         user = {"role": "user", "content": f"Describe the restaurant.\n{text}"}
         prompt = chat.prompt_ids(text, instruction="Describe the restaurant.")
@@ -129,7 +131,7 @@ def test_shipped_model_equals_transformers(repository: Path) -> None:
 
 
 def test_answer_ends_at_the_stop_token_and_not_at_the_line_break_after_it(tmp_path: Path) -> None:
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML))
     end = TOKENIZERS["byte_level"].token_to_id("<|im_end|>")
     assert chat.completion_ids("yes") == [*chat.encode("yes"), end]
     # A stop token that the answer itself spells out does not end it early.
@@ -140,10 +142,10 @@ def test_answer_of_a_template_that_opens_it_differently_or_never_ends_it(tmp_pat
     opens = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}" + (
         "{% if add_generation_prompt %}assistant:<think>{% endif %}"
     )
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], opens))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], opens))
     assert chat.completion_ids("yes") == chat.encode("yes</s>")
     endless = "{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], endless))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], endless))
     assert chat.completion_ids("yes") == chat.encode("yes|</s>")
 
 
@@ -151,91 +153,71 @@ def test_stop_tokens_come_from_every_place_that_names_one(tmp_path: Path) -> Non
     tokenizer = TOKENIZERS["byte_level"]
     eos, turn = tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<|im_end|>")
     folder = write_folder(tmp_path, tokenizer, CHATML)
-    assert ChatTokenizer.open(folder).stop_ids == (eos, turn)
+    assert open_tokenizer(folder).stop_ids == (eos, turn)
     write_folder(folder, tokenizer, CHATML, config={"eos_token_id": 5})
-    assert ChatTokenizer.open(folder).stop_ids == (5, eos, turn)
+    assert open_tokenizer(folder).stop_ids == (5, eos, turn)
     write_folder(folder, tokenizer, CHATML, config={"text_config": {"eos_token_id": 6}})
-    assert ChatTokenizer.open(folder).stop_ids == (6, eos, turn)
+    assert open_tokenizer(folder).stop_ids == (6, eos, turn)
     write_folder(folder, tokenizer, CHATML, generation_config={"eos_token_id": [turn, 9]})
-    assert ChatTokenizer.open(folder).stop_ids == (turn, 9, eos)
+    assert open_tokenizer(folder).stop_ids == (turn, 9, eos)
     for wrong in ("x", [True], -1, [1.5]):
         write_folder(folder, tokenizer, CHATML, generation_config={"eos_token_id": wrong})
         with pytest.raises(ConfigError, match=r"generation_config\.json: 'eos_token_id'"):
-            ChatTokenizer.open(folder)
+            open_tokenizer(folder)
 
 
-def test_template_and_tokens_are_found_where_older_folders_keep_them(tmp_path: Path) -> None:
+def test_template_is_found_where_older_folders_keep_it(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
-    expected = ChatTokenizer.open(write_folder(tmp_path / "new", tokenizer, CHATML)).prompt_ids("hi")
+    expected = open_tokenizer(write_folder(tmp_path / "new", tokenizer, CHATML)).prompt_ids("hi")
     for template in (CHATML, named):
-        config = {"chat_template": template, "bos_token": {"content": "<s>", "lstrip": False}, "pad_token": None}
-        tokens = {"eos_token": "</s>", "bos_token": "ignored", "pad_token": "ignored"}
-        folder = write_folder(tmp_path / "old", tokenizer, None, tokenizer_config=config, special_tokens_map=tokens)
-        chat = ChatTokenizer.open(folder)
+        config = {**NAMED, "chat_template": template}
+        chat = open_tokenizer(write_folder(tmp_path / "old", tokenizer, None, tokenizer_config=config))
         assert chat.prompt_ids("hi") == expected
-        assert chat.chat.special_tokens == NAMED
-
-
-def test_tokens_that_only_the_configuration_declares_are_added(tmp_path: Path) -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    size = tokenizer.get_vocab_size()
-    declared = {str(size): {"content": "<|app|>", "special": True}, "0": {"content": "<s>", "special": True}}
-    config = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": declared}
-    folder = write_folder(tmp_path, tokenizer, CHATML, tokenizer_config=config)
-    chat = ChatTokenizer.open(folder)
-    assert size in chat.prompt_ids("<|app|> hi")
-    assert chat.prompt_ids("<|app|> hi") == as_transformers(folder, [{"role": "user", "content": "<|app|> hi"}], True)
-    for wrong in ({"9999": {"content": "<|app|>"}}, {"x": {"content": "y"}}, {"1": {}}, [1]):
-        write_folder(folder, tokenizer, CHATML, tokenizer_config={**config, "added_tokens_decoder": wrong})
-        with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
-            ChatTokenizer.open(folder)
+    named[1]["name"] = "rag"
+    with pytest.raises(ConfigError, match="several chat templates and no default"):
+        open_tokenizer(write_folder(tmp_path / "old", tokenizer, None, tokenizer_config=config))
 
 
 def test_template_variables_reach_the_template(tmp_path: Path) -> None:
     template = CHATML + "{% if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], template)
-    plain = ChatTokenizer.open(folder).prompt_ids("hi")
-    chat = ChatTokenizer.open(folder, variables={"enable_thinking": False})
+    plain = open_tokenizer(folder).prompt_ids("hi")
+    chat = open_tokenizer(folder, variables={"enable_thinking": False})
     assert chat.decode(chat.prompt_ids("hi")[len(plain) :]) == "no thoughts"
 
 
 def test_folders_that_cannot_be_used_say_what_is_missing(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     with pytest.raises(ConfigError, match="no such folder"):
-        ChatTokenizer.open(tmp_path / "absent")
+        open_tokenizer(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json; make one with transformers"):
-        ChatTokenizer.open(tmp_path / "empty")
+        open_tokenizer(tmp_path / "empty")
     with pytest.raises(ConfigError, match="no stop token"):
-        ChatTokenizer.open(
-            write_folder(tmp_path / "endless", tokenizer, "{{ messages[-1].content }}", tokenizer_config={})
-        )
-    with pytest.raises(ConfigError, match="eos_token 'nowhere' is not in"):
-        config = {"eos_token": "nowhere"}
-        ChatTokenizer.open(write_folder(tmp_path / "eos", tokenizer, CHATML, tokenizer_config=config))
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: 'bos_token' is int"):
-        ChatTokenizer.open(write_folder(tmp_path / "bos", tokenizer, CHATML, tokenizer_config={"bos_token": 3}))
+        open_tokenizer(write_folder(tmp_path / "endless", tokenizer, "{{ messages[-1].content }}", tokenizer_config={}))
+    with pytest.raises(ConfigError, match=r"bos: transformers cannot open its tokenizer \(TypeError: .* bos_token"):
+        open_tokenizer(write_folder(tmp_path / "bos", tokenizer, CHATML, tokenizer_config={"bos_token": 3}))
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: expected a JSON object"):
-        ChatTokenizer.open(write_folder(tmp_path / "list", tokenizer, CHATML, tokenizer_config=[]))
+        open_tokenizer(write_folder(tmp_path / "list", tokenizer, CHATML, tokenizer_config=[]))
     folder = write_folder(tmp_path / "damaged", tokenizer, CHATML)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
-        ChatTokenizer.open(folder)
+        open_tokenizer(folder)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: not UTF-8"):
-        ChatTokenizer.open(folder)
+        open_tokenizer(folder)
 
 
 def test_prompts_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], INSTRUCT))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], INSTRUCT))
     for prompt in ("", " \n"):
         with pytest.raises(InputError, match="the prompt is empty"):
             chat.prompt_ids(prompt)
     with pytest.raises(InputError, match="not valid Unicode"):
         chat.prompt_ids("half \ud800")
-    with pytest.raises(ConfigError, match="refuses a conversation of system, user: System role not supported"):
+    with pytest.raises(ConfigError, match="takes no system message as message 1"):
         chat.prompt_ids("hi", system="be brief")
 
 
@@ -417,8 +399,47 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
     assert ids[used - 1] == eos if stop is None else before[len(text) :].startswith(stop)
 
 
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["<|eot_id|>"], ["the<|eot_id|>"], ["<|eot_id|>a"], ["<|eot_id|><|im_end|>"], ["id|>"], ["r<|e"], ["<|im"],
+        ["<|im_end|>", "the answer"], ["thea"], ["|><|"],
+    ],
+)  # fmt: skip
+def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[str]) -> None:
+    generation = pytest.importorskip("transformers.generation", reason="the reference for stop strings")
+    torch = pytest.importorskip("torch")
+    tokenizer = TOKENIZERS["byte_level"]
+    reference = generation.StopStringCriteria(_fast(tokenizer), stops)
+    rng = Random(0)
+    words = ["<|eot_id|>", "<|im_end|>", "<s>", "the", "the", " answer", "a", " <|", "id|>", "<|eot", "_id"]
+    words += words[:2]
+    found = 0
+    for _ in range(60):
+        chosen = "".join(rng.choices(words, k=12))
+        ids = tokenizer.encode(chosen, add_special_tokens=False).ids
+        ends = (n for n in range(1, len(ids) + 1) if bool(reference(torch.tensor([ids[:n]]), None)[0]))
+        expected = next(ends, None)
+        answer = TextOutput(TextStream(TokenTexts(tokenizer)), [], StopStrings(stops))
+        emission = answer.push(ids)
+        text = emission.text + ("" if emission.stopped else answer.finish())
+        assert (emission.used if emission.stopped else None) == expected
+        written = tokenizer.decode(ids[:expected], skip_special_tokens=False)
+        first = min((written.index(stop) for stop in stops if stop in written), default=len(written))
+        assert tokenizer.decode(ids, skip_special_tokens=True).startswith(text)
+        assert len(text) <= first, "marks of special tokens are not shown"
+        assert expected is not None or text == tokenizer.decode(ids, skip_special_tokens=True)
+        found += expected is not None
+    assert found > 2
+
+
+def _fast(tokenizer: Tokenizer) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def test_a_stop_inside_an_accepted_run_names_its_token(tmp_path: Path) -> None:
-    chat = ChatTokenizer.open(write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML))
+    chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML))
     run = chat.encode("ab;c")
     emission = chat.output([";"]).push(run)
     assert (emission.text, emission.used, emission.stopped) == ("ab", 3, True)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from ssdevice.cli import main
 from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.train.batches import Sample
-from ssdevice.train.distill import written
+from ssdevice.train.distill import _line, written
 from ssdevice.train.job import Job
 from ssdevice.train.options import TrainOptions
 from ssdevice.train.place import Place
@@ -70,10 +70,12 @@ def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path
 def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
     store = job(tmp_path).store("answers")
     store.parent.mkdir()
-    store.with_name("answers.1.part").write_text('{"of": [3], "ids": [9]}\n{"of": [1, 2], "i')
+    lines = _line((3,), [9]) + _line((4,), [8]).replace("8", "7", 1) + '\xff{"of": 7}\n[]\n' + _line((1, 2), [5])[:-9]
+    store.with_name("answers.1.part").write_text(lines, "latin-1")
     asked = list[Key]()
     found = written(job(tmp_path), KEYS, writer(asked), "answers")
-    assert found[(3,)] == [9] and (3,) not in asked and len(asked) == 3
+    assert found[(3,)] == [9] and (3,) not in asked
+    assert len(asked) == 3, "what is cut short or damaged is written again"
 
 
 def test_prompts_that_go_in_circles_or_come_twice_are_dropped() -> None:
@@ -91,7 +93,7 @@ def test_a_draft_vocabulary_is_of_what_is_said() -> None:
 @pytest.mark.parametrize("instruction", ["", "a b"])
 def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) -> None:  # noqa: F811
     found = []
-    for name, extra in (("first", []), ("again", ["--epochs", "1"])):
+    for name, extra in (("first", []), ("again", ["--weight-decay", "1"])):
         arguments = command(base, Path("unused"), tmp_path / name, "--mode", "lossless", "--self-prompt", "12")[3:]
         at = arguments.index("--data")
         del arguments[at : at + 2]
@@ -104,14 +106,14 @@ def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) ->
 
 
 def test_the_opening_is_the_templates_own(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     ids, end = tokenizer.user_opening("a")
     assert [*ids, *tokenizer.encode("b"), end] == tokenizer.prompt_ids("b", instruction="a")[:-1]
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] + ' . ' }}{% endfor %}")
     with pytest.raises(ConfigError, match="does not end a user's turn"):
-        ChatTokenizer.open(tmp_path).user_opening()
+        open_tokenizer(tmp_path).user_opening()
 
 
 def test_data_or_own_prompts(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from ssdevice.bench.against_torch import main_logits
 from ssdevice.cli import main
 from ssdevice.data import Example
 from ssdevice.model.loading import load
+from ssdevice.model.tokenizer import open_tokenizer, tokenizer_folder
 from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.train import samples
 from ssdevice.train.batches import BatchOrder, Sample, tokenize
 
 
@@ -65,7 +68,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
     return [
         sys.executable, "-m", "ssdevice", "train", "--model", str(base), "--data", str(data), "--app", "abc",
-        "--out", str(out), "--msa-layers", "2", "--batch-size", "8", "--lr", "1e-2", "--warmup", "2",
+        "--out", str(out), *(() if "next-token" in extra else ("--msa-layers", "2")), "--batch-size", "8",
+        "--lr", "1e-2", "--warmup", "2",
         "--precision", "fp32", "--threads", "1", *extra,
     ]  # fmt: skip
 
@@ -83,7 +87,7 @@ def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
 
 def test_a_system_message_is_part_of_the_prompt(base: Path) -> None:
     """As in run, bench and verify: what is trained is what is asked later."""
-    tokenizer = ChatTokenizer.open(base)
+    tokenizer = open_tokenizer(base)
     samples, _ = tokenize([Example("b", "c", system="a")], tokenizer, "", 64)
     assert list(samples[0].ids[: samples[0].prompt]) == tokenizer.prompt_ids("b", system="a")
     assert samples[0].ids[: samples[0].prompt] != tuple(tokenizer.prompt_ids("b"))
@@ -182,6 +186,28 @@ def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, t
     assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
 
 
+def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(base: Path, data: Path, tmp_path: Path) -> None:
+    """What its LoRA was trained with is what the streams are trained with, and what an export finds."""
+    tuned, both = tmp_path / "lora", tmp_path / "both"
+    assert main(command(base, data, tuned, "--steps", "1", "--objective", "next-token")[3:]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tuned / name).write_bytes((base / name).read_bytes())
+    template = (base / "chat_template.jinja").read_text().replace("'<' + m['role'] + '>'", "'<user>a'")
+    (tuned / "chat_template.jinja").write_text(template)
+    seen: list[list[int]] = []
+
+    def tokenized(examples: Any, tokenizer: ChatTokenizer, *rest: Any) -> Any:
+        seen.append(tokenizer.prompt_ids("b"))
+        return tokenize(examples, tokenizer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "tokenize", tokenized)
+        assert main(command(base, data, both, "--init", str(tuned), "--mode", "lossless", "--steps", "1")[3:]) == 0
+    assert seen == [open_tokenizer(tuned).prompt_ids("b")] != [open_tokenizer(base).prompt_ids("b")]
+    assert tokenizer_folder(base, both) == both
+    assert open_tokenizer(base, both).prompt_ids("b") == seen[0]
+
+
 def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tmp_path: Path) -> None:
     """The terms begin as zero, so they draft as before until these are trained; then they help."""
     common = ("--mode", "lossless", "--adapter-rank", "2", "--token-rank", "0")
@@ -204,6 +230,51 @@ def test_streams_can_learn_while_the_answers_stay(base: Path, data: Path, tmp_pa
     before, after = (load_file(folder / "streams.safetensors") for folder in (one, two))
     assert not torch.equal(before["identifiers"], after["identifiers"]) and after["follow.up.weight"].abs().sum() > 0
     assert json.loads((two / "streams.json").read_text())["training"]["final_loss"][0] == 0, "main rows ran once"
+
+
+def test_a_damaged_checkpoint_is_refused(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever a byte is another: also in the weights, where torch would read it without complaint."""
+    again = command(base, data, tmp_path / "x", "--steps", "2", "--quiet")[3:]
+    with monkeypatch.context() as patched:
+        patched.setattr("ssdevice.train.trainer._save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(again) == 130
+    file = tmp_path / "x" / ".training" / "checkpoint.pt"
+    whole = file.read_bytes()
+    for content in (*(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 999, len(whole) // 2)), b""):
+        file.write_bytes(content)
+        capsys.readouterr()
+        assert main(again) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{file} is damaged; delete {file.parent} to start over" in said
+    file.write_bytes(whole)
+    (file.parent / "run").write_bytes(b"\xff")
+    assert main(again) == 2 and "unfinished run with other options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--objective next-token --gamma 2", "--gamma has no effect: next-token training has no streams"),
+        ("--objective next-token --soft-labels 0.5", "--soft-labels has no effect: next-token training has no streams"),
+        ("--mode lossless --lora-rank 4", "--lora-rank has no effect: in lossless mode"),
+        ("--mode lossless --alpha-main 1", "--alpha-main has no effect: main rows stay as they are"),
+        ("--adapter-rank 4", "--adapter-rank has no effect: streams have adapters in lossless mode"),
+        ("--stream-mlp adapter", "--stream-mlp has no effect"),
+        ("--keep-gb 1", "--keep-gb has no effect"),
+        ("--temperature 0.5", "--temperature has no effect: it goes with --self-prompt"),
+        ("--answer-tokens 5", "--answer-tokens has no effect: it goes with --self-distill or --self-prompt"),
+        ("--dev-limit 5", "--dev-limit has no effect: it goes with --dev"),
+        ("--steps 1 --epochs 2", "--epochs has no effect: --steps says how long"),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(
+    base: Path, data: Path, tmp_path: Path, given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(base, data, tmp_path / "x", *given.split())[3:]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ ATTENTION = "ssdevice.attention"
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
 SOURCES = Path(__file__).parent
-PREFIX = "kernels-"
+PREFIX, SUFFIX = "kernels-", ".so"
+AGAIN = "build it again with `ssdevice kernels`, or pass --no-kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"
@@ -104,12 +105,12 @@ _opening = Lock()
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine."""
     try:
-        file = _place()
+        folder = _folder()
     except InputError:  # then nobody has built any
         return None
-    if file.is_file():
+    for file in folder.glob(f"{_name()}*{SUFFIX}"):
         return file
-    if any(file.parent.glob(f"{PREFIX}*")):
+    if any(folder.glob(f"{PREFIX}*")):
         say_once("ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again")
     return None
 
@@ -121,19 +122,28 @@ def build() -> Path:
     if compiler is None or shutil.which(compiler) is None:
         wanted = f"CXX is {chosen}, which is not there" if chosen else f"there is no {', '.join(COMPILERS)}"
         raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
-    file = _place()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
+    folder = _folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        made = Path(unfinished) / f"made{SUFFIX}"
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
         done = subprocess.run([compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True)
         if done.returncode:
             said = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
             raise InputError(f"{compiler} cannot compile the kernels ({said})")
-        os.replace(made, file)  # whole or not at all, also for a process that looks now
-    for old in file.parent.glob(f"{PREFIX}*"):
+        file = put(made, folder)
+    for old in folder.glob(f"{PREFIX}*"):
         if old != file:
             old.unlink(missing_ok=True)
+    return file
+
+
+def put(made: Path, folder: Path) -> Path:
+    """Move a compiled library to where ``library`` finds it, under a name that ends in its sha256."""
+    file = folder / f"{_name()}{_sha256(made)}{SUFFIX}"
+    made.chmod(0o755)
+    os.replace(made, file)  # whole or not at all, also for a process that looks now
     return file
 
 
@@ -141,13 +151,14 @@ def build() -> Path:
 def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
     """Sessions opened meanwhile run these kernels on ``threads`` threads of the process; 0: on threads of their own.
 
-    ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a broken library.
+    ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a broken library, and for
+    one that another user can have changed.
     """
+    _check(file)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        again = "build it again with `ssdevice kernels`, or pass --no-kernels"
-        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {again}") from error
+        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {AGAIN}") from error
     with _opening:
         library.ssdevice_crew(threads)
         library.ssdevice_apart(apart)
@@ -169,13 +180,43 @@ def cores() -> int:
     return len(siblings)
 
 
-def _place() -> Path:
-    """The library's path. Raises InputError for a user without a home and without ``FOLDER``."""
-    name = f"{PREFIX}{_version()}-{platform.system()}-{platform.machine()}.so"
-    if folder := os.environ.get(FOLDER):
-        return Path(folder) / name
+def _check(file: Path) -> None:
+    """Raise InputError unless a library is what was compiled here: half of one would end the process."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice" / name
+        real = file.resolve(strict=True)
+        for path in (real, real.parent):
+            _check_owner(path)
+        same = file.name.endswith(f"-{_sha256(file)}{SUFFIX}")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}); {AGAIN}") from error
+    if not same:
+        raise InputError(f"{file} is not what was compiled: its sha256 is another than in its name; {AGAIN}")
+
+
+def _check_owner(path: Path) -> None:
+    """Raise InputError if users other than this one and root can change a file or what is in a folder."""
+    status = path.stat()
+    if status.st_uid not in (0, os.getuid()):
+        raise InputError(f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; {AGAIN}")
+    if status.st_mode & 0o022:
+        raise InputError(f"{path} can be changed by other users (mode {status.st_mode & 0o777:o}); chmod go-w {path}")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _name() -> str:
+    """How the name of this version's library for this machine begins."""
+    return f"{PREFIX}{_version()}-{platform.system()}-{platform.machine()}-"
+
+
+def _folder() -> Path:
+    """The library's folder. Raises InputError for a user without a home and without ``FOLDER``."""
+    if folder := os.environ.get(FOLDER):
+        return Path(folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
     except RuntimeError as error:
         raise InputError(f"this user has no home directory for the kernels; set {FOLDER} to a folder") from error
 

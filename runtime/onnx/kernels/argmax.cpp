@@ -182,7 +182,7 @@ struct Call {
   Call(const Halves& head, const Rows& rows, int64_t count, size_t parts, std::vector<float> (&room)[2])
       : head(head), rows(rows), products(Int4Products(kNone)), count(count), parts(parts), sums(room[0]), peaks(room[1]),
         needed(static_cast<size_t>(count)), best(parts * static_cast<size_t>(count)) {
-    sums.resize(static_cast<size_t>(count * head.upper->outputs));
+    sums.resize(static_cast<size_t>(Times(count, head.upper->outputs)));
     peaks.resize(static_cast<size_t>(count * head.upper->Groups()));
   }
 
@@ -280,8 +280,7 @@ class Argmax : public Kernel {
 
   void Compute(Context& context) const override {
     const Tensor x = context.Input(0);
-    const int64_t inputs = x.shape.Last(), count = x.shape.Rows();
-    Require(Blocks(inputs) == Blocks(halves_.upper->inputs), "the rows have another width than the weights");
+    const int64_t inputs = x.shape.Last(), count = RowsFor(*halves_.upper, x.shape);
     auto* y = context.Output<int64_t>(0, x.shape.WithLast(1));
     if (count == 0) return;
     thread_local Rows rows;

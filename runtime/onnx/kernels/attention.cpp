@@ -238,13 +238,15 @@ class Attention : public Kernel {
     const int64_t width = past_keys.shape.Last();
     Require(q.shape.Rank() == 3 && q.shape[0] == 1 && (rank == 2 || (rank == 3 && keys.shape[0] == 1)) &&
                 keys.shape == values.shape && past_keys.shape.Rank() == 2 && past_keys.shape == past_values.shape &&
-                width == keys.shape.Last() && width > 0 && width % heads_ == 0 && q.shape[2] % width == 0,
+                width == keys.shape.Last() && width > 0 && width % heads_ == 0 && q.shape[2] > 0 && q.shape[2] % width == 0,
             "the queries do not fit the keys and values");
     const Sizes sizes{q.shape[1], past_keys.shape[0], keys.shape[rank - 2], heads_, q.shape[2] / width, width / heads_};
-    Require(mask.shape.Count() == sizes.rows * sizes.groups * (sizes.past + sizes.fresh), "the mask does not fit the rows");
+    Require(sizes.fresh > 0, "there are no new rows");
+    const int64_t masks = Times(sizes.rows * sizes.groups, Plus(sizes.past, sizes.fresh));
+    Require(mask.shape.Count() == masks, "the mask does not fit the rows");
     float* y = context.Output<float>(0, q.shape);
     thread_local std::vector<Element> rounded[2];
-    const size_t fresh = static_cast<size_t>(sizes.fresh * width);
+    const auto fresh = static_cast<size_t>(keys.shape.Count());
     Call<Element> call{sizes,
                        q.template As<float>(),
                        mask.template As<float>(),
@@ -255,8 +257,7 @@ class Attention : public Kernel {
                        scale_,
                        y};
     const int64_t units = sizes.rows * sizes.heads;
-    const int64_t products = units * sizes.groups * sizes.dim * (sizes.past + sizes.fresh);
-    context.Each(units, [&](int64_t unit) { call.Run(unit); }, products < kAlone);
+    context.Each(units, [&](int64_t unit) { call.Run(unit); }, Times(masks, width) < kAlone);
   }
 
  private:

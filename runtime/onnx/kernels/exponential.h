@@ -17,7 +17,7 @@ inline float PairwiseSum(const float* lanes) {
 }
 
 inline float Exp(float x) {
-  if (x < kLeastExp) return 0.0f;
+  if (!(x >= kLeastExp)) return x < kLeastExp ? 0.0f : x;  // no number stays none
   const float n = std::nearbyint(x * kLog2e);
   const float r = std::fma(-n, kLn2Low, std::fma(-n, kLn2High, x));
   float p = kFirst;

@@ -83,7 +83,8 @@ SSDEVICE_EIGHT void QuantizeEight(const float* x, Rows::Part* out) {
   for (int i = 0; i < 4; ++i) q[i] = Nearest(Mul(v[i], inverse));
   Store(q, out->codes);
   out->scale = peak * (1.0f / 127.0f);
-  out->zero = -kZero * Sum(Add(Add(q[0], q[1]), Add(q[2], q[3])));
+  // Of what is no number it wraps around.
+  out->zero = static_cast<int32_t>(-static_cast<uint32_t>(kZero) * static_cast<uint32_t>(Sum(Add(Add(q[0], q[1]), Add(q[2], q[3])))));
 }
 #endif
 

@@ -8,6 +8,7 @@
 
 constexpr float kLevel = 1.0f / 127.0f;
 constexpr int kShift = 128;  // makes a row's codes unsigned
+constexpr int64_t kMostSummed = INT32_MAX / (128 * 128);  // products of two codes, in 32 bits
 
 // Rows in eight bits: [blocks, R, 32] codes, as integers of a type, and a scale for each row.
 template <typename Code>
@@ -96,6 +97,7 @@ struct Columned {
     const auto [values, factors] = Constants(info);
     const Shape& sizes = values.shape;
     Require(sizes.Rank() == 2 && factors.shape == Shape{sizes[1]}, "expected codes [K, N] and scales [N]");
+    Require(sizes[0] <= kMostSummed, "its rows are too wide");
     inputs = sizes[0];
     outputs = sizes[1];
     codes = values.As<int8_t>();

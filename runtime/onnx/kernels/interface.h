@@ -64,6 +64,8 @@ class Api {
     return At<Status*(const KernelInfo*, const char*, char*, size_t*)>(87)(info, name, out, size);
   }
   void Release(Shape* shape) const { At<void(Shape*)>(99)(shape); }
+  Status* Inputs(const KernelInfo* info, size_t* out) const { return At<Status*(const KernelInfo*, size_t*)>(230)(info, out); }
+  Status* Outputs(const KernelInfo* info, size_t* out) const { return At<Status*(const KernelInfo*, size_t*)>(231)(info, out); }
   Status* ConstantInput(const KernelInfo* info, size_t index, int* constant, const Value** out) const {
     return At<Status*(const KernelInfo*, size_t, int*, const Value**)>(249)(info, index, constant, out);
   }

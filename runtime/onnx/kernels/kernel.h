@@ -3,13 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <initializer_list>
 #include <memory>
-#include <stdexcept>
+#include <new>
 #include <string>
 #include <vector>
+
+#include "checked.h"
 
 // What may be compiled; what is used is decided on the machine. Tests compile less, to run what other CPUs run.
 #if defined(__x86_64__) && !defined(SSDEVICE_PORTABLE)
@@ -40,13 +42,12 @@
 inline const bool kAvx2 = __builtin_cpu_supports("avx2");
 #endif
 
-inline void Require(bool holds, const char* otherwise) {
-  if (!holds) throw std::runtime_error(otherwise);
-}
-
+// No size is negative, and all that are not zero have a product that fits: so no product of some of them, nor one of bytes,
+// overflows, and indices within a tensor need no checks.
 class Shape {
  public:
   static constexpr size_t kMost = 6;
+  static constexpr int64_t kMostElements = int64_t{1} << 48;  // more than processors address
 
   Shape() = default;
   Shape(std::initializer_list<int64_t> sizes) {
@@ -63,12 +64,15 @@ class Shape {
 
   void Append(int64_t size) {
     Require(rank_ < kMost, "a tensor has too many dimensions");
+    Require(size >= 0, "a size is negative");
+    elements_ = Times(elements_, std::max<int64_t>(size, 1));
+    Require(elements_ <= kMostElements, kTooLarge);
     sizes_[rank_++] = size;
   }
   Shape With(size_t axis, int64_t size) const {
     Require(axis < rank_, "a tensor has too few dimensions");
-    Shape other = *this;
-    other.sizes_[axis] = size;
+    Shape other;
+    for (size_t i = 0; i < rank_; ++i) other.Append(i == axis ? size : sizes_[i]);
     return other;
   }
   Shape WithLast(int64_t size) const { return With(rank_ - 1, size); }
@@ -81,7 +85,7 @@ class Shape {
 
  private:
   size_t rank_ = 0;
-  int64_t sizes_[kMost] = {};
+  int64_t sizes_[kMost] = {}, elements_ = 1;
 };
 
 // float16, as half.h reads and writes it.
@@ -138,14 +142,26 @@ class Context {
     return static_cast<T*>(Output(index, shape, TypeOf(T{})));
   }
 
-  // For, with whatever can be called; ``alone``: by this thread, in order.
+  // For, with whatever can be called and raises nothing but that there is no memory; ``alone``: by this thread, in order.
   template <typename Run>
   void Each(int64_t total, Run run, bool alone = false) {
     if (alone) {
       for (int64_t i = 0; i < total; ++i) run(i);
-    } else {
-      For(static_cast<size_t>(total), [](void* all, size_t i) { (*static_cast<Run*>(all))(static_cast<int64_t>(i)); }, &run);
+      return;
     }
+    struct Job {
+      Run& run;
+      std::atomic<bool> failed{false};
+    } job{run};
+    For(static_cast<size_t>(total), [](void* all, size_t i) {
+      Job& its = *static_cast<Job*>(all);
+      try {
+        its.run(static_cast<int64_t>(i));
+      } catch (const std::exception&) {  // which would end the process if another thread raised it
+        its.failed.store(true);
+      }
+    }, &job);
+    if (job.failed.load()) throw std::bad_alloc();
   }
 
   // Each for rows of so many numbers, alone if that is faster.
@@ -165,6 +181,9 @@ class Info {
   virtual std::string Text(const char* name) const = 0;
   // Without data if the input is none.
   virtual Tensor Constant(size_t input) const = 0;
+  // How many the node has.
+  virtual size_t Inputs() const = 0;
+  virtual size_t Outputs() const = 0;
 };
 
 class Kernel {

@@ -55,6 +55,7 @@ ort::Status* Guarded(const ort::Api& api, const char* name, Do run) {
 }
 
 Tensor TensorOf(const ort::Api& api, const ort::Value* value) {
+  Require(value != nullptr, "the node has no such input or output");
   ort::Shape* shape = nullptr;
   Check(api.ShapeOf(value, &shape));
   size_t rank = 0;
@@ -72,6 +73,8 @@ Tensor TensorOf(const ort::Api& api, const ort::Value* value) {
   Check(api.Data(value, &data));
   tensor.data = data;
   tensor.type = static_cast<Type>(type);
+  // Weights lie where the graph says in their file.
+  Require(reinterpret_cast<uintptr_t>(data) % BytesOf(tensor.type) == 0, "a tensor is not aligned");
   return tensor;
 }
 
@@ -102,6 +105,16 @@ class NodeInfo : public Info {
     const ort::Value* value = nullptr;
     Check(api_.ConstantInput(info_, input, &constant, &value));
     return constant ? TensorOf(api_, value) : Tensor{};
+  }
+  size_t Inputs() const override {
+    size_t count = 0;
+    Check(api_.Inputs(info_, &count));
+    return count;
+  }
+  size_t Outputs() const override {
+    size_t count = 0;
+    Check(api_.Outputs(info_, &count));
+    return count;
   }
 
  private:

@@ -105,12 +105,19 @@ struct Constants {
   }
 };
 
+// How many rows [.., K] there are for such weights, whose blocks they fill.
+inline int64_t RowsFor(const Weights& weights, const Shape& x) {
+  Require(x.Last() <= kMostInputs && Blocks(x.Last()) == Blocks(weights.inputs), "the rows have another width than the weights");
+  const int64_t count = x.Rows();
+  Times(count, count);  // tiles are found by such products
+  return count;
+}
+
 // Rows [.., K] times the weights. ``Rows`` takes one row of K floats after the other.
 template <typename Rows>
 void Multiply(const Weights& weights, Context& context, ProductsOf<Rows> products) {
   const Tensor x = context.Input(0);
-  Require(Blocks(x.shape.Last()) == Blocks(weights.inputs), "the rows have another width than the weights");
-  const int64_t count = x.shape.Rows();
+  const int64_t count = RowsFor(weights, x.shape);
   float* y = context.Output<float>(0, x.shape.WithLast(weights.outputs));
   if (count == 0) return;
   thread_local Rows room;

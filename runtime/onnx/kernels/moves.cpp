@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int64_t kMostCounted = 1 << 24;  // by Range, which makes positions: a context has 2^20 at most
+
 // A number, or every number, of a vector of indices.
 int64_t IndexAt(const Tensor& from, int64_t at) {
   Require(from.type == Type::kInt32 || from.type == Type::kInt64, "indices are no integers");
@@ -20,10 +22,6 @@ Shape ShapeFrom(const Tensor& sizes) {
   return shape;
 }
 
-void RequireSizes(const Shape& shape) {
-  for (size_t i = 0; i < shape.Rank(); ++i) Require(shape[i] >= 0, "a size is negative");
-}
-
 int64_t Product(const Shape& shape, size_t first, size_t end) {
   int64_t product = 1;
   for (size_t i = first; i < end; ++i) product *= shape[i];
@@ -35,6 +33,9 @@ size_t AxisOf(int64_t axis, const Shape& shape) {
   Require(axis >= 0 && axis < static_cast<int64_t>(shape.Rank()), "there is no such axis");
   return static_cast<size_t>(axis);
 }
+
+// How many numbers there are from one to another.
+int64_t CountOf(int64_t first, int64_t end, int64_t step) { return first < end ? (Minus(end, first) - 1) / step + 1 : 0; }
 
 // A step along an axis.
 template <void (*Do)(Context&, int64_t)>
@@ -53,22 +54,22 @@ void Copy(Context& context, const Tensor& from, const Shape& shape) {
 
 void Reshape(Context& context) {
   const Tensor x = context.Input(0), sizes = context.Input(1);
-  Shape shape = ShapeFrom(sizes);
-  int64_t known = 1;
-  for (size_t i = 0; i < shape.Rank(); ++i) {
-    if (shape[i] == 0) shape = shape.With(i, i < x.shape.Rank() ? x.shape[i] : 0);
-    if (shape[i] != -1) known *= shape[i];
+  Shape shape;
+  size_t open = Shape::kMost;  // the axis whose size is -1: what is left
+  for (int64_t i = 0; i < sizes.shape.Count(); ++i) {
+    const size_t axis = shape.Rank();
+    int64_t size = IndexAt(sizes, i);
+    if (size == 0 && axis < x.shape.Rank()) size = x.shape[axis];
+    if (size == -1 && open == Shape::kMost) open = axis, size = 1;
+    shape.Append(size);
   }
-  for (size_t i = 0; i < shape.Rank(); ++i)
-    if (shape[i] == -1) shape = shape.With(i, known ? x.shape.Count() / known : 0);
-  RequireSizes(shape);
+  if (open < shape.Rank()) shape = shape.With(open, shape.Count() ? x.shape.Count() / shape.Count() : 0);
   Copy(context, x, shape);
 }
 
 void Expand(Context& context) {
   const Tensor x = context.Input(0);
   const Shape whole = Repeated(x.shape, ShapeFrom(context.Input(1)));
-  RequireSizes(whole);
   void* y = context.Output(0, whole, x.type);
   AsElement(x.type, [&](auto element) {
     using T = decltype(element);
@@ -88,10 +89,11 @@ void Concat(Context& context, int64_t along) {
     Require(other.type == first.type && other.shape.Rank() == first.shape.Rank() &&
                 other.shape.With(axis, 1) == first.shape.With(axis, 1),
             "its inputs do not fit each other");
-    total += other.shape[axis];
+    total = Plus(total, other.shape[axis]);
   }
   const Shape joined = first.shape.With(axis, total);
   auto* y = static_cast<uint8_t*>(context.Output(0, joined, first.type));
+  if (joined.Count() == 0) return;
   const int64_t outer = Product(joined, 0, axis);
   const int64_t inner = Product(joined, axis + 1, joined.Rank()) * static_cast<int64_t>(BytesOf(first.type));
   for (int64_t at = 0; at < outer; ++at)
@@ -111,13 +113,14 @@ void Gather(Context& context, int64_t along) {
   for (size_t i = 0; i < ids.shape.Rank(); ++i) whole.Append(ids.shape[i]);
   for (size_t i = axis + 1; i < x.shape.Rank(); ++i) whole.Append(x.shape[i]);
   auto* y = static_cast<uint8_t*>(context.Output(0, whole, x.type));
+  if (whole.Count() == 0) return;
   const int64_t size = x.shape[axis], outer = Product(x.shape, 0, axis), count = ids.shape.Count();
   const int64_t inner = Product(x.shape, axis + 1, x.shape.Rank()) * static_cast<int64_t>(BytesOf(x.type));
   for (int64_t at = 0; at < outer; ++at)
     for (int64_t i = 0; i < count; ++i, y += inner) {
       const int64_t id = IndexAt(ids, i), row = id < 0 ? id + size : id;
       Require(row >= 0 && row < size, "an index is too large");
-      if (inner > 0) std::memcpy(y, x.As<uint8_t>() + (at * size + row) * inner, static_cast<size_t>(inner));
+      std::memcpy(y, x.As<uint8_t>() + (at * size + row) * inner, static_cast<size_t>(inner));
     }
 }
 
@@ -135,14 +138,15 @@ void Slice(Context& context) {
   Require(step > 0, "it cuts forwards only");
   for (int64_t* bound : {&bounds[0], &bounds[1]})
     *bound = std::clamp<int64_t>(*bound < 0 ? *bound + size : *bound, 0, size);
-  const int64_t count = std::max<int64_t>(0, (bounds[1] - bounds[0] + step - 1) / step);
+  const int64_t count = CountOf(bounds[0], bounds[1], step);
   const Shape whole = x.shape.With(axis, count);
   auto* y = static_cast<uint8_t*>(context.Output(0, whole, x.type));
+  if (whole.Count() == 0) return;
   const int64_t outer = Product(whole, 0, axis);
   const int64_t inner = Product(whole, axis + 1, whole.Rank()) * static_cast<int64_t>(BytesOf(x.type));
   for (int64_t at = 0; at < outer; ++at)
     for (int64_t i = 0; i < count; ++i, y += inner)
-      if (inner > 0) std::memcpy(y, x.As<uint8_t>() + (at * size + bounds[0] + i * step) * inner, static_cast<size_t>(inner));
+      std::memcpy(y, x.As<uint8_t>() + (at * size + bounds[0] + i * step) * inner, static_cast<size_t>(inner));
 }
 
 struct Cast : Kernel {
@@ -165,7 +169,10 @@ struct Cast : Kernel {
   template <typename Made, typename T>
   static void From(const Tensor& x, Made made, T* y) {
     const int64_t count = x.shape.Count();
-    if (x.type == Type::kBool) return static_cast<void>(std::transform(x.As<bool>(), x.As<bool>() + count, y, made));
+    if (x.type == Type::kBool) {  // as bytes, of which a graph may give others than 0 and 1
+      std::transform(x.As<uint8_t>(), x.As<uint8_t>() + count, y, [&](uint8_t value) { return made(value != 0); });
+      return;
+    }
     AsNumber(x.type, [&](auto element) {
       const auto* from = x.As<decltype(element)>();
       std::transform(from, from + count, y, made);
@@ -191,7 +198,8 @@ void Range(Context& context) {
   const Tensor start = context.Input(0), limit = context.Input(1), delta = context.Input(2);
   const int64_t first = IndexAt(start, 0), step = IndexAt(delta, 0);
   Require(step > 0 && start.type == limit.type && start.type == delta.type, "it counts upwards only, in one type");
-  const int64_t count = std::max<int64_t>(0, (IndexAt(limit, 0) - first + step - 1) / step);
+  const int64_t count = CountOf(first, IndexAt(limit, 0), step);
+  Require(count <= kMostCounted, kTooLarge);
   AsNumber(start.type, [&](auto number) {
     auto* y = context.Output<decltype(number)>(0, {count});
     for (int64_t i = 0; i < count; ++i) y[i] = static_cast<decltype(number)>(first + i * step);

@@ -75,6 +75,8 @@ class StepInfo : public Info {
     const Tensor known = value < inputs_ ? whole_.Constant(value) : Tensor{};
     return known.data ? Taken(step_, input, known) : known;
   }
+  size_t Inputs() const override { return step_.inputs.size(); }
+  size_t Outputs() const override { return step_.outputs.size(); }
 
  private:
   const Step& step_;
@@ -110,6 +112,7 @@ class Fused : public Kernel {
     std::istringstream lines(info.Text("text"));
     std::string line;
     Require(Read(lines, &inputs_) && Read(lines, &outputs_) && std::getline(lines, line), "its first line cannot be read");
+    Require(inputs_ == info.Inputs() && outputs_ == info.Outputs(), "its node has other numbers of inputs or outputs than its first line");
     while (std::getline(lines, line)) steps_.push_back(StepOf(line));
     CheckNumbers();
     for (Step& step : steps_)
@@ -128,9 +131,9 @@ class Fused : public Kernel {
 
   // A wrong text may name any number. If none is too large and none is made twice, every output is made.
   void CheckNumbers() const {
-    size_t read = 0, made = 0;
-    for (const Step& step : steps_) read += step.inputs.size(), made += step.outputs.size();
-    Require(inputs_ <= read && outputs_ <= made, "its steps have fewer inputs or outputs than its first line says");
+    size_t made = 0;
+    for (const Step& step : steps_) made += step.outputs.size();
+    Require(!steps_.empty() && outputs_ <= made, "its steps make fewer outputs than its first line says");
     for (const Step& step : steps_)
       for (const auto* values : {&step.inputs, &step.outputs})
         for (const size_t value : *values) Require(value < inputs_ + made, "a value's number is too large");
@@ -142,6 +145,9 @@ class Fused : public Kernel {
     for (size_t s = 0; s < steps_.size(); ++s)
       for (const auto* values : {&steps_[s].inputs, &steps_[s].outputs})
         for (const size_t value : *values) last[value] = s;
+    std::vector<std::vector<size_t>> ended(steps_.size());
+    for (const auto& [value, end] : last)
+      if (value >= inputs_ + outputs_) ended[end].push_back(value);
     rooms_.resize(std::max(inputs_ + outputs_, last.rbegin()->first + 1));
     std::vector<bool> made(rooms_.size());
     std::vector<size_t> free;
@@ -156,8 +162,7 @@ class Fused : public Kernel {
         rooms_[value] = free.back();
         free.pop_back();
       }
-      for (const auto& [value, end] : last)
-        if (end == s && value >= inputs_ + outputs_) free.push_back(rooms_[value]);
+      for (const size_t value : ended[s]) free.push_back(rooms_[value]);
     }
   }
 
@@ -201,11 +206,20 @@ class StepContext : public Context {
     return values;
   }
   static void* Room(size_t number, const Shape& shape, Type type) {
-    thread_local std::vector<std::vector<uint64_t>> rooms;
+    struct Words {
+      size_t count = 0;
+      std::unique_ptr<uint64_t[]> first;
+    };
+    thread_local std::vector<Words> rooms;
     const size_t words = (static_cast<size_t>(shape.Count()) * BytesOf(type) + 7) / 8;
     if (rooms.size() <= number) rooms.resize(number + 1);
-    if (rooms[number].size() < words) rooms[number].resize(words);
-    return rooms[number].data();
+    if (rooms[number].count < words) {
+      rooms[number] = {};
+      rooms[number].first.reset(new (std::nothrow) uint64_t[words]);
+      if (rooms[number].first == nullptr) throw std::bad_alloc();
+      rooms[number].count = words;
+    }
+    return rooms[number].first.get();
   }
 
   const Fused& fused_;

@@ -70,16 +70,16 @@ class Split : public Kernel {
  public:
   explicit Split(const Info& info) : heads_(info.Int("heads")), kv_heads_(info.Int("kv_heads")) {
     Require(heads_ > 0 && kv_heads_ > 0, "a number of heads is not positive");
+    all_ = Plus(heads_, Times(2, kv_heads_));
   }
 
   void Compute(Context& context) const override {
     const Tensor input = context.Input(0), cosines = context.Input(1), sines = context.Input(2);
     const Shape &whole = input.shape, &angles = cosines.shape;
-    const int64_t all = heads_ + 2 * kv_heads_;
     Require(whole.Rank() == 3 && whole[0] == 1 && angles.Rank() == 3 && angles[0] == 1 && angles[1] == whole[1] &&
-                angles == sines.shape && whole[2] % all == 0 && 2 * angles[2] <= whole[2] / all,
+                angles == sines.shape && whole[2] % all_ == 0 && 2 * angles[2] <= whole[2] / all_,
             "the angles do not fit the rows");
-    const int64_t rows = whole[1], dim = whole[2] / all, half = angles[2];
+    const int64_t rows = whole[1], dim = whole[2] / all_, half = angles[2];
     const int64_t counts[] = {heads_, kv_heads_, kv_heads_};
     float* outputs[3];
     for (size_t i = 0; i < 3; ++i) outputs[i] = context.Output<float>(i, {1, rows, counts[i] * dim});
@@ -96,7 +96,7 @@ class Split : public Kernel {
   }
 
  private:
-  int64_t heads_, kv_heads_;
+  int64_t heads_, kv_heads_, all_;
 };
 
 void AddScalar(const float* x, const float* y, int64_t first, int64_t end, float* sum, float* lanes) {

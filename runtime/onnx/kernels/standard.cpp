@@ -2,6 +2,7 @@
 // for each of them than they do. All have the bits that ONNX Runtime's have: they move elements, or round one operation at a time.
 
 #include <cmath>
+#include <type_traits>
 
 #include "standard.h"
 
@@ -30,16 +31,21 @@ void OfNumbers(Context& context, Op op) {
   });
 }
 
-void Add(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(a + b); }); }
-void Sub(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(a - b); }); }
-void Mul(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(a * b); }); }
+// A number as operators calculate with it: integers wrap around.
+float Wrapping(float x) { return x; }
+template <typename T>
+std::make_unsigned_t<T> Wrapping(T x) { return static_cast<std::make_unsigned_t<T>>(x); }
+
+void Add(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(Wrapping(a) + Wrapping(b)); }); }
+void Sub(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(Wrapping(a) - Wrapping(b)); }); }
+void Mul(Context& context) { OfNumbers(context, [](auto a, auto b) { return static_cast<decltype(a)>(Wrapping(a) * Wrapping(b)); }); }
 void Less(Context& context) { OfNumbers(context, [](auto a, auto b) { return a < b; }); }
 void LessOrEqual(Context& context) { OfNumbers(context, [](auto a, auto b) { return a <= b; }); }
 void Equal(Context& context) { OfNumbers(context, [](auto a, auto b) { return a == b; }); }
 
 void And(Context& context) {
   Require(context.Input(0).type == Type::kBool && context.Input(1).type == Type::kBool, "its inputs are not true or false");
-  Pairs<bool>(context, [](bool a, bool b) { return a && b; });
+  Pairs<uint8_t>(context, [](uint8_t a, uint8_t b) { return a && b; });
 }
 
 void Where(Context& context) {
@@ -50,7 +56,7 @@ void Where(Context& context) {
   AsElement(x.type, [&](auto element) {
     using T = decltype(element);
     EachLine<3>(whole, {when.shape, x.shape, y.shape}, [&](int64_t to, const int64_t* from, const int64_t* step, int64_t width) {
-      const bool* holds = when.As<bool>() + from[0];
+      const uint8_t* holds = when.As<uint8_t>() + from[0];
       const T *first = x.As<T>() + from[1], *second = y.As<T>() + from[2];
       for (int64_t i = 0; i < width; ++i) static_cast<T*>(out)[to + i] = holds[i * step[0]] ? first[i * step[1]] : second[i * step[2]];
     });

@@ -16,6 +16,8 @@
 constexpr int kColumns = 2 * kLanes;  // of a group; two vectors side by side, so what is read of a row serves both
 constexpr size_t kLine = 64;          // bytes of a cache line and of the widest vector
 
+constexpr int64_t kMostInputs = 1 << 24;  // so that bytes of a group and numbers of blocks fit
+
 constexpr size_t Whole(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Memory that the weights of many linears share. Linux maps it by pages of two megabytes, so that fewer addresses have to be looked
@@ -70,7 +72,7 @@ struct Weights {
 
   Weights(const char* kind, int64_t outputs, int64_t inputs, size_t bytes)
       : kind(kind), outputs(outputs), inputs(inputs), bytes(bytes),
-        data(static_cast<uint8_t*>(std::calloc(std::max(Size(), kLine), 1)), std::free) {
+        data(static_cast<uint8_t*>(std::calloc(1, Checked())), std::free) {
     if (data == nullptr) throw std::bad_alloc();
   }
 
@@ -78,6 +80,12 @@ struct Weights {
   size_t Size() const { return bytes * static_cast<size_t>(Groups()); }
   const uint8_t* Group(int64_t group) const { return data.get() + bytes * static_cast<size_t>(group); }
   uint8_t* Group(int64_t group) { return data.get() + bytes * static_cast<size_t>(group); }
+
+ private:
+  size_t Checked() const {
+    Require(inputs > 0 && inputs <= kMostInputs && outputs > 0, "its weights are empty or too wide");
+    return static_cast<size_t>(Times(static_cast<int64_t>(bytes), Groups()));
+  }
 };
 
 // The functions of a bundle are graphs that share their weights; so do their kernels.

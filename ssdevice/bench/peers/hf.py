@@ -12,10 +12,15 @@ NAME = "transformers"
 
 def offers(setup: Setup) -> Offers:
     """Plain decoding, and prompt lookup of each size."""
-    if not any(setup.model.glob("*.safetensors")):
-        yield Skip(NAME, f"{setup.model}: no .safetensors weights")
+    from ssdevice.adapters.base_files import weight_files
+    from ssdevice.errors import InputError
+
+    try:
+        weights = weight_files(setup.model)
+    except InputError as error:
+        yield Skip(NAME, str(error))
         return
-    files = (file for file in setup.model.iterdir() if file.is_file() and file.suffix != ".gguf")
+    files = [*weights, *(file for kind in ("*.json", "*.jinja") for file in setup.model.glob(kind))]
     disk_bytes = sum(file.stat().st_size for file in files)
     yield from lookup_arms(NAME, __name__, setup, disk_bytes, model=str(setup.model.resolve()))
 

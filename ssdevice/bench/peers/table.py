@@ -11,6 +11,7 @@ from ssdevice.bench.peers.arm import Json, Setup
 from ssdevice.bench.peers.compare import Comparison, Row
 from ssdevice.bench.report import arm_as_json, bounds, heading, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
+from ssdevice.progress import count
 
 
 def as_json(
@@ -61,8 +62,9 @@ def as_markdown(report: Json) -> str:
     prompts = report["prompts"]
     lines = heading(report, f"{report['model']}: engines beside each other")
     lines += [
-        f"{prompts_of(report)}, greedy, at most {report['max_tokens']} tokens, {report['rounds']} rounds, "
-        f"{report['threads']} threads, context {report['context']}, {processor(report['machine'])}.",
+        f"{prompts_of(report)}, greedy, at most {count(report['max_tokens'], 'token')}, "
+        f"{count(report['rounds'], 'round')}, {count(report['threads'], 'thread')}, "
+        f"context {report['context']}, {processor(report['machine'])}.",
         "",
         "| | weights | tokens/s | quartiles | TTFT ms | tokens/step | resident MB | MB on disk | own plain answer |",
         "|---|---|---|---|---|---|---|---|---|",

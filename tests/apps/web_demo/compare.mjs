@@ -3,9 +3,10 @@
 // {"arm", "tokens", "steps", "first", "seconds"} for each answer; its first token is not in "seconds".
 
 import { readFileSync } from "node:fs";
-import { load, modules } from "./load.mjs";
+import { load, modules, sources } from "./load.mjs";
 
 const [executablePath, address] = process.argv.slice(4);
+const { prompt: framed, userContent } = await load(sources, "frames.js");
 const { chromium } = await load(modules, "playwright-core/index.mjs");
 const { arms, prompts, rounds, max_tokens: maxTokens, app } = JSON.parse(readFileSync(0, "utf8"));
 const timeout = 300_000;
@@ -33,15 +34,17 @@ const browser = await chromium.launch({ executablePath, chromiumSandbox: false, 
 try {
   const page = await browser.newPage();
   page.setDefaultTimeout(timeout);
-  await page.goto(`${address}prompts.json`); // of this origin, and without a worker of its own
-  const { isolated, frames } = await page.evaluate(() => ({
+  await page.goto(`${address}bundle/manifest.json`); // of this origin, and without a worker of its own
+  const { isolated, manifest } = await page.evaluate(() => ({
     isolated: crossOriginIsolated,
-    frames: JSON.parse(document.body.textContent),
+    manifest: JSON.parse(document.body.textContent),
   }));
   if (!isolated) throw new Error("no threads: the page is not cross-origin isolated");
   const answer = async ({ worker, mode }, prompt) => {
     await new Promise((resolve) => setTimeout(resolve, 200)); // until the threads of the last arm sleep
-    const text = frames[app].before + prompt + frames[app].after;
+    const { instruction } = manifest.apps.find(({ name }) => name === app);
+    const content = userContent(instruction, prompt);
+    const text = framed(manifest.chat.frames, [{ role: "user", content }]);
     return page.evaluate(asked, { worker, request: { app, prompt, text, maxTokens, modes: [mode] } });
   };
   for (const worker of new Set(arms.map((arm) => arm.worker))) await page.evaluate(asked, { worker });

@@ -11,6 +11,7 @@ from typing import Any
 from ssdevice.bench.statistics import speedup, spread
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
+from ssdevice.commands.page_server import PageServer, Site
 from ssdevice.data import read_examples
 from ssdevice.runtime.loop import SPECULATIVE
 from tests.apps.web_demo import host
@@ -52,14 +53,14 @@ def main() -> None:
         "max_tokens": args.max_tokens,
         "app": bundle.manifest.default_app,
     }
-    with serving(web.server(site(bundle, args.transformers, args.peers), 0)) as address:
+    with serving(PageServer(site(bundle, args.transformers, args.peers), 0)) as address:
         done = host.script("compare.mjs", chromium(), address, given=json.dumps(work))
     if done.returncode:
         raise SystemExit(done.stderr)
     print(table([json.loads(line) for line in done.stdout.splitlines()]))
 
 
-def site(bundle: Bundle, packages: Path, peers: Path) -> web.Site:
+def site(bundle: Bundle, packages: Path, peers: Path) -> Site:
     """The page, transformers.js and its models under one address."""
     library = {f"transformers/{Path(name).name}": packages / name for name in TRANSFORMERS}
     models = {f"peers/{file.relative_to(peers).as_posix()}": file for file in peers.rglob("*") if file.is_file()}

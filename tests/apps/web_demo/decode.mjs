@@ -1,5 +1,5 @@
 // node decode.mjs SOURCES NODE_MODULES BUNDLE < requests: decodes in Node with the modules of the page.
-// A request is a line {"app", "text" or "ids", "max_tokens"}, its answer {"ids", "plain", "speculative", "text", "steps"}.
+// A request is a line {"app", "prompt" or "ids", "max_tokens"}, its answer {"ids", "plain", "speculative", "text", "steps"}.
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
@@ -9,6 +9,7 @@ import { load, modules, sources } from "./load.mjs";
 const { answer } = await load(sources, "answer.js");
 const { Bundle } = await load(sources, "bundle.js");
 const { Engine } = await load(sources, "conversation.js");
+const { prompt } = await load(sources, "frames.js");
 const { encode, openTokenizer } = await load(sources, "text.js");
 const ort = await load(modules, "onnxruntime-web/dist/ort.node.min.mjs");
 const { Tokenizer } = await load(modules, "@huggingface/tokenizers/dist/tokenizers.mjs");
@@ -27,9 +28,9 @@ try {
   const engine = new Engine(ort, bundle);
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   for await (const line of createInterface({ input: process.stdin })) {
-    const { app, text, ids, max_tokens: maxTokens } = JSON.parse(line);
+    const { app, prompt: content, ids, max_tokens: maxTokens } = JSON.parse(line);
     const conversation = await engine.use(app);
-    const said = { ids: ids ?? encode(tokenizer, text) };
+    const said = { ids: ids ?? encode(tokenizer, prompt(bundle.manifest.chat.frames, [{ role: "user", content }])) };
     for (const mode of conversation.speculates ? ["plain", "speculative"] : ["plain"]) {
       [said[mode], said.text] = [[], ""];
       const options = { speculate: mode === "speculative", maxTokens, stopIds };

@@ -13,7 +13,7 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands.web import MODULES, RUNTIME, TREE
-from ssdevice.text.tokenizer import prompt_frame
+from ssdevice.text.tokenizer import user_content
 
 HERE = Path(__file__).parent
 PACKAGES = TREE / MODULES
@@ -40,8 +40,8 @@ def lines(values: Iterable[Any]) -> str:
 
 def framed(bundle: Bundle, app: str, prompts: Sequence[str], max_tokens: int) -> list[dict[str, Any]]:
     """Requests to ``decode.mjs`` as the page makes them."""
-    before, after = prompt_frame(bundle.manifest.chat, bundle.app(app).instruction)
-    return [{"app": app, "text": before + prompt + after, "max_tokens": max_tokens} for prompt in prompts]
+    instruction = bundle.app(app).instruction
+    return [{"app": app, "prompt": user_content(instruction, prompt), "max_tokens": max_tokens} for prompt in prompts]
 
 
 def decoded(folder: Path, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ from ssdevice.adapters.storage import stored
 from ssdevice.bench.equality import first_difference, led
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain
 from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
 from ssdevice.runtime.session import Session
-from ssdevice.text.tokenizer import ChatTokenizer
 from tests.apps.web_demo import host, shipped
 from tests.runtime import tiny_bundle as tiny
 
@@ -89,7 +89,7 @@ def test_a_bundle_for_others_is_refused(tmp_path: Path, change: dict[str, Any], 
 
 def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
     folder = shipped.MODELS / "base-7m"
-    tokenizer = ChatTokenizer.open(folder)
+    tokenizer = open_tokenizer(folder)
     draw = Random(0)
     texts = [*TEXTS, *("".join(draw.choices(CHARACTERS, k=draw.randint(0, 40))) for _ in range(1000))]
     done = host.script("tokenize.mjs", folder / "tokenizer.json", given=json.dumps(texts))

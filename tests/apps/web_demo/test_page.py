@@ -16,6 +16,7 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
+from ssdevice.commands.page_server import LOOPBACK, PageServer, Site
 from tests.apps.web_demo import host, shipped
 
 pytestmark = pytest.mark.slow  # exports the shipped model and starts a browser
@@ -29,7 +30,7 @@ def serving(server: ThreadingHTTPServer) -> Iterator[str]:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://{web.LOOPBACK}:{server.server_port}/"
+            yield f"http://{LOOPBACK}:{server.server_port}/"
         finally:
             server.shutdown()
             thread.join()
@@ -54,14 +55,14 @@ def visited(address: str, *requests: Mapping[str, Any], screenshot: Path | None 
     return found
 
 
-def site(bundle: Bundle) -> web.Site:
+def site(bundle: Bundle) -> Site:
     host.needs_packages()
     return web.site(bundle)
 
 
 def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
     asked = [{"app": app, "prompt": shipped.prompts(app)[turn]} for turn in range(3) for app in shipped.APPS]
-    with serving(web.server(site(shipped.bundle()), 0)) as address:
+    with serving(PageServer(site(shipped.bundle()), 0)) as address:
         found = visited(address, *asked, screenshot=tmp_path / SCREENSHOT)
     assert found["about"].startswith("llama, 7 M parameters, INT8") and found["status"] == "Ready."
     assert not found["errors"]
@@ -81,7 +82,7 @@ def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
 
 def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
     request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
-    with serving(web.server(site(shipped.bundle()), 0)) as address:
+    with serving(PageServer(site(shipped.bundle()), 0)) as address:
         stopped, whole = visited(address, {**request, "stop": True}, request)["answers"]
     # The stop is there before the first call ends: at most its token is shown.
     assert stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]}) and stopped["status"] == "Stopped."
@@ -97,7 +98,7 @@ def test_a_static_host_without_headers_runs_one_thread_and_refuses_damage(tmp_pa
             return
 
     handler = partial(Quiet, directory=str(tmp_path / "site"))
-    with serving(ThreadingHTTPServer((web.LOOPBACK, 0), handler)) as address:
+    with serving(ThreadingHTTPServer((LOOPBACK, 0), handler)) as address:
         found = visited(address, {"app": "sql", "prompt": prompt})
         assert found["about"].endswith(", 1 thread")
         assert found["answers"][0]["status"] == "Both answers have the same tokens."
@@ -114,6 +115,6 @@ def test_int4_is_refused_in_one_line(tmp_path: Path) -> None:
     files = dict(site(shipped.bundle()))
     manifest = json.loads((shipped.bundle().folder / "manifest.json").read_text("utf-8"))
     files["bundle/manifest.json"] = json.dumps({**manifest, "precision": "int4"}).encode()
-    with serving(web.server(files, 0)) as address:
+    with serving(PageServer(files, 0)) as address:
         found = visited(address)
     assert found["status"] == "INT4 has no fast kernel in browsers; export with --quant int8"

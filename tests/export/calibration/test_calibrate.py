@@ -28,7 +28,7 @@ from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
 from ssdevice.model.loading import load  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
-from ssdevice.text.tokenizer import ChatTokenizer  # noqa: E402
+from ssdevice.model.tokenizer import open_tokenizer  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.deep import VOCAB, deep_model  # noqa: E402
 from tests.model.reference import Reference  # noqa: E402
@@ -97,7 +97,7 @@ def logits(model: StreamModel, held: list[Tokens]) -> list[Tensor]:
 @pytest.mark.skipif(not BASE.is_dir(), reason="the tree holds no models/base-7m")
 def test_a_trained_model_loses_less_than_half() -> None:
     """Rows it was not calibrated on."""
-    tokenizer = ChatTokenizer.open(BASE)
+    tokenizer = open_tokenizer(BASE)
     text = tokenized(read_examples(BASE.parent / "prompts" / "sql.jsonl"), tokenizer, "", 128)
     model, held = load(BASE, None, 128).model, text[::3]
     exact = logits(model, held)
@@ -148,7 +148,7 @@ def test_apps_that_stand_apart_share_a_calibrated_base(base: Path, with_lora: Pa
     target = OnnxExporter()
     plan = make_plan(options, target)
     job = ExportJob.of(plan, lambda *_: None)
-    made = calibrated_job(job, target, chosen_rows([data]), ChatTokenizer.open(base))
+    made = calibrated_job(job, target, chosen_rows([data]), open_tokenizer(base))
     alone = load(base, None, 96).model.backbone.layers[0].mlp.up_proj.weight
     first = made.loaded.model.backbone.layers[0].mlp.up_proj.base.weight
     second = made.for_app(plan.apps[1]).loaded.model.backbone.layers[0].mlp.up_proj.weight

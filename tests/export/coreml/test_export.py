@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm
+from ssdevice.export.coreml.golden import TEXTS
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle
@@ -55,13 +56,11 @@ def test_the_manifest_says_what_was_made(bundle: Bundle):
     assert any("multiples of 32" in note for note in manifest.notes)  # a head of 8: the Neural Engine may refuse
 
 
-def test_settings_frame_a_prompt_as_the_template_does(bundle: Bundle):
-    settings = json.loads(bundle.file("settings").read_text("utf-8"))
-    assert settings["compute_units"] == "all"
+def test_golden_texts_have_a_prompt_of_the_app(bundle: Bundle):
+    assert json.loads(bundle.file("settings").read_text("utf-8"))["compute_units"] == "all"
     tokenizer = ChatTokenizer.from_bytes(bundle.file("tokenizer").read_bytes(), bundle.manifest.chat)
-    frame = settings["prompts"][tiny_bundle.APP]
-    expected = tokenizer.prompt_ids("abc", instruction=bundle.app().instruction)
-    assert tokenizer.encode(frame["before"] + "abc" + frame["after"]) == expected
+    prompt = tokenizer.prompt_ids(TEXTS[0], instruction=bundle.app().instruction)
+    assert prompt in [text["ids"] for text in golden(bundle)["texts"]]
 
 
 def test_golden_integers_are_what_the_engine_gives(bundle: Bundle):

@@ -15,6 +15,8 @@ struct Given : Info {
   int64_t Int(const char* name) const override { return ints.at(name); }
   std::string Text(const char*) const override { return ""; }
   Tensor Constant(size_t input) const override { return inputs[input]; }
+  size_t Inputs() const override { return inputs.size(); }
+  size_t Outputs() const override { return 1; }
 };
 
 // A call on one thread, whose outputs are all of one type.

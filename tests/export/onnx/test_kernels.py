@@ -19,7 +19,6 @@ import pytest
 from ssdevice.adapters.weights import int8_factors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
-from ssdevice.errors import InputError
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions
@@ -50,19 +49,11 @@ def library(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which engines find the kernels."""
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    monkeypatch.setenv(kernels.FOLDER, str(folder))
-    shutil.copy(built("native"), kernels._place())
-    return folder
-
-
-def test_the_command_puts_the_kernels_where_engines_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.FOLDER, str(tmp_path / "kernels"))
-    assert kernels.library() is None and main(["kernels"]) == 0
-    assert kernels.library() == kernels._place()
+    file = built("native")
+    monkeypatch.setenv(kernels.FOLDER, str(file.parent))
+    return file.parent
 
 
 def session(model: bytes, library: Path | None, threads: int = 1) -> ort.InferenceSession:
@@ -523,26 +514,3 @@ def test_the_kernels_need_few_sizes_of_the_cache(
     conversation.step(4)
     cache = conversation.cache
     assert isinstance(cache, OnnxCache) and {call.lanes for call in cache.calls.values()} == {lanes}
-
-
-def test_a_library_that_is_broken_is_one_line_and_can_be_left_out(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(export(base, tmp_path / "bundle", "--quant", "int4")) == 0
-    broken = tmp_path / "kernels.so"
-    broken.write_bytes(b"no library")
-    monkeypatch.setattr(kernels, "library", lambda: broken)
-    with pytest.raises(InputError, match=r"file too short.*ssdevice kernels"):
-        list(Session.open(tmp_path / "bundle").generate("a b c", max_tokens=2))
-    assert main(["run", str(tmp_path / "bundle"), "--prompt", "a b c", "--max-tokens", "2", "--no-kernels"]) == 0
-
-
-def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(kernels.FOLDER, str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(InputError, match=r"CXX is no-such-compiler.*apt-get install g\+\+"):
-        kernels.build()
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(InputError, match="false cannot compile the kernels"):
-        kernels.build()
-    assert list(tmp_path.iterdir()) == [] and kernels.library() is None

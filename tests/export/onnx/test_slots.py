@@ -30,7 +30,7 @@ from ssdevice.model.loading import load_hf
 from ssdevice.runtime.loop import MODES
 from ssdevice.runtime.onnx.engine import OnnxEngine
 from ssdevice.runtime.session import Session
-from tests.export.models import write_adapter, write_base, write_lora
+from tests.export.models import TEMPLATE, write_adapter, write_base, write_lora, write_own_tokenizer
 
 PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
 
@@ -237,6 +237,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     refuse(write_adapter(tmp_path / "short", base, gamma=1), "γ = 1 streams")
     refuse(write_adapter(tmp_path / "low", base, msa_layers=1), "no graphs for shared streams with N_s = 1")
     refuse(tmp_path / "nowhere", "no such folder")
+    wordy = write_adapter(tmp_path / "wordy", base)
+    settings = json.loads((wordy / "streams.json").read_text("utf-8"))
+    (wordy / "streams.json").write_text(json.dumps({**settings, "instruction": "a " * 999}), "utf-8")
+    refuse(wordy, "the instruction of app 'new' and the chat template take 100")
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.full((3, 128), torch.nan)), "not finite")
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.zeros(3, 64)), "identifiers have shape")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -245,6 +249,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     refuse(broken(plain_lora, "adapter_model.safetensors", key, None), "only one of its factors")
     head = write_lora(tmp_path / "head", base, target_modules=["lm_head"])
     refuse(head, "lm_head")
+    speaks = Path(shutil.copytree(plain_lora, tmp_path / "speaks"))
+    refuse(write_own_tokenizer(speaks, base, "a" + TEMPLATE), "need different chat templates: export the app apart")
+    assert main(["bundle", "add-app", str(copy), f"new={write_own_tokenizer(speaks, base)}", "--quiet"]) == 0
+    assert main(["bundle", "remove-app", str(copy), "new", "--quiet"]) == 0
     dora = write_lora(tmp_path / "dora", base, use_dora=True)
     refuse(dora, "use_dora")
     assert main(["bundle", "add-app", str(copy), f"SQL={adapter}"]) == 2

@@ -105,13 +105,16 @@ def test_a_session_decodes_text() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 3, 100, 0.5, 0.99])
-def test_a_cut_program_is_refused(file: Path, geometry: Geometry, tmp_path: Path, part: float) -> None:
+def test_a_cut_program_is_refused_without_a_line_of_executorch(
+    file: Path, geometry: Geometry, tmp_path: Path, part: float, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = file.read_bytes()
     cut = tmp_path / "model.pte"
     cut.write_bytes(data[: int(part * len(data)) if isinstance(part, float) else part])
     with pytest.raises(BundleError, match="model.pte"):
         engine = ExecutorchEngine(cut, geometry, FUNCTIONS, EngineOptions())
         engine.new_conversation().prefill(ONE)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_file_that_is_missing_is_refused(geometry: Geometry, tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
     ({"repetition_penalty": 1.3}, [hf.RepetitionPenaltyLogitsProcessor(1.3)]),
     ({"no_repeat_ngram_size": 1}, [hf.NoRepeatNGramLogitsProcessor(1)]),
     ({"no_repeat_ngram_size": 3}, [hf.NoRepeatNGramLogitsProcessor(3)]),
-    ({"bad_words": ((5,), (7, 8), (1, 2, 3))}, [hf.NoBadWordsLogitsProcessor([[5], [7, 8], [1, 2, 3]], eos_token_id=0)]),
+    (
+        {"bad_words": ((5,), (7, 8), (1, 2, 3))},
+        [hf.NoBadWordsLogitsProcessor([[5], [7, 8], [1, 2, 3]], eos_token_id=0)],
+    ),
     ({"min_new_tokens": 9}, [hf.MinNewTokensLengthLogitsProcessor(6, 9, 0, device="cpu")]),
     ({"suppress": (4, 9)}, [hf.SuppressTokensLogitsProcessor([4, 9], device="cpu")]),
     ({"begin_suppress": (4, 9)}, [hf.SuppressTokensAtBeginLogitsProcessor([4, 9], 6, device="cpu")]),
@@ -199,7 +202,8 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
         ({"temperature": True}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.0}, "top_k"), ({"min_p": 2.0}, "min_p"),
         ({"seed": 1 << 64}, "seed"), ({"seed": -1}, "seed"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"logprobs": -1}, "logprobs"), ({"bad_words": ((),)}, "bad_words"), ({"logit_bias": {1: float("nan")}}, "bias"),
+        ({"logprobs": -1}, "logprobs"), ({"bad_words": ((),)}, "bad_words"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
     ],
     ids=str,
 )  # fmt: skip

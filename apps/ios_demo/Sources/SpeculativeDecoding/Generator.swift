@@ -12,7 +12,6 @@ public actor Generator {
 
     public nonisolated let bundle: ModelBundle
     public nonisolated let tokenizer: Tokenizer
-    private let template: Result<ChatTemplate, any Error>
     private let open: Open
     private var opened: [String: Conversation] = [:]
     public private(set) var app: Manifest.App
@@ -23,11 +22,6 @@ public actor Generator {
         self.open = open
         self.app = try bundle.app(app)
         tokenizer = try Tokenizer(file: bundle.url(role: "tokenizer"))
-        let manifest = bundle.manifest
-        template = Result {
-            let names = manifest.chat.specialTokens.mapValues(JSON.string).merging(manifest.chatVariables) { $1 }
-            return try ChatTemplate(manifest.chat.template, names: names)
-        }
         _ = try await conversation()
     }
 
@@ -62,15 +56,17 @@ public actor Generator {
     /// The answer to the next message of a conversation, which lasts until `reset`, `use` or `answer`. Only tokens that
     /// are not in the cache are computed. What an answer that was left said so far counts.
     ///
-    /// Throws also `BundleError.unsupported` for a chat template that is not understood.
+    /// Throws also `BundleError.unsupported` for a bundle whose chat format needs jinja2.
     public func chat(
         _ message: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
     ) async throws -> Answer {
         try check(message)
         let conversation = try await conversation()
-        let instruction = app.instruction ?? ""
-        let turn = await conversation.turn(instruction.isEmpty ? message : "\(instruction)\n\(message)")
-        let prompt = try template.get().prompt(turn.messages)
+        guard let frames = bundle.manifest.chat.frames, frames.areWhole else {
+            throw needsFrames("conversations")
+        }
+        let turn = await conversation.turn(content(message))
+        let prompt = try frames.prompt(turn.messages)
         try check(prompt)
         let mode = Mode(speculate: speculate, functions: conversation.functions)
         return try answer(tokenizer.encode(prompt), turn, by: conversation, mode, maxTokens, stop)
@@ -120,10 +116,21 @@ public actor Generator {
         }
     }
 
-    /// The tokens of a prompt with the app's text around it.
+    /// The tokens of a prompt in the chat format that the app was trained with.
     public func promptIds(_ prompt: String) throws -> [Int32] {
-        let frame = try bundle.prompt(of: app)
-        return tokenizer.encode(frame.before + prompt + frame.after)
+        guard let frames = bundle.manifest.chat.frames else { throw needsFrames("prompts") }
+        return tokenizer.encode(try frames.prompt([Message(role: "user", content: content(prompt))]))
+    }
+
+    private func content(_ prompt: String) -> String {
+        guard let instruction = app.instruction, !instruction.isEmpty else { return prompt }
+        return "\(instruction)\n\(prompt)"
+    }
+
+    private func needsFrames(_ what: String) -> BundleError {
+        .unsupported(
+            "\(what) of this bundle: its chat template is more than texts around messages (prompt frames), which is all "
+                + "that this host writes; bundles of older versions have to be exported again")
     }
 
     private func conversation() async throws -> Conversation {

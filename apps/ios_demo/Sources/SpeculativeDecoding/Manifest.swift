@@ -43,9 +43,11 @@ public struct Manifest: Decodable, Sendable {
     }
 
     public struct Chat: Decodable, Sendable {
-        public let template: String
+        /// For hosts that run jinja2.
+        let template: String?
+        /// None if the template is more than texts around messages.
+        let frames: Frames?
         public let stopIds: [Int]
-        let specialTokens: [String: String]
     }
 
     public struct File: Decodable, Sendable {
@@ -71,13 +73,6 @@ public struct Manifest: Decodable, Sendable {
     public let defaultApp: String
     public let roles: [String: String]?
     public let files: [String: File]
-    /// What the chat template is given beside special tokens.
-    private(set) var chatVariables: [String: JSON] = [:]
-
-    private enum CodingKeys: CodingKey {
-        case schemaVersion, target, tools, precision, schedule, mode, cache, cacheDtype, model, geometry, msaLayers
-        case functions, chat, apps, defaultApp, roles, files
-    }
 
     /// Throws `BundleError` for anything but a consistent manifest of a Core ML bundle.
     init(_ data: Data) throws {
@@ -92,7 +87,6 @@ public struct Manifest: Decodable, Sendable {
         var schema = try Schema.manifest()
         try schema.check(json, at: name)
         self = try decode(Manifest.self, data, name: name)
-        for (key, value) in json["chat"]?["variables"]?.object ?? [:] { chatVariables[key.text] = value }
         try check()
     }
 
@@ -158,7 +152,10 @@ public struct Manifest: Decodable, Sendable {
         guard !chat.stopIds.isEmpty, chat.stopIds.allSatisfy({ $0 >= 0 }) else {
             throw BundleError.damaged("chat: no stop token, or a negative one")
         }
-        guard chat.template.unicodeScalars.count <= 1 << 20 else {
+        guard chat.template != nil || chat.frames?.areWhole == true else {
+            throw BundleError.damaged("chat: no template, and no frames of whole conversations")
+        }
+        guard chat.template?.unicodeScalars.count ?? 0 <= 1 << 20 else {
             throw BundleError.damaged("chat: too long a template")
         }
     }

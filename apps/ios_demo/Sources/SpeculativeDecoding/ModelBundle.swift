@@ -10,15 +10,7 @@ public struct ModelBundle: Sendable {
 
     /// `coreml.json`: what a host of Core ML needs to know beside the manifest.
     public struct Settings: Decodable, Sendable {
-        /// The text before and after the user's own in a prompt of one message.
-        public struct Prompt: Decodable, Sendable {
-            public let before: String
-            public let after: String
-        }
-
         public let computeUnits: String
-        /// By app.
-        public let prompts: [String: Prompt]
     }
 
     /// Reads the manifest and compares names, sizes and hashes of all files with it.
@@ -71,14 +63,6 @@ public struct ModelBundle: Sendable {
             uniqueKeysWithValues: names.compactMap { name, inPackage in
                 Function(rawValue: name).map { ($0, inPackage) }
             })
-    }
-
-    /// The frame of a prompt of an app.
-    public func prompt(of app: Manifest.App) throws -> Settings.Prompt {
-        guard let prompt = settings.prompts[app.name] else {
-            throw BundleError.damaged("no prompt for app \(app.name)")
-        }
-        return prompt
     }
 
     private static func content(of file: URL) throws -> Data {

@@ -19,7 +19,9 @@ struct TextOutput: Sendable {
             if stopIds.contains(token) {
                 pieces.append(finish())
             } else {
-                pieces.append(stops.push(characters.push(tokenizer.bytes(token))))
+                let mark = tokenizer.mark(token)
+                let text = mark.isEmpty ? characters.push(tokenizer.bytes(token)) : mark
+                pieces.append(stops.push(text, shown: mark.isEmpty))
                 stopped = stops.found
             }
         }
@@ -61,17 +63,21 @@ struct UTF8Stream: Sendable {
 }
 
 /// Finds the string that ends first, of several, in text that comes in pieces, and holds back what may begin one.
+/// Special tokens are searched as they are written, though they are not shown.
 struct StopStrings: Sendable {
     private let stops: [[UInt8]]
     private var held: [UInt8] = []
+    private var shown: [Bool] = []  // for each byte that is held
     private(set) var found = false
 
     init(_ stops: [String]) { self.stops = stops.map { Array($0.utf8) } }
 
-    /// The text that is certain to stand before any stop string; empty once one was found.
-    mutating func push(_ piece: String) -> String {
+    /// The text that is certain to stand before any stop string; empty once one was found. What a special token is
+    /// written as is not shown: it is searched and never given out.
+    mutating func push(_ piece: String, shown isShown: Bool = true) -> String {
         guard !found else { return "" }
         let text = held + piece.utf8
+        let visible = shown + [Bool](repeating: isShown, count: piece.utf8.count)
         var keep = text.count - (stops.map { Self.overlap(text, $0) }.max() ?? 0)
         let places = stops.compactMap { Self.place(of: $0, in: text) }
         if let first = places.min(by: { ($0.end, $0.at) < ($1.end, $1.at) }) {
@@ -79,13 +85,18 @@ struct StopStrings: Sendable {
             keep = first.at
         }
         held = found ? [] : Array(text[keep...])
-        return String(decoding: text[..<keep], as: UTF8.self)
+        shown = found ? [] : Array(visible[keep...])
+        return Self.visible(text[..<keep], visible)
     }
 
     /// What was held back, now that no more text comes.
     mutating func flush() -> String {
-        defer { held = [] }
-        return String(decoding: held, as: UTF8.self)
+        defer { (held, shown) = ([], []) }
+        return Self.visible(held[...], shown)
+    }
+
+    private static func visible(_ text: ArraySlice<UInt8>, _ shown: [Bool]) -> String {
+        String(decoding: zip(text, shown).filter { $0.1 }.map { $0.0 }, as: UTF8.self)
     }
 
     private static func place(of stop: [UInt8], in text: [UInt8]) -> (at: Int, end: Int)? {

@@ -14,6 +14,7 @@ public struct Tokenizer: Sendable {
     }
 
     private let bytesOf: [Int32: [UInt8]]
+    private let marks: [Int32: String]
     /// The id of each single byte; nil where the vocabulary lacks it.
     private let byteIds: [Int32?]
     private let merges: [Pair: Merge]
@@ -52,6 +53,7 @@ public struct Tokenizer: Sendable {
 
         var plain: [Int32: String] = [:]
         var normalized: [Int32: String] = [:]
+        var marks: [Int32: String] = [:]
         for entry in json["added_tokens"]?.array ?? [] {
             guard let content = entry["content"]?.string, !content.isEmpty, let id = try entry["id"].map(Self.id) else {
                 throw BundleError.damaged("an added token of the tokenizer")
@@ -64,9 +66,12 @@ public struct Tokenizer: Sendable {
             let text = isNormalized && composes ? content.precomposedStringWithCanonicalMapping : content
             if isNormalized { normalized[id] = text } else { plain[id] = text }
             // Special tokens mark the text and are no part of it.
-            bytesOf[id] = entry["special"]?.bool == true ? [] : ByteAlphabet.bytes(text)
+            let isSpecial = entry["special"]?.bool == true
+            bytesOf[id] = isSpecial ? [] : ByteAlphabet.bytes(text)
+            marks[id] = isSpecial ? content : nil
         }
         self.bytesOf = bytesOf
+        self.marks = marks
         added = AddedTokens(plain)
         normalizedAdded = AddedTokens(normalized)
     }
@@ -83,6 +88,9 @@ public struct Tokenizer: Sendable {
 
     /// The bytes that a token stands for; none for special tokens. Characters may be cut between tokens.
     public func bytes(_ id: Int32) -> [UInt8] { bytesOf[id] ?? [] }
+
+    /// What a special token is written as; empty for the others.
+    func mark(_ id: Int32) -> String { marks[id] ?? "" }
 
     private func encodeNormalized(_ bytes: ArraySlice<UInt8>) -> [Int32] {
         let text = String(decoding: bytes, as: UTF8.self)

@@ -18,7 +18,7 @@ final class ConversationTests: XCTestCase {
             guard message.contains(where: { !$0.isWhitespace }) else { throw BundleError.request("no message") }
             turn = await conversation.turn(message)
         }
-        let messages = try turn.map { try template.prompt($0.messages) }
+        let messages = try turn.map { try recorded.frames.prompt($0.messages) }
         return try Answer(
             conversation: conversation, geometry: recorded.geometry,
             prompt: request.prompt ?? tokenizer.encode(messages ?? ""),
@@ -27,10 +27,6 @@ final class ConversationTests: XCTestCase {
             turn: turn
         )
     }
-
-    private let template = try! ChatTemplate(
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}{% if "
-            + "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}", names: [:])
 
     func testRecordedConversations() async throws {
         let (all, tokenizer) = try recorded()

@@ -8,6 +8,7 @@ struct Recording: Decodable {
         let geometry: Geometry
         let functions: [String]
         let stopIds: [Int32]
+        let frames: Frames
         let answers: [Request]
     }
 

@@ -37,6 +37,14 @@ final class TextTests: XCTestCase {
         XCTAssertEqual(stops.flush(), "bc")
     }
 
+    func testASpecialTokenIsFoundAndNotShown() {
+        var stops = StopStrings(["a<|eom|>"])
+        XCTAssertEqual(stops.push("ba") + stops.push("<|e", shown: false), "b")
+        XCTAssertEqual(stops.push("d"), "ad")
+        XCTAssertEqual(stops.push("a") + stops.push("<|eom|>", shown: false) + stops.flush(), "")
+        XCTAssertTrue(stops.found)
+    }
+
     func testSHA256() throws {
         let million = String(repeating: "a", count: 1_000_000)
         for (text, expected) in [

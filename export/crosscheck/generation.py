@@ -1,0 +1,83 @@
+"""What ``generation_config.json`` asks of ``generate``, and which of it a bundle does not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ssdevice.bundle.manifest import NOT_APPLIED
+from ssdevice.errors import InputError, first_line
+from ssdevice.text.chat_template import CONFIG_FILE, GENERATION_CONFIG_FILE
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+HARMLESS = frozenset({
+    *SAMPLING, "do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
+    "compile_config", "disable_compile", "continuous_batching_config", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "remove_invalid_values", "renormalize_logits",
+    "use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
+    "decoder_start_token_id", "length_penalty", "early_stopping", "transformers_version", "_from_model_config",
+})  # fmt: skip
+"""Settings that change no token of a greedy answer, or only beside another one, and those that a bundle has (stops)."""
+NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "diversity_penalty": 0.0, "penalty_alpha": 0.0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
+}  # fmt: skip
+"""Values that switch a setting off, beside None, False and nothing in a list."""
+
+
+def generation_config(folder: Path) -> GenerationConfig:
+    """The settings with which ``AutoModelForCausalLM`` loads a folder; raises InputError."""
+    from transformers import GenerationConfig
+
+    file, form = folder / GENERATION_CONFIG_FILE, dict[str, Any]()
+    if not file.is_file():  # older models have the settings in the other file
+        file, form = folder / CONFIG_FILE, {"_from_model_config": True}
+    try:
+        return GenerationConfig.from_pretrained(folder, file.name, local_files_only=True, **form)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
+
+
+def neutral(config: GenerationConfig) -> GenerationConfig:
+    """Nothing but the tokens that end an answer."""
+    from transformers import GenerationConfig
+
+    made: Any = GenerationConfig
+    return cast("GenerationConfig", made(eos_token_id=config.eos_token_id))
+
+
+def unapplied(config: GenerationConfig) -> list[str]:
+    """The settings that can change a greedy answer and that bundles do not apply, as ``name=value``."""
+    # Names that transformers does not know mean nothing to it either.
+    names = sorted(set(neutral(config).to_dict()) - HARMLESS)
+    values = {name: getattr(config, name) for name in names}
+    return [
+        _shown(name, value)
+        for name, value in values.items()
+        if value is not None and value is not False and value not in ([], {}) and value != NEUTRAL.get(name)
+    ]
+
+
+def generation_notes(config: GenerationConfig) -> tuple[str, ...]:
+    """One sentence for settings that are not applied, one for sampling, as far as the model asks for them."""
+    found = []
+    if names := unapplied(config):
+        found.append(f"{NOT_APPLIED}: {', '.join(names)}: generate() of transformers gives other answers")
+    if config.do_sample:
+        chosen = [_shown(name, value) for name in SAMPLING if (value := getattr(config, name)) is not None]
+        asked = f" ({', '.join(chosen)})" if chosen else ""
+        found.append(f"{GENERATION_CONFIG_FILE} asks for sampling{asked}; the bundle decodes greedily")
+    return tuple(found)
+
+
+def _shown(name: str, value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return f"{name}={text if len(text) <= 60 else text[:60] + '..'}"

@@ -1,0 +1,193 @@
+"""What ExecuTorch takes on trust in a program: for a wrong index or kind of value it ends the process.
+
+Its own verifier checks that every offset of the flatbuffer stays in the file, not what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, QUANTIZED_VALUE, XNNPACK, instructions, payload_of
+from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+
+NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = range(1, 12)
+"""Members of the union KernelTypes, see ``schema/program.fbs``."""
+ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
+"""ExecuTorch's ScalarType -> bytes of an element, for the types that its kernels take."""
+MAX_BYTES = 1 << 40
+GRAPHS = (b"XN00", b"XN01")
+"""How the flatbuffers in delegates of XNNPACK begin, see its ``schema.fbs``."""
+KINDS = {
+    "TensorType": {TENSOR},
+    "IntType": {INT},
+    "BoolType": {BOOL},
+    "FloatType": {DOUBLE},
+    "NumberType": {INT, BOOL, DOUBLE},
+    "StringType": {STRING},
+}
+LISTS = {
+    "IntType": {INTS},
+    "BoolType": {BOOLS},
+    "FloatType": {DOUBLES},
+    "TensorType": {TENSORS},
+    "OptionalType": {OPTIONAL_TENSORS, TENSORS},
+}
+
+
+def check_program(file: Path) -> None:
+    """Raise BundleError for a program whose numbers contradict each other."""
+
+    def check(data: Data, root: Table) -> None:
+        for plan in root.tables(1):
+            _Plan(data, root, plan).check()
+
+    read_program(file, check)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A method of a program. What it finds wrong is a ValueError."""
+
+    data: Data
+    root: Table
+    plan: Table
+
+    def check(self) -> None:
+        kinds = [entry.byte(0) for entry in self.plan.tables(2)]
+        for place, entry in enumerate(self.plan.tables(2)):
+            self._value(place, entry, kinds)
+        for number in (3, 4):  # inputs, outputs
+            _within(f"{self.plan.text(0)}: a value", self.plan.integers(number), len(kinds))
+        operators = [(entry.text(0), entry.text(1)) for entry in self.plan.tables(6)]
+        delegates = list(self.plan.tables(7))
+        for entry in delegates:
+            entry.text(0)
+            self._delegate(payload_of(self.data, self.root, entry))
+        for instruction in instructions(self.plan):
+            kind, call = instruction.byte(0), instruction.table(1)
+            if kind not in (KERNEL, DELEGATE):
+                raise ValueError(f"{self.plan.text(0)}: an instruction of kind {kind}, which programs of ssdevice lack")
+            arguments = call.integers(1)
+            _within(f"{self.plan.text(0)}: an argument", arguments, len(kinds))
+            if kind == DELEGATE:
+                _within(f"{self.plan.text(0)}: a delegate", [call.integer(0)], len(delegates))
+                continue
+            _within(f"{self.plan.text(0)}: an operator", [call.integer(0)], len(operators))
+            _check_call(operators[call.integer(0)], [kinds[place] for place in arguments])
+
+    def _delegate(self, payload: bytes) -> None:
+        """Check where a graph of XNNPACK finds its constants. What its nodes say is left to XNNPACK."""
+        if payload[4:8] != XNNPACK:
+            return
+        at, size, constants = struct.unpack_from("<III", payload, 10)
+        graph = payload[at : at + size]
+        if graph[4:8] not in GRAPHS:
+            raise ValueError(f"a graph of XNNPACK that begins like {graph[4:8]!r}")
+        root, segments = Table.root(graph, 0), list(self.root.tables(4))
+        named = {entry.text(0): entry.integer(1) for entry in self.root.tables(7)}
+        entries = list(root.tables(8))
+        for entry in entries:
+            key = entry.text(2)
+            if key and key not in named:
+                raise ValueError(f"a constant {key[:60]!r}, which the program does not have")
+            room = segment(self.data, segments[named[key]])[1] if key else len(payload) - constants - entry.long(0)
+            if entry is not entries[0] and entry.long(1) > room:  # the first stands for no constant
+                raise ValueError(f"a constant of {entry.long(1)} bytes, in its place are {max(room, 0)}")
+        for value in root.tables(2):
+            tensor = value.table(1).table(0) if value.byte(0) == QUANTIZED_VALUE else value.table(1)
+            _within("a constant of XNNPACK", [tensor.integer(3)], max(len(entries), 1))
+
+    def _value(self, place: int, entry: Table, kinds: Sequence[int]) -> None:
+        kind, what = kinds[place], f"{self.plan.text(0)}: value {place}"
+        if kind not in range(NULL, OPTIONAL_TENSORS + 1):
+            raise ValueError(f"{what} is of kind {kind}")
+        value = entry.table(1)
+        if kind == TENSOR:
+            self._tensor(what, value)
+        elif kind == INTS:
+            _within(what, value.integers(0, "q"), len(kinds))
+            if any(kinds[item] != INT for item in value.integers(0, "q")):
+                raise ValueError(f"{what} lists a value that is no number")
+        elif kind in (TENSORS, OPTIONAL_TENSORS):
+            items = [item for item in value.integers(0) if item != -1 or kind == TENSORS]
+            _within(what, items, len(kinds))
+            if any(kinds[item] != TENSOR and (kind, kinds[item]) != (OPTIONAL_TENSORS, NULL) for item in items):
+                raise ValueError(f"{what} lists a value that is no tensor")
+
+    def _tensor(self, what: str, tensor: Table) -> None:
+        sizes, order = tensor.integers(2), list(tensor.octets(3))
+        if any(size < 0 for size in sizes) or sorted(order) != list(range(len(sizes))):
+            raise ValueError(f"{what} has sizes {str(sizes)[:60]} in order {str(order)[:60]}")
+        if tensor.byte(0) not in ITEM_BYTES:
+            raise ValueError(f"{what} has elements of type {tensor.byte(0)}")
+        size = prod(sizes) * ITEM_BYTES[tensor.byte(0)]
+        if size > MAX_BYTES:
+            raise ValueError(f"{what} has {size} bytes")
+        room = self._room(tensor)
+        if room is not None and size > room:
+            raise ValueError(f"{what} has {size} bytes, in its place are {max(room, 0)}")
+
+    def _room(self, tensor: Table) -> int | None:
+        """Bytes from a tensor's first to the end of its buffer or segment; None for one without a place."""
+        buffer = tensor.integer(5)
+        if tensor.has(6):
+            where, sizes = tensor.table(6), self.plan.integers(8, "q")
+            _within("a tensor's buffer", [where.integer(0)], len(sizes))
+            return sizes[where.integer(0)] - (where.integer(1) | where.integer(2) << 32)
+        if not buffer or not self.root.has(5):
+            return None
+        constants = self.root.table(5)
+        segments, offsets = list(self.root.tables(4)), constants.integers(1, "Q")
+        _within("a constant", [buffer], len(offsets))
+        _within("the segment of constants", [constants.integer(0)], len(segments))
+        return segment(self.data, segments[constants.integer(0)])[1] - offsets[buffer]
+
+
+def _within(what: str, numbers: Sequence[int], count: int) -> None:
+    for number in numbers:
+        if not 0 <= number < count:
+            raise ValueError(f"{what} has the index {number} of {count}")
+
+
+def _check_call(operator: tuple[str, str], kinds: Sequence[int]) -> None:
+    """Raise ValueError for a call of a kernel with other kinds of values than its operator takes."""
+    expected = _arguments(*operator)
+    if expected is None:
+        return
+    if len(kinds) != len(expected):
+        raise ValueError(f"{operator[0]} takes {len(expected)} values, a call has {len(kinds)}")
+    for kind, possible in zip(kinds, expected, strict=True):
+        if possible and kind not in possible:
+            raise ValueError(f"{operator[0]} is called with a value of kind {kind}, expected {sorted(possible)}")
+
+
+@cache
+def _arguments(name: str, overload: str) -> list[set[int]] | None:
+    """The kinds that arguments and results of an operator may have; None for an operator that torch does not know."""
+    torch: Any = importlib.import_module("torch")
+    try:
+        known = torch._C._jit_get_schemas_for_operator(name)
+    except RuntimeError as error:
+        raise ValueError(f"an operator called {name[:60]!r}") from error
+    for schema in known:
+        if schema.overload_name == overload:
+            return [set(_kinds(value.type)) for value in (*schema.arguments, *schema.returns)]
+    return None
+
+
+def _kinds(kind: Any) -> Iterator[int]:
+    """The kinds of values for a type of TorchScript; none for a type that this module does not know."""
+    if kind.kind() == "OptionalType":
+        yield NULL
+        yield from _kinds(kind.getElementType())
+    elif kind.kind() == "ListType":
+        yield from LISTS.get(kind.getElementType().kind(), ())
+    else:
+        yield from KINDS.get(kind.kind(), ())

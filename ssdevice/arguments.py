@@ -1,0 +1,62 @@
+"""Checks of what callers of the Python API pass: a value of the wrong type is an InputError that names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from ssdevice.errors import InputError
+
+
+def _wrong(name: str, value: Any, expected: str) -> InputError:
+    return InputError(f"{name} is {type(value).__name__} ({repr(value)[:60]}), expected {expected}")
+
+
+def text(name: str, value: Any) -> str:
+    """The value, if it is a string."""
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a string")
+    return value
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """The strings of a list or another iterable; a string is one of them, not its characters."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, bytearray)):
+        raise _wrong(name, value, "a list of strings")
+    return tuple(text(f"{name}[{i}]", item) for i, item in enumerate(value))
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """The value, if it is a whole number of ``least`` or more: also one of NumPy's, but neither True nor 2.0."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(name, value, "a whole number")
+    if least is not None and value < least:
+        raise InputError(f"{name} is {value}, expected {least} or more")
+    return int(value)
+
+
+def wholes(name: str, value: Any) -> list[int]:
+    """The whole numbers of a list, an array or another iterable."""
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
+        raise _wrong(name, value, "a list of whole numbers")
+    items = list(value)
+    return items if set(map(type, items)) <= {int} else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value, if it is True or False."""
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "True or False")
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    """The path that a string or path object names."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise _wrong(name, value, "a path")
+    return Path(value)

@@ -1,0 +1,53 @@
+"""Arguments of how tokens are chosen, for the commands that answer prompts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.sampling.options import Sampling
+
+HELP = {
+    "temperature": (float, "0 (default) chooses the likeliest token; above, tokens are sampled"),
+    "top_k": (int, "sample among the N likeliest tokens"),
+    "top_p": (float, "sample among the likeliest tokens that have this probability together"),
+    "min_p": (float, "sample among tokens of at least this part of the likeliest one's probability"),
+    "typical_p": (float, "sample among the most typical tokens that have this probability together"),
+    "repetition_penalty": (float, "divide the logits of tokens that occurred (negative ones: multiply)"),
+    "presence_penalty": (float, "subtract this from the logits of tokens that the answer has"),
+    "frequency_penalty": (float, "subtract this as often as the answer has a token"),
+    "no_repeat_ngram_size": (int, "no N tokens in a row occur twice"),
+    "min_new_tokens": (int, "no answer is shorter"),
+    "seed": (int, "the same seed gives the same answer, in every mode (default 0)"),
+    "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
+}
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``sampling_of``."""
+    group = parser.add_argument_group("choice of tokens", "for bundles that were exported with --choose host")
+    for name, (kind, text) in HELP.items():
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    group.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling | None:
+    """What was asked for; None for nothing, which is greedy decoding. Raises InputError for a value out of range."""
+    from ssdevice.runtime.sampling.options import Sampling
+
+    given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
+    given["logit_bias"] = dict(args.logit_bias)
+    asked = {name: value for name, value in given.items() if value not in (None, {})}
+    return Sampling(**asked) if asked else None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, a token id and a number")
+    return int(token), float(value)

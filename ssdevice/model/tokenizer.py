@@ -1,0 +1,203 @@
+"""The tokenizer of a Hugging Face folder or of an adapter, as transformers opens it.
+
+The truth is ``tokenizer.json`` as it was saved, because it is what the model was trained with: every version of
+transformers saves the tokenizer that it uses. Special tokens, their flags and the chat template are what transformers
+makes of all files of the folder together. Some classes (``LlamaTokenizer`` of transformers 5) build their own splitting
+of texts instead of reading the file; they are asked for the names of special tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import ConfigError, first_line
+from ssdevice.text.chat_template import (
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    read_eos_ids,
+    read_object,
+)
+from ssdevice.text.frames import Message
+from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+ADDED_TOKENS_FILE = "added_tokens.json"
+SETTINGS_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
+FILES = (TOKENIZER_FILE, *SETTINGS_FILES, TEMPLATE_FILE)
+"""What transformers writes of a tokenizer beside a model or an adapter."""
+CONVERSATIONS: tuple[tuple[Message, ...], ...] = (
+    PROMPT,
+    (*PROMPT, {"role": "assistant", "content": "an answer"}, {"role": "user", "content": " and more\n"}),
+    ({"role": "system", "content": "Be brief."}, *PROMPT),
+    ({"role": "system", "content": "Be brief."}, *PROMPT, {"role": "assistant", "content": "yes"}, *PROMPT),
+)
+"""Of one turn and of three, with a system message and without."""
+OTHER_FORMAT = "app 'base' is given prompts in the format of the adapters' own tokenizer, which is not the model's"
+
+
+def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
+    """The folder whose tokenizer an adapter's prompts need: its own if it brings one, else the model's.
+
+    Raises ConfigError for an adapter with only a part of a tokenizer's files.
+    """
+    own = [name for name in FILES if adapter is not None and (adapter / name).is_file()]
+    if adapter is None or not own:
+        return model
+    if TOKENIZER_FILE not in own:
+        raise ConfigError(
+            f"{adapter}: {own[0]} without {TOKENIZER_FILE} is a part of a tokenizer: save the whole tokenizer of the "
+            f"adapter there, or remove {own[0]} to use the model's"
+        )
+    return adapter
+
+
+def open_tokenizer(
+    model: Path, adapter: Path | None = None, *, variables: dict[str, Any] | None = None
+) -> ChatTokenizer:
+    """The tokenizer and chat format of a model's folder, or of an adapter's that brings its own.
+
+    A model without a template is given prompts as they are (``plain``). Stop tokens are those of the model's
+    ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts after
+    an answer. Raises ConfigError naming the file that is missing or wrong.
+    """
+    folder = tokenizer_folder(model, adapter)
+    opened = as_shipped(folder, as_transformers(folder))
+    _check_options(folder, opened)
+    template = opened.chat_template
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise ConfigError(
+                f"{folder}: several chat templates and no default; write the one to use to {folder / TEMPLATE_FILE}"
+            )
+        template = template["default"]
+    stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
+    content = _hidden_as_special(opened.backend_tokenizer).to_str()
+    return ChatTokenizer.of_model(content.encode(), folder, template, dict(opened.special_tokens_map), stops, variables)
+
+
+def as_transformers(folder: Path) -> Any:
+    """The ``AutoTokenizer`` of a folder; raises ConfigError. Code that the folder may hold is not run."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        )
+    try:
+        opened = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each class raises what it likes
+        for name in SETTINGS_FILES:  # these name the file at fault
+            read_object(folder / name)
+        load_tokenizer(file.read_bytes(), str(file))
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})") from error
+        raise ConfigError(
+            f"{folder}: transformers cannot open its tokenizer ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if not isinstance(opened, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"{folder}: its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}, and a bundle can "
+            "hold no other tokenizer"
+        )
+    return opened
+
+
+def as_shipped(folder: Path, opened: Any) -> Any:
+    """transformers' tokenizer with the splitting of ``tokenizer.json``, from one that may have built its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    if type(opened) is PreTrainedTokenizerFast:
+        return opened
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **opened.special_tokens_map)
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"{folder / TOKENIZER_FILE}: transformers cannot read it ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+def _check_options(folder: Path, opened: Any) -> None:
+    """Raise ConfigError for options that ``tokenizer.json`` cannot hold."""
+    if opened.split_special_tokens:
+        raise ConfigError(
+            f"{folder / TOKENIZER_CONFIG_FILE}: 'split_special_tokens' would read the marks of the chat template as "
+            "text; set it to false"
+        )
+    forced = opened.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    bpe = type(opened.backend_tokenizer.model).__name__ == "BPE"
+    if opened.clean_up_tokenization_spaces and (forced or not bpe):
+        raise ConfigError(
+            f"{folder / TOKENIZER_CONFIG_FILE}: 'clean_up_tokenization_spaces' takes back spaces that an answer has "
+            "shown already; set it to false"
+        )
+
+
+def _hidden_as_special(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer whose flags say which tokens are no text: the library keeps it in mind when a file takes it back."""
+    for i, token in backend.get_added_tokens_decoder().items():
+        if not token.special and backend.decode([i]) != backend.decode([i], skip_special_tokens=False):
+            token.special = True
+            backend.add_special_tokens([token])
+    return backend
+
+
+def shared_tokenizer(
+    model: Path, adapters: Sequence[Path | None], vocab: int
+) -> tuple[ChatTokenizer, Path, tuple[str, ...]]:
+    """The one tokenizer of a bundle, the folder that it comes from, and notes for the user.
+
+    ``adapters``: an app's adapter each, None for the base. ``vocab``: tokens of the model. Raises ConfigError for
+    adapters that need different tokenizers, and for a tokenizer of another model.
+    """
+    folders = {adapter: tokenizer_folder(model, adapter) for adapter in adapters}
+    (first, folder), *others = folders.items()
+    tokenizer = open_tokenizer(model, first)
+    check_vocabulary(tokenizer, vocab, folder)
+    notes = []
+    for other, its_folder in others:
+        if its_folder == folder:
+            continue
+        its = open_tokenizer(model, other)
+        what = difference(tokenizer, its) or difference(its, tokenizer)
+        if what is not None and other is None:  # nobody asked for this app
+            notes.append(OTHER_FORMAT)
+        elif what is not None:
+            raise ConfigError(f"{first} and {other} need different {what}, and a bundle has one: export them apart")
+    return tokenizer, folder, tuple(notes)
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, vocab: int, folder: Path) -> None:
+    """Raise ConfigError for a tokenizer whose chat format needs tokens that a model of ``vocab`` tokens has not."""
+    if min(tokenizer.stop_ids) >= vocab:
+        raise ConfigError(f"{folder}: no token that ends an answer is among the {vocab} of the model")
+    beyond = [i for i in tokenizer.conversation_ids(PROMPT) if i >= vocab]
+    if beyond:
+        raise ConfigError(
+            f"{folder}: the chat format uses token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}, "
+            f"the model has {vocab} tokens: this tokenizer belongs to another model"
+        )
+
+
+def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
+    """What gives prompts of ``other`` other ids than with ``one``, or ends its answers elsewhere; None if nothing."""
+    if one.tokenizer_json != other.tokenizer_json:
+        return "tokenizers"
+    if any(_ids(one, conversation) != _ids(other, conversation) for conversation in CONVERSATIONS):
+        return "chat templates"
+    return None if set(other.stop_ids) <= set(one.stop_ids) else "tokens that end answers"
+
+
+def _ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
+    try:
+        return tokenizer.conversation_ids(conversation)
+    except ConfigError:  # the template refuses it
+        return None

@@ -1,0 +1,87 @@
+"""Renders chat templates in a process of its own that is killed when a template takes too long or too much."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+from ssdevice.errors import ConfigError
+
+SECONDS = 5.0
+"""Of processor time for one request: many times what a prompt of a million tokens takes."""
+WAIT = 20.0
+"""Seconds until the process is killed in any case: on a busy machine, and where processor time has no limit."""
+PROGRAM = Path(__file__).with_name("chat_environment.py")
+
+
+class Renderer:
+    """One process that renders any template; it starts with the first request, and anew after it was killed."""
+
+    def __init__(self, seconds: float = SECONDS, wait: float = WAIT) -> None:
+        self.seconds, self.wait = seconds, wait
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
+        with self._lock:
+            process = self._running()
+            timer = Timer(self.wait, process.kill)
+            timer.start()
+            try:
+                answer = _exchange(process, json.dumps(request).encode() + b"\n")
+                if answer.endswith(b"\n"):
+                    return json.loads(answer)
+                ending = process.wait()
+                late = not timer.is_alive()
+            except BaseException:
+                self.close()  # an answer that nobody waits for would be taken for the next one
+                raise
+            finally:
+                timer.cancel()
+            self.close()
+        if ending == -getattr(signal, "SIGPROF", 0) or late:
+            why = f"{self.wait:g} s" if late else f"{self.seconds:g} s of processor time"
+            raise ConfigError(f"the chat template takes more than the {why} that it is allowed")
+        raise ConfigError(f"the chat template broke the process that renders it (exit code {ending})")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        # A forked process must not talk to its parent's.
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self.close()
+            # -P: a jinja2.py in the current folder is none of ours.
+            command = [sys.executable, "-P", str(PROGRAM), str(self.seconds)]
+            window = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            try:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, creationflags=window)
+            except OSError as error:
+                raise ConfigError(f"chat templates need {command[0]!r}, which cannot be started: {error}") from error
+            self._owner = os.getpid()
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:  # it ended
+        return b""

@@ -1,0 +1,226 @@
+"""A dry run refuses what the export refuses: the same line and the same exit code, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ssdevice.cli import main
+from ssdevice.export import stages
+from tests.model.tiny import tiny_model
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Spoil = Callable[[Path], object]
+
+
+def json_changed(name: str, **values: object) -> Spoil:
+    def change(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def weights_changed(change: Callable[[dict[str, Tensor]], object], name: str = WEIGHTS) -> Spoil:
+    def rewrite(folder: Path) -> None:
+        weights = load_file(folder / name)
+        change(weights)
+        save_file(weights, folder / name, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def written(name: str, content: str) -> Spoil:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def removed(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def in_shards(folder: Path) -> None:
+    """A checkpoint of two files, of which the download brought only one."""
+    weights = load_file(folder / WEIGHTS)
+    names = sorted(weights)
+    places = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    first = min(places.values())
+    save_file({n: weights[n] for n in names if places[n] == first}, folder / first, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    (folder / WEIGHTS).unlink()
+
+
+def another_model(name: str) -> Spoil:
+    """The weights and config of another family, beside the tokenizer."""
+    return lambda folder: tiny_model(name).save_pretrained(folder)
+
+
+def one_word_more(folder: Path) -> None:
+    """A tokenizer with an id for which the model has no embedding."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["a"] = 300
+    file.write_text(json.dumps(content))
+
+
+def renamed(old: str, new: str) -> Spoil:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+QUANTIZED = {"quant_method": "gptq", "bits": 4}
+TEMPLATE = "chat_template.jinja"
+EACH = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
+    "no config": (removed("config.json"), (), "no config.json"),
+    "no tokenizer": (removed("tokenizer.json"), (), "no tokenizer.json"),
+    "a pointer as tokenizer": (written("tokenizer.json", POINTER), (), "tokenizer.json is a Git LFS pointer"),
+    "a damaged tokenizer": (written("tokenizer.json", "{"), (), "not a tokenizer"),
+    "no stop token": (
+        lambda folder: (
+            written("tokenizer_config.json", "{}")(folder),
+            json_changed("config.json", eos_token_id=None)(folder),
+            removed("generation_config.json")(folder),
+            written(TEMPLATE, "{% for m in messages %}{{ m['content'] }}{% endfor %}")(folder),
+        ), (), "no stop token",
+    ),
+    "a template that refuses": (written(TEMPLATE, "{{ raise_exception('no') }}"), (), "chat template"),
+    "a token without an embedding": (one_word_more, (), "a prompt has the token 300, the model has only 300"),
+    "no weights": (removed(WEIGHTS), (), "no .safetensors weights"),
+    "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"), (), "pytorch_model.bin is not what transformers loads"),
+    "a pointer as weights": (written(WEIGHTS, POINTER), (), "model.safetensors is a Git LFS pointer"),
+    "weights cut short": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-8]), (), "no whole safet"),
+    "a missing shard": (in_shards, (), "model-00002-of-00002.safetensors: no such file"),
+    "a missing tensor": (weights_changed(lambda w: w.pop("model.norm.weight")), (), "lack model.norm.weight"),
+    "an unread tensor": (weights_changed(lambda w: w.update(scale=torch.ones(1))), (), "does not read scale"),
+    "another shape": (json_changed("config.json", intermediate_size=80), (), "by config.json"),
+    "fewer layers": (json_changed("config.json", num_hidden_layers=2), (), "config.json only 2 layers"),
+    "quantized": (json_changed("config.json", quantization_config=QUANTIZED), (), "quantized by gptq"),
+    "8-bit types": (
+        weights_changed(lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.float8_e4m3fn)})), (),
+        "model.norm.weight is stored as F8_E4M3",
+    ),
+    "another family": (json_changed("config.json", model_type="mixtral", num_local_experts=8), (), "of experts"),
+    "a context beyond the rope": (
+        json_changed("config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        ("--context", "300"), "at most 256, not 300",
+    ),
+    "a context beyond the positions": (another_model("opt-before"), ("--context", "300"), "the model's 256 positions"),
+    "a template beyond the context": (written(TEMPLATE, f"{'a ' * 96}{EACH}"), (), "leaves no room"),
+    "no rows to calibrate with": (lambda _: None, ("--quant", "int4", "--calibrate", "absent.jsonl"), "absent.jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_a_base_is_refused_by_both(
+    base: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, flags, said = BASES[case]
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    spoil(folder)
+    _refused_by_both(folder, tmp_path, flags, said, capsys, monkeypatch)
+
+
+def test_what_a_dry_run_approves_goes_as_far_as_the_weights(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="0"):
+        _refused_by_both(base, tmp_path, (), "", capsys, monkeypatch)
+
+
+STREAMS, LORA = "streams.safetensors", "adapter_model.safetensors"
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+ADAPTERS: dict[str, tuple[Spoil, str]] = {
+    "no streams": (removed(STREAMS), "streams.safetensors: cannot be read"),
+    "a pointer as streams": (written(STREAMS, POINTER), "streams.safetensors is a Git LFS pointer"),
+    "streams of another size": (weights_changed(lambda w: w.update(identifiers=torch.ones(3, 5)), STREAMS), "expected"),
+    "streams that are not finite": (weights_changed(lambda w: w["identifiers"].fill_(torch.nan), STREAMS), "finite"),
+    "an instruction beyond the context": (json_changed("streams.json", instruction="a " * 97), "leaves no room"),
+    "a long instruction": (json_changed("streams.json", instruction="a " * 93), "the instruction of app 'app'"),
+    "a LoRA of another method": (json_changed("adapter_config.json", peft_type="LOHA"), "expected 'LORA'"),
+    "a pointer as LoRA": (written(LORA, POINTER), "adapter_model.safetensors is a Git LFS pointer"),
+    "a LoRA that is not finite": (weights_changed(lambda w: w[Q].fill_(torch.inf), LORA), "finite"),
+    "a LoRA of another model": (weights_changed(lambda w: w.update({Q.replace("q", "x"): w.pop(Q)}), LORA), "unknown"),
+    "a LoRA of another size": (weights_changed(lambda w: w.update({Q: torch.ones(6, 5)}), LORA), "size mismatch for"),
+    "a LoRA of a resized vocabulary": (
+        weights_changed(lambda w: w.update({"base_model.model.lm_head.weight": torch.ones(304, 128)}), LORA),
+        "vocabulary of 304 tokens, the model has 300",
+    ),
+}
+
+
+APART = ("no streams", "a long instruction", "a LoRA of another model", "a LoRA of another size")
+
+
+@pytest.mark.parametrize(("case", "flags"), [*((case, ()) for case in ADAPTERS), *((c, ("--slots",)) for c in APART)])
+def test_an_adapter_is_refused_by_both(
+    base: Path, with_lora: Path, tmp_path: Path, case: str, flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    spoil, said = ADAPTERS[case]
+    adapter = tmp_path / "adapter"
+    shutil.copytree(with_lora, adapter)
+    spoil(adapter)
+    _refused_by_both(base, tmp_path, ("--adapter", f"app={adapter}", *flags), said, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_template_that_hosts_cannot_fill_in_is_refused_by_both(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("coremltools")
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    written(TEMPLATE, EACH.replace("m['content']", "(m['content'] | upper if m['role'] == 'user' else m['content'])"))(
+        folder
+    )
+    flags = ("--target", "coreml", "--quant", "fp16")
+    _refused_by_both(folder, tmp_path, flags, "does not write the user's message", capsys, monkeypatch)
+
+
+def _refused_by_both(
+    base: Path, tmp_path: Path, flags: tuple[str, ...], said: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Assert one line and code 2 from the dry run, and the same from an export, which never begins to load."""
+
+    def begin(*_: object) -> None:
+        raise AssertionError("the export began")
+
+    monkeypatch.setattr(stages.Whole, "begin", begin)
+    monkeypatch.setattr("ssdevice.model.loading._tensors", begin)
+    command = [
+        "export",
+        "--model",
+        str(base),
+        "--target",
+        "onnx",
+        "--context",
+        "96",
+        "--out",
+        str(tmp_path / "b"),
+        *flags,
+    ]
+    lines = []
+    for mode in (["--dry-run"], []):
+        code = main([*command, *mode])
+        lines.append(capsys.readouterr().err)
+        assert code == 2, (code, lines)
+    assert lines[0] == lines[1]
+    assert said in lines[0] and lines[0].count("\n") == 1
+
+
+def test_tensors_that_are_left_out_are_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    weights_changed(lambda w: w.update({"mtp.norm.weight": torch.ones(4)}))(folder)
+    assert main(["export", "--model", str(folder), "--target", "onnx", "--out", str(tmp_path / "b"), "--dry-run"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note == "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more tensors)"

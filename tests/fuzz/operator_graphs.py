@@ -1,0 +1,275 @@
+"""Graphs of one node with an operator of ours, and changes to them: shapes, types, values, attributes, regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ssdevice.runtime.onnx import kernels
+from tests.export.onnx.steps import STEPS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+F, H, I8, U8, N, J, B = np.float32, np.float16, np.int8, np.uint8, np.int32, np.int64, np.bool_
+SIZES = (0, 1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 100)
+LARGE = (1 << 20, 1 << 31, 1 << 40, 1 << 50)
+INTEGERS = (0, 1, -1, 2, 3, 7, 2**31 - 1, -(2**31), 2**32, 2**40, 2**61 + 4, 2**62, 2**62 + 1, 2**63 - 1, -(2**63))
+FLOATS = (0.0, -0.0, 1e-40, 1e38, -1e38, float("nan"), float("inf"), float("-inf"))
+NUMBERS = ("0", "1", "2", "3", "4", "5", "6", "9", "-1", "4294967296", "18446744073709551615", "9" * 20, "x", "")
+MOST = 1 << 14
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node with what it reads. ``constants``: which inputs are initializers; ``types``: of its outputs."""
+
+    kind: str
+    inputs: tuple[Array | None, ...]
+    types: tuple[int, ...] = (onnx.TensorProto.FLOAT,)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    constants: frozenset[int] = frozenset()
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs' names; empty for one that is missing."""
+        return ["" if array is None else f"i{at}" for at, array in enumerate(self.inputs)]
+
+    def model(self) -> bytes:
+        """The file of the graph."""
+        given = {n: a for n, a in zip(self.names, self.inputs, strict=True) if a is not None}
+        stored = {f"i{at}" for at in self.constants}
+        outputs = [f"o{at}" for at in range(len(self.types))]
+        node = helper.make_node(self.kind, self.names, outputs, domain=kernels.DOMAIN, **self.attributes)
+        graph = helper.make_graph(
+            [node],
+            "g",
+            [
+                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), None)
+                for name, array in given.items()
+                if name not in stored
+            ],
+            [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(outputs, self.types, strict=True)],
+            [numpy_helper.from_array(array, name) for name, array in given.items() if name in stored],
+        )
+        imports = [helper.make_opsetid("", 23), helper.make_opsetid(kernels.DOMAIN, 1)]
+        content: bytes = helper.make_model(graph, opset_imports=imports, ir_version=11).SerializeToString()
+        return content
+
+    def feeds(self) -> dict[str, Array]:
+        """The inputs that are no initializers."""
+        return {f"i{at}": a for at, a in enumerate(self.inputs) if a is not None and at not in self.constants}
+
+
+def drawn(rng: Random, kind: Any, *shape: int) -> Array:
+    """Small numbers."""
+    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 5, shape) - (2 if kind in (F, H) else 0)
+    return values.astype(kind)
+
+
+def region(text: str, *inputs: Array, types: tuple[int, ...] = (onnx.TensorProto.FLOAT,)) -> Node:
+    """A region of these steps."""
+    return Node(kernels.REGION, inputs, types, {"text": text})
+
+
+def operator(rng: Random) -> Node:
+    """A right call of an operator of ours."""
+    rows, inputs, outputs = rng.choice([1, 2, 6, 11]), rng.choice([5, 32, 64, 100]), rng.choice([1, 16, 21, 40])
+    x, zero = drawn(rng, F, 1, rows, inputs), np.array(128, U8)
+    codes, scales = drawn(rng, I8, inputs, outputs), np.full(outputs, 0.5, F)
+    ids = drawn(rng, N, 2, rows) % outputs
+    dim, heads, past = rng.choice([4, 16, 64]), rng.choice([1, 2]), rng.choice([0, 3, 20])
+    cached = (drawn(rng, H, past, heads * dim), drawn(rng, F, rows, heads * dim))
+    seen = np.where(drawn(rng, N, 1, 3 * rows, past + rows) > 1, F(0), F(-1e9))
+    attention = (drawn(rng, F, 1, rows, 3 * heads * dim), *cached, *cached, seen)
+    angles = drawn(rng, F, 1, rows, dim // 2)
+    blocks = drawn(rng, U8, outputs, (inputs + 31) // 32, 16)
+    return rng.choice(
+        [
+            Node(kernels.ADD_NORM, (x, x, x[0, 0]), (1, 1), {"epsilon": 1e-5}),
+            Node(kernels.GATED_SILU, (np.concatenate([x, x], 2),)),
+            Node(kernels.HALF_LINEAR, (x, drawn(rng, H, inputs, outputs)), constants=frozenset({1})),
+            Node(kernels.INT4_LINEAR, (x, blocks, np.ones(blocks.shape[:2], F)), constants=frozenset({1, 2})),
+            Node(kernels.INT8_LINEAR, (x, codes, scales, zero), constants=frozenset({1, 2, 3})),
+            Node(kernels.INT8_ARGMAX, (x, codes, scales, zero), (7,), constants=frozenset({1, 2, 3})),
+            Node(kernels.INT8_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
+            Node(kernels.TIED_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
+            Node(
+                kernels.ROTARY_SPLIT,
+                (drawn(rng, F, 1, rows, 4 * heads * dim), angles, angles),
+                (1, 1, 1),
+                {"heads": 2 * heads, "kv_heads": heads},
+            ),
+            Node(kernels.HALF_TREE_ATTENTION, attention, attributes={"kv_heads": heads, "scale": 0.125}),
+            Node(
+                kernels.TREE_ATTENTION,
+                tuple(array.astype(F) for array in attention),
+                attributes={"kv_heads": heads, "scale": 0.125},
+            ),
+        ]
+    )
+
+
+def line(kind: str, attributes: dict[str, object], inputs: list[int], outputs: list[int]) -> str:
+    """A step as regions list it."""
+    given = " ".join(f"{name}={value}" for name, value in attributes.items())
+    return f"{kind} {given} : {' '.join(map(str, inputs))} > {' '.join(map(str, outputs))}\n"
+
+
+def step(rng: Random) -> Node:
+    """A region of a single operator, one of ours or one of ONNX."""
+    if rng.random() < 0.4:
+        own = operator(rng)
+        count, made = len(own.inputs), len(own.types)
+        steps = line(own.kind, own.attributes, [*range(count)], [*range(count, count + made)])
+        return replace(own, kind=kernels.REGION, attributes={"text": f"{count} {made}\n{steps}"})
+    kind, attributes, arrays = rng.choice(STEPS)
+    count = len(arrays)
+    steps = line(kind, attributes, [*range(count)], [count + 1]) + line("Cast", {"to": 1}, [count + 1], [count])
+    return region(f"{count} 1\n{steps}", *arrays)
+
+
+def chain(rng: Random) -> Node:
+    """A region of steps that read whatever there is."""
+    values = [int(value) for value in rng.choices(INTEGERS[:6], k=rng.choice([1, 2, 3]))]
+    inputs = (
+        drawn(rng, F, *rng.choices(SIZES[:6], k=rng.choice([1, 2, 3]))),
+        np.array(values, J),
+        np.array([rng.choice(INTEGERS)], J),
+        np.array([1], J),
+        drawn(rng, B, 3),
+    )
+    known, steps = [*range(len(inputs))], ""
+    for number in range(rng.choice([1, 2, 3, 5])):
+        kind, attributes, arrays = rng.choice(STEPS)
+        steps += line(kind, attributes, rng.choices(known, k=len(arrays)), [len(inputs) + 1 + number])
+        known += [len(inputs) + 1 + number] * 3
+    steps += line("Cast", {"to": 1}, [known[-1]], [len(inputs)])
+    return region(f"{len(inputs)} 1\n{steps}", *inputs)
+
+
+def shape(rng: Random, node: Node) -> Node:
+    at, array = _one(rng, node)
+    sizes = list(array.shape)
+    if sizes and rng.random() < 0.7:
+        sizes[rng.randrange(len(sizes))] = rng.choice(SIZES)
+    else:
+        sizes = rng.choices(SIZES[:7], k=rng.choice([0, 1, 2, 3, 4, 6, 7]))
+    if 0 in sizes and len(sizes) > 1 and rng.random() < 0.5:
+        sizes[rng.choice([i for i, size in enumerate(sizes) if size or sizes.count(0) > 1])] = rng.choice(LARGE)
+    if np.prod(sizes, dtype=float) > MOST or np.prod([max(size, 1) for size in sizes], dtype=float) > 2**56:
+        return node
+    return _with(node, at, np.resize(array, sizes) if array.size else np.zeros(sizes, array.dtype))
+
+
+def element(rng: Random, node: Node) -> Node:
+    at, array = _one(rng, node)
+    with np.errstate(all="ignore"):
+        return _with(node, at, array.astype(rng.choice([F, H, I8, U8, N, J, B, np.float64, np.int16])))
+
+
+def value(rng: Random, node: Node) -> Node:
+    at, array = _one(rng, node)
+    other = array.copy()
+    if not other.size:
+        return node
+    place = rng.randrange(other.size) if rng.random() < 0.7 else slice(None)
+    with np.errstate(all="ignore"):
+        if other.dtype.kind == "b":
+            other.view(U8).reshape(-1)[place] = rng.choice([0, 1, 2, 255])
+        elif other.dtype.kind == "f":
+            other.reshape(-1)[place] = rng.choice(FLOATS)
+        else:
+            other.reshape(-1)[place] = np.array(rng.choice(INTEGERS)).astype(other.dtype)
+    return _with(node, at, other)
+
+
+def attribute(rng: Random, node: Node) -> Node:
+    if not node.attributes:
+        return node
+    name = rng.choice(list(node.attributes))
+    kind = rng.random()
+    changed: Any = rng.choice(FLOATS if isinstance(node.attributes[name], float) else INTEGERS)
+    if kind < 0.1:
+        changed = rng.choice([1, 0.5, "text"])
+    elif isinstance(node.attributes[name], str):
+        changed = text(rng, node.attributes[name])
+    rest = {key: content for key, content in node.attributes.items() if key != name}
+    return replace(node, attributes=rest if kind > 0.97 else {**rest, name: changed})
+
+
+def text(rng: Random, steps: str) -> str:
+    """Another text of a region."""
+    lines = steps.split("\n")
+    at, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    words = lines[at].split(" ")
+    place = rng.randrange(len(words))
+    kind = rng.choice(["number", "number", "operator", "attribute", "remove", "repeat", "exchange", "cut", "word"])
+    if kind == "number":
+        words[place] = rng.choice(NUMBERS)
+    elif kind == "operator":
+        words[0] = rng.choice([*kernels.STANDARD, *kernels.IN_REGIONS, kernels.REGION, ""])
+    elif kind == "attribute":
+        words = [f"{word.partition('=')[0]}={rng.choice(INTEGERS)}" if "=" in word else word for word in words]
+    elif kind == "word":
+        words.insert(place, rng.choice([":", ">", "=", "axis=1", *NUMBERS]))
+    lines[at] = " ".join(words)
+    if kind == "remove":
+        del lines[at]
+    elif kind == "repeat":
+        lines.insert(other, lines[at])
+    elif kind == "exchange":
+        lines[at], lines[other] = lines[other], lines[at]
+    whole = "\n".join(lines)
+    return whole[: rng.randrange(len(whole) + 1)] if kind == "cut" else whole
+
+
+def inputs(rng: Random, node: Node) -> Node:
+    at, array = _one(rng, node)
+    kind = rng.choice(["drop", "repeat", "missing", "other", "constant", "constant"])
+    if kind == "constant":
+        return replace(node, constants=node.constants ^ {at})
+    if kind == "drop" and len(node.inputs) > 1:
+        return replace(node, inputs=node.inputs[:-1])
+    if kind == "repeat":
+        return replace(node, inputs=(*node.inputs, array))
+    return _with(node, at, None if kind == "missing" and len(node.inputs) > 1 else _one(rng, node)[1])
+
+
+def outputs(rng: Random, node: Node) -> Node:
+    kind = rng.choice(["drop", "more", "type"])
+    if kind == "drop" and len(node.types) > 1:
+        return replace(node, types=node.types[:-1])
+    if kind == "more":
+        return replace(node, types=(*node.types, 1))
+    return replace(node, types=(rng.choice([1, 2, 3, 6, 7, 8, 9, 10, 11]), *node.types[1:]))
+
+
+def kind(rng: Random, node: Node) -> Node:
+    return replace(node, kind=rng.choice([*kernels.IN_REGIONS, kernels.INT8_ARGMAX, kernels.REGION]))
+
+
+CHANGES = (shape, shape, shape, element, value, value, value, attribute, attribute, attribute, inputs, outputs, kind)
+
+
+def hostile(seed: int, index: int) -> Node:
+    """Case ``index``: a right node with none to three changes."""
+    rng = Random(f"{seed}/{index}")
+    node = rng.choice([operator, operator, step, chain])(rng)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        node = rng.choice(CHANGES)(rng, node)
+    return node
+
+
+def _one(rng: Random, node: Node) -> tuple[int, Array]:
+    at = rng.choice([at for at, array in enumerate(node.inputs) if array is not None])
+    array = node.inputs[at]
+    assert array is not None
+    return at, array
+
+
+def _with(node: Node, at: int, array: Array | None) -> Node:
+    return replace(node, inputs=(*node.inputs[:at], array, *node.inputs[at + 1 :]))

@@ -1,0 +1,122 @@
+"""Programs whose numbers contradict each other are refused before ExecuTorch sees them: it would end the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("executorch")
+
+from ssdevice.errors import BundleError
+from ssdevice.runtime.executorch import checks
+from ssdevice.runtime.executorch.checks import INT, TENSOR, TENSORS, check_program
+from ssdevice.runtime.executorch.engine import PROGRAM
+from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, instructions
+from ssdevice.runtime.executorch.flatbuffer import Table, read_program
+from ssdevice.runtime.executorch.program import load_program
+from tests.export.executorch import programs
+from tests.fuzz.programs import mutate
+
+Place = Callable[[Table], int]
+"""Where a change goes: its offset in the file, found from a method of the program."""
+WORD, BYTE = 4, 1
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    return programs.bundle().file(PROGRAM)
+
+
+def field(table: Table, number: int) -> int:
+    found = table._field(number)
+    assert found is not None
+    return found
+
+
+def call(plan: Table, kind: int) -> Table:
+    """The first call of a kernel or a delegate that is not the first of its table, which the file leaves out."""
+    calls = (one.table(1) for one in instructions(plan) if one.byte(0) == kind)
+    return next(found for found in calls if found.integer(0))
+
+
+def instruction(plan: Table) -> Table:
+    return next(instructions(plan))
+
+
+def value(plan: Table, kind: int) -> Table:
+    """The first value of a kind."""
+    return next(entry for entry in plan.tables(2) if entry.byte(0) == kind)
+
+
+def first_argument(plan: Table) -> Table:
+    return list(plan.tables(2))[call(plan, KERNEL).integers(1)[0]]
+
+
+def inner(plan: Table) -> Table:
+    """The first tensor that has sizes, and a place in a buffer."""
+    tensors = [entry.table(1) for entry in plan.tables(2) if entry.byte(0) == TENSOR]
+    return next(tensor for tensor in tensors if tensor.integers(2) and tensor.has(6))
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "width", "message"),
+    [
+        (lambda plan: field(call(plan, KERNEL), 0), 9999, WORD, "an operator has the index 9999"),
+        (lambda plan: field(call(plan, DELEGATE), 0), 99, WORD, "a delegate has the index 99"),
+        (lambda plan: call(plan, KERNEL).vector(1, 4)[0], 9999, WORD, "an argument has the index 9999"),
+        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], 1 << 31, WORD, "an argument has the index -2147483648"),
+        (lambda plan: call(plan, KERNEL).vector(1, 4)[0] - 4, 1, WORD, "values, a call has 1"),
+        (lambda plan: plan.vector(3, 4)[0], 9999, WORD, "a value has the index 9999"),
+        (lambda plan: field(instruction(plan), 0), 4, BYTE, "an instruction of kind 4"),
+        (lambda plan: field(first_argument(plan), 0), INT, BYTE, "is called with a value of kind 2, expected"),
+        (lambda plan: field(value(plan, TENSOR), 0), 77, BYTE, "is of kind 77"),
+        (lambda plan: next(plan.tables(6)).vector(0, 1)[0], 0xFF, BYTE, "utf-8"),
+        (lambda plan: next(plan.tables(6)).vector(0, 1)[0] + 4, ord("x"), BYTE, "an operator called 'atenx:"),
+        (lambda plan: value(plan, TENSORS).table(1).vector(0, 4)[0], 9999, WORD, "has the index 9999"),
+        (lambda plan: inner(plan).vector(2, 4)[0], 0xFFFFFFFF, WORD, "has sizes [-1"),
+        (lambda plan: inner(plan).vector(2, 4)[0], 1 << 20, WORD, "in its place are"),
+        (lambda plan: inner(plan).vector(3, 1)[0], 9, BYTE, "in order [9"),
+        (lambda plan: field(inner(plan), 0), 99, BYTE, "has elements of type 99"),
+        (lambda plan: field(inner(plan).table(6), 0), 99, WORD, "a tensor's buffer has the index 99"),
+    ],
+)
+def test_a_number_that_leads_nowhere_is_refused(
+    file: Path, tmp_path: Path, place: Place, number: int, width: int, message: str
+) -> None:
+    at = read_program(file, lambda _, root: place(next(p for p in root.tables(1) if p.text(0) == "step")))
+    changed = bytearray(file.read_bytes())
+    changed[at : at + width] = number.to_bytes(width, "little")
+    target = tmp_path / "model.pte"
+    target.write_bytes(changed)
+    with pytest.raises(BundleError, match="not a whole ExecuTorch program") as found:
+        load_program(target)
+    assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_changed_programs_are_refused_or_read(file: Path, tmp_path: Path) -> None:
+    target, refused = tmp_path / "model.pte", 0
+    for index in range(100):
+        target.write_bytes(mutate(Random(index), file.read_bytes())[0])
+        try:
+            check_program(target)
+        except BundleError:
+            refused += 1
+    assert 0 < refused < 100
+
+
+def test_an_operator_that_torch_does_not_know_is_left_to_executorch() -> None:
+    assert checks._arguments("aten::no_such_operator", "out") is None
+    checks._check_call(("aten::no_such_operator", "out"), [TENSOR])
+
+
+@pytest.mark.slow
+def test_changed_programs_do_not_end_the_process(repository: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.programs", "--seed", "5", "--count", "100"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,0 +1,129 @@
+"""The compiled kernels as a file: where it is put, and that nothing else is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ssdevice.cli import main
+from ssdevice.errors import InputError
+from ssdevice.runtime.onnx import kernels
+from tests.compiled_kernels import COMPILER, NO_COMPILER, built
+from tests.runtime.tiny_bundle import tiny_bundle
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of this test's own, which engines find."""
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setenv(kernels.FOLDER, str(folder))
+    file = folder / built("native").name
+    shutil.copy(built("native"), file)
+    assert kernels.library() == file
+    return file
+
+
+def refusal(file: Path) -> str:
+    """What is said instead of loading a library."""
+    with pytest.raises(InputError) as raised, kernels.crew(file, 1):
+        pass
+    return str(raised.value)
+
+
+def test_the_command_puts_the_kernels_where_engines_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv(kernels.FOLDER, str(folder))
+    folder.mkdir(mode=0o755)
+    (folder / f"{kernels.PREFIX}of-another-version.so").touch()
+    assert kernels.library() is None and main(["kernels"]) == 0
+    file = kernels.library()
+    assert file is not None and str(file) in capsys.readouterr().out
+    with kernels.crew(file, 1):
+        assert list(folder.iterdir()) == [file]
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Path:
+    """Made before there is a library, which an export would use."""
+    return tiny_bundle("fp32").folder
+
+
+def test_half_a_library_is_one_line_and_can_be_left_out(
+    bundle: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+    arguments = ["run", str(bundle), "--prompt", "abc", "--max-tokens", "2", "--quiet"]
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "its sha256 is another" in line and "ssdevice kernels" in line and "--no-kernels" in line
+    assert main([*arguments, "--no-kernels"]) == 0
+
+
+@pytest.mark.parametrize("change", [b"", b"no library", b"\0"])
+def test_other_contents_are_refused(library: Path, change: bytes) -> None:
+    library.write_bytes(library.read_bytes() + change if change == b"\0" else change)
+    assert "its sha256 is another" in refusal(library)
+
+
+def test_what_was_compiled_elsewhere_is_loaded_or_one_line(library: Path) -> None:
+    library.write_bytes(b"for another system")
+    other = kernels.put(library, library.parent)
+    said = refusal(other)
+    assert "cannot be loaded" in said and "ssdevice kernels" in said
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_library_that_others_can_change_is_refused(library: Path, mode: int) -> None:
+    library.chmod(mode)
+    assert refusal(library) == f"{library} can be changed by other users (mode {mode:o}); chmod go-w {library}"
+    library.chmod(0o755)
+    library.parent.chmod(mode)
+    assert f"{library.parent} can be changed by other users" in refusal(library)
+    with pytest.raises(InputError, match="chmod go-w"):
+        kernels.build()
+
+
+def test_a_library_or_folder_of_another_user_is_refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = library.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    if owner:  # root's are trusted by everyone
+        assert "belongs to another user" in refusal(library)
+    monkeypatch.undo()
+    if os.getuid() == 0:
+        for path in (library, library.parent):
+            os.chown(path, 12345, -1)
+            assert f"{path} belongs to another user (id 12345)" in refusal(library)
+            os.chown(path, 0, -1)
+
+
+def test_a_link_is_as_good_as_what_it_leads_to(library: Path, tmp_path: Path) -> None:
+    link = tmp_path / library.name
+    link.symlink_to(library)
+    with kernels.crew(link, 1):
+        pass
+    library.parent.chmod(0o777)
+    assert "can be changed by other users" in refusal(link)
+
+
+def test_a_library_that_is_gone_is_one_line(library: Path) -> None:
+    library.unlink()
+    assert "cannot be read (No such file or directory)" in refusal(library)
+
+
+def test_what_a_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(kernels.FOLDER, str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"CXX is no-such-compiler.*apt-get install g\+\+"):
+        kernels.build()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(InputError, match="false cannot compile the kernels"):
+        kernels.build()
+    assert list(tmp_path.iterdir()) == [] and kernels.library() is None
