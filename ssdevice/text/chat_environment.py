@@ -106,6 +106,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _rendered(
     template: Template, names: dict[str, Any], messages: Any, opened: bool
 ) -> tuple[str | None, str | None, bool]:
+    """The text, the reason where there is none, and whether the process should answer no more."""
     fixed = {"messages": messages, "add_generation_prompt": opened}
     try:
         text = template.render({"tools": None, "documents": None, **names, **fixed})
