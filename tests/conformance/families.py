@@ -52,17 +52,19 @@ def write_family(folder: Path, name: str) -> Path:
 
     base, adapter = folder / "base", folder / "adapter"
     write_tokenizer(base)
-    hf = AutoModelForCausalLM.from_config(wide_config(name), attn_implementation="eager")
-    layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
-    linears = {path.rpartition(".")[2] for path, part in layers.named_modules() if isinstance(part, torch.nn.Linear)}
     for attempt in count():
+        hf = AutoModelForCausalLM.from_config(wide_config(name), attn_implementation="eager")
         randomise(hf, SEEDS.get(name, 0))
-        with torch.no_grad():  # layers that drown what they read say the same after every token
-            for value in layers.parameters():
-                value.mul_(0.7**attempt if value.dim() > 1 else 1)
+        with torch.no_grad():  # tokens that biases drown are all followed by the same
+            for path, value in hf.named_parameters():
+                value.mul_(4**attempt if "embed" in path else 1)
         hf.save_pretrained(base)
+        layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
+        linears = {
+            path.rpartition(".")[2] for path, part in layers.named_modules() if isinstance(part, torch.nn.Linear)
+        }
         write_lora(write_adapter(adapter, base, msa_layers=1), base, target_modules=sorted(linears))
-        if len(set(generated(folder))) > TOKENS // 4:
+        if len(set(generated(folder))) > TOKENS // 6:
             return folder
     raise AssertionError
 
