@@ -171,20 +171,6 @@ def test_an_adapter_is_refused_by_both(
     _refused_by_both(base, tmp_path, ("--adapter", f"app={adapter}", *flags), said, capsys, monkeypatch)
 
 
-@pytest.mark.slow
-def test_a_template_that_hosts_cannot_fill_in_is_refused_by_both(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("coremltools")
-    folder = tmp_path / "base"
-    shutil.copytree(base, folder)
-    written(TEMPLATE, EACH.replace("m['content']", "(m['content'] | upper if m['role'] == 'user' else m['content'])"))(
-        folder
-    )
-    flags = ("--target", "coreml", "--quant", "fp16")
-    _refused_by_both(folder, tmp_path, flags, "does not write the user's message", capsys, monkeypatch)
-
-
 def _refused_by_both(
     base: Path, tmp_path: Path, flags: tuple[str, ...], said: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
