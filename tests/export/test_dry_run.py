@@ -66,7 +66,7 @@ def one_word_more(folder: Path) -> None:
     """A tokenizer with an id for which the model has no embedding."""
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["model"]["vocab"]["a"] = 300
+    content["model"]["vocab"]["<unk>"] = 300
     file.write_text(json.dumps(content))
 
 
@@ -91,7 +91,7 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         ), (), "no stop token",
     ),
     "a template that refuses": (written(TEMPLATE, "{{ raise_exception('no') }}"), (), "chat template"),
-    "a token without an embedding": (one_word_more, (), "a prompt has the token 300, the model has only 300"),
+    "a token without an embedding": (one_word_more, (), "with id 300, the model has 300 tokens"),
     "no weights": (removed(WEIGHTS), (), "no .safetensors weights"),
     "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"), (), "pytorch_model.bin is not what transformers loads"),
     "a pointer as weights": (written(WEIGHTS, POINTER), (), "model.safetensors is a Git LFS pointer"),
