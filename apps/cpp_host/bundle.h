@@ -102,7 +102,7 @@ class Bundle {
 
   Function function_of(const Json& spec) const {
     const auto tensors = [&](const char* key) {
-      std::vector<Tensor> made;
+      std::vector<TensorSpec> made;
       for (const Json& tensor : spec.at(key)) {
         Shape shape;
         for (const Json& size : tensor.at("shape")) {

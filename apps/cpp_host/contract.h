@@ -22,22 +22,22 @@ inline int64_t elements(const Shape& shape) {
   return count;
 }
 
-struct Tensor {
+struct TensorSpec {
   std::string name;
   Shape shape;
   Type type;
 
-  bool operator==(const Tensor& other) const {
+  bool operator==(const TensorSpec& other) const {
     return name == other.name && shape == other.shape && type == other.type;
   }
 };
 
 struct Function {
   std::string name;
-  std::vector<Tensor> inputs, outputs;
+  std::vector<TensorSpec> inputs, outputs;
 
   // The cache's new rows, the last output.
-  const Tensor& rows() const { return outputs.back(); }
+  const TensorSpec& rows() const { return outputs.back(); }
 
   bool operator==(const Function& other) const {
     return name == other.name && inputs == other.inputs && outputs == other.outputs;
@@ -75,7 +75,7 @@ struct Geometry {
 
   Function function(const std::string& name) const {
     Function made{name, {}, {}};
-    const Tensor root{"root", {1}, kInt32}, length{"length", {1}, kInt32}, next{"next_drafts", {gamma, k}, kInt32};
+    const TensorSpec root{"root", {1}, kInt32}, length{"length", {1}, kInt32}, next{"next_drafts", {gamma, k}, kInt32};
     if (name == kStep) {
       made.inputs = {root, {"drafts", {gamma, k}, kInt32}, length};
       made.outputs = {{"tokens", {emitted}, kInt32}, {"count", {1}, kInt32}, next};

@@ -143,7 +143,7 @@ class Graph {
     compare(function_.inputs, ort.SessionGetInputCount, ort.SessionGetInputName, ort.SessionGetInputTypeInfo);
     compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
-      for (const Tensor& tensor : *tensors) {
+      for (const TensorSpec& tensor : *tensors) {
         if (tensor.type != kInt32) continue;
         ids[tensor.name].reserve(1);  // a model that drafts nothing still has a tensor for drafts
         ids[tensor.name].resize(elements(tensor.shape));
@@ -206,13 +206,13 @@ class Graph {
 
   // Throws an Error unless the inputs or outputs of the graph are the expected tensors; a size that the graph leaves open fits.
   template <typename Count, typename Name, typename Info>
-  void compare(const std::vector<Tensor>& expected, Count count_of, Name name_of, Info info_of) const {
+  void compare(const std::vector<TensorSpec>& expected, Count count_of, Name name_of, Info info_of) const {
     OrtAllocator* allocator = nullptr;
     check(api().GetAllocatorWithDefaultOptions(&allocator));
     size_t count = 0;
     check(count_of(session_.get(), &count));
-    std::map<std::string, const Tensor*> waiting;
-    for (const Tensor& tensor : expected) waiting[tensor.name] = &tensor;
+    std::map<std::string, const TensorSpec*> waiting;
+    for (const TensorSpec& tensor : expected) waiting[tensor.name] = &tensor;
     for (size_t i = 0; i < count; ++i) {
       char* given = nullptr;
       check(name_of(session_.get(), i, allocator, &given));
@@ -227,7 +227,7 @@ class Graph {
     if (!waiting.empty()) throw Error(file_ + ": the graph has no tensor " + safe(waiting.begin()->first));
   }
 
-  static bool fits(const Tensor& tensor, const OrtTypeInfo* info) {
+  static bool fits(const TensorSpec& tensor, const OrtTypeInfo* info) {
     const OrtTensorTypeAndShapeInfo* details = nullptr;
     auto type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
     size_t rank = 0;

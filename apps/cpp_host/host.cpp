@@ -60,7 +60,7 @@ int main(int argc, char** argv) try {
   std::cerr << all.tokens / all.seconds << " tokens/s, " << double(all.tokens) / all.calls << " per call, of which the host takes "
             << 1e6 * host << " us\n";
 } catch (const std::exception& error) {
-  std::string text = error.what();  // it may quote a bundle
+  std::string text = std::string(error.what()).substr(0, 1000);  // it may quote a bundle
   std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 127; }, ' ');
   std::cerr << "host: " << text << '\n';
   return 2;

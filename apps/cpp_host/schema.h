@@ -17,7 +17,8 @@ inline std::string safe(const std::string& text) {
   return Json(text.substr(0, 100)).dump(-1, ' ', true, Json::error_handler_t::replace);
 }
 
-// The value in a JSON text on which no two readers disagree: no key twice, no byte order mark, at most 32 levels.
+// The value in a JSON text on which no two readers disagree: no key twice, no byte order mark, nothing after a NUL, where the
+// library would end, and at most 32 levels.
 inline Json parse_strict(const std::string& text, const std::string& where) {
   constexpr int kMostLevels = 32;
   std::vector<std::set<std::string>> seen;  // the keys of each object that is open
@@ -31,6 +32,7 @@ inline Json parse_strict(const std::string& text, const std::string& where) {
     return true;
   };
   if (!text.empty() && text[0] == '\xEF') throw Error(where + ": not JSON: it begins with a byte order mark");
+  if (text.find('\0') != std::string::npos) throw Error(where + ": not JSON: it has a NUL character");
   try {
     return Json::parse(text, watch);
   } catch (const Json::exception&) {  // its text quotes what it could not read

@@ -210,7 +210,7 @@ class Backbone(nn.Module):
 def _tie_if_equal(embedding: nn.Embedding, head: nn.Module) -> None:
     """Let a head share the embedding's weights if they are equal: some converters store equal constants only once."""
     ours, theirs = embedding.weight, getattr(head, "weight", None)
-    if ours is theirs or theirs is None or ours.shape != theirs.shape:
+    if ours is theirs or theirs is None or ours.shape != theirs.shape or ours.is_meta:  # without values in a plan
         return
     middle = len(ours) // 2  # rows of mapped weights are read from a file
     if torch.equal(ours[middle], theirs[middle]) and torch.equal(ours, theirs):

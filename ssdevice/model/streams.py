@@ -113,7 +113,7 @@ class Streams(nn.Module):
         self.split = RowSplit()
         self.identifiers = nn.Parameter(torch.randn(config.gamma, width) * 0.02)
         if config.draft_vocabulary:
-            check_draft_ids(torch.arange(config.draft_vocabulary), self.vocab)
+            check_draft_ids(torch.arange(config.draft_vocabulary, device="cpu"), self.vocab)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
         self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None

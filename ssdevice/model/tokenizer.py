@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, first_line
+from ssdevice.errors import ConfigError, check_no_pointer, first_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -92,6 +92,7 @@ def as_transformers(folder: Path) -> Any:
             f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         )
+    check_no_pointer(file)
     try:
         opened = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each class raises what it likes

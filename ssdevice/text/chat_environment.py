@@ -22,8 +22,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_BYTES = 1 << 29
-"""Address space of the process."""
 MAX_CHARS = 1 << 23
 """Of a prompt."""
 MAX_REASON = 300
@@ -88,47 +86,54 @@ def _constants(source: str) -> list[str]:
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """``{"invalid": reason}``, or ``constants`` and ``texts``: one ``[text, reason for refusal]`` a conversation."""
+    """``invalid``: the reason; or ``constants``; or ``texts``: a text, or the reason for a refusal, by conversation.
+
+    ``last``: whether this process should answer no more. After a MemoryError Python 3.11 was seen to be in disorder.
+    """
     source = request["template"]
     try:
         template = _compiled(source)
         if request["conversations"] is None:
-            return {"constants": _constants(source)}
+            return {"constants": _constants(source), "last": False}
     except Exception as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
         what = "" if isinstance(error, MemoryError) else "it is not valid jinja2: "  # constants are computed here
         line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-        return {"invalid": what + _reason(error) + line}
-    return {"texts": [_rendered(template, request["names"], *given) for given in request["conversations"]]}
+        return {"invalid": what + _reason(error) + line, "last": True}
+    texts = [_rendered(template, request["names"], *given) for given in request["conversations"]]
+    return {"texts": [text[:2] for text in texts], "last": any(last for *_, last in texts)}
 
 
-def _rendered(template: Template, names: dict[str, Any], messages: Any, opened: bool) -> list[str | None]:
+def _rendered(
+    template: Template, names: dict[str, Any], messages: Any, opened: bool
+) -> tuple[str | None, str | None, bool]:
+    """The text, the reason where there is none, and whether the process should answer no more."""
     fixed = {"messages": messages, "add_generation_prompt": opened}
     try:
         text = template.render({"tools": None, "documents": None, **names, **fixed})
     except Exception as error:  # anything that a template's own expressions can raise
-        return [None, _reason(error)]
+        return None, _reason(error), not isinstance(error, TemplateError)
     if len(text) > MAX_CHARS:
-        return [None, f"it makes a prompt of {len(text)} characters, at most {MAX_CHARS} are allowed"]
-    return [text, None]
+        return None, f"it makes a prompt of {len(text)} characters, at most {MAX_CHARS} are allowed", False
+    return text, None, False
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, MemoryError):
-        return f"it takes more than the {MAX_BYTES >> 20} MB of memory that it is allowed"
+        return "it takes more memory than it is allowed"
     return " ".join((str(error) or type(error).__name__).split())[:MAX_REASON]
 
 
 def main() -> None:
-    """Answer requests until there are no more. Argument: seconds of processor time for each."""
+    """Answer requests until there are no more. Arguments: seconds of processor time for each, bytes of memory."""
     import signal
 
-    seconds = float(sys.argv[1])
+    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
     limited = hasattr(signal, "setitimer")
     with suppress(ImportError):  # where a system has no such limits, the parent still ends what takes too long
         import resource
 
-        for limit, most in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
             with suppress(OSError, ValueError):
                 resource.setrlimit(limit, (most, most))
     for line in sys.stdin.buffer:

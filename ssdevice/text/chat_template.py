@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,13 +72,13 @@ class ChatFormat:
         return ChatFormat(None, {}, self.stop_ids, {}, frames)
 
 
-_renderer = Renderer()
-
-
 class ChatTemplate:
     """A chat template, rendered by another process under limits. Raises ConfigError for one that is not valid."""
 
     def __init__(self, chat: ChatFormat) -> None:
+        # Of its own: what a hostile template does to Python must not reach another's prompts.
+        self._renderer = Renderer()
+        weakref.finalize(self, self._renderer.close)
         self._template = chat.template
         self._names = {**chat.special_tokens, **chat.variables}
         self.constants: list[str] = self._ask(None)["constants"]
@@ -96,7 +97,7 @@ class ChatTemplate:
 
     def _ask(self, conversations: Sequence[Conversation] | None) -> Any:
         given = None if conversations is None else [([*map(dict, said)], opened) for said, opened in conversations]
-        answer = _renderer.ask({"template": self._template, "names": self._names, "conversations": given})
+        answer = self._renderer.ask({"template": self._template, "names": self._names, "conversations": given})
         if "invalid" in answer:
             raise ConfigError(f"the chat template cannot be used: {answer['invalid']}")
         return answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -16,20 +15,21 @@ from ssdevice.errors import ConfigError
 
 SECONDS = 5.0
 """Of processor time for one request: many times what a prompt of a million tokens takes."""
+MEMORY = 1 << 29
+"""Bytes of address space."""
 WAIT = 20.0
 """Seconds until the process is killed in any case: on a busy machine, and where processor time has no limit."""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
 
 
 class Renderer:
-    """One process that renders any template; it starts with the first request, and anew after it was killed."""
+    """One process, which starts with the first request, and anew when it was killed or a template broke it."""
 
-    def __init__(self, seconds: float = SECONDS, wait: float = WAIT) -> None:
-        self.seconds, self.wait = seconds, wait
+    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY, wait: float = WAIT) -> None:
+        self.seconds, self.memory, self.wait = seconds, memory, wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        atexit.register(self.close)
 
     def ask(self, request: dict[str, Any]) -> Any:
         """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
@@ -40,7 +40,10 @@ class Renderer:
             try:
                 answer = _exchange(process, json.dumps(request).encode() + b"\n")
                 if answer.endswith(b"\n"):
-                    return json.loads(answer)
+                    found = json.loads(answer)
+                    if found["last"]:
+                        self.close()
+                    return found
                 ending = process.wait()
                 late = not timer.is_alive()
             except BaseException:
@@ -59,7 +62,7 @@ class Renderer:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self.close()
             # -P: a jinja2.py in the current folder is none of ours.
-            command = [sys.executable, "-P", str(PROGRAM), str(self.seconds)]
+            command = [sys.executable, "-P", str(PROGRAM), str(self.seconds), str(self.memory)]
             window = getattr(subprocess, "CREATE_NO_WINDOW", 0)
             pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
             try:

@@ -35,8 +35,8 @@ def user_content(instruction: str | None, prompt: str) -> str:
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
-def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, context: int) -> list[int]:
-    """The ids of the app's shortest prompt. Raises InputError if they leave no room for an answer in the context."""
+def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, context: int) -> None:
+    """Raise InputError for an app whose shortest prompt leaves no room for an answer in the context."""
     ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
     if len(ids) >= context:
         what = f"the instruction of app {app!r} and the chat template" if instruction else "the chat template"
@@ -44,7 +44,6 @@ def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, cont
             f"{what} take {len(ids)} tokens, which leaves no room for an answer in a context of {context}: "
             "export with a larger --context, or train the app with a shorter --instruction"
         )
-    return ids
 
 
 class ChatTokenizer:

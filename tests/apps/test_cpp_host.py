@@ -303,6 +303,7 @@ def test_json_on_which_readers_may_disagree_is_one_line(folder: Path, old: bytes
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: there is no such file"),
         (lambda folder: (folder / "manifest.json").write_bytes(b""), "not JSON"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is array, expected object"),
+        (lambda folder: extend(folder / "manifest.json", b"\0"), "a NUL character"),
         (lambda folder: (folder / "step.onnx").unlink(), "step.onnx: there is no such file"),
         (lambda folder: (folder / "more.txt").touch(), '"more.txt" is not listed; remove it'),
         (lambda folder: (folder / "link").symlink_to("/etc"), '"link" is not a plain file'),
@@ -316,6 +317,10 @@ def test_a_folder_that_is_not_as_listed_is_one_line(
 ) -> None:
     change(folder)
     refused_by_both(folder, message)
+
+
+def extend(file: Path, more: bytes) -> None:
+    file.write_bytes(file.read_bytes() + more)
 
 
 def flip(file: Path) -> None:

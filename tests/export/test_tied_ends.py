@@ -23,7 +23,7 @@ def export(base: Path, end: str, out: Path, target: str, quant: Quant) -> tuple[
     return lora, export_bundle(options, lambda *_: None).folder
 
 
-@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("end", ["lm_head", pytest.param("embed_tokens", marks=pytest.mark.slow)])
 def test_answers_are_those_of_an_adapter_that_is_not_merged(base: Path, end: str, tmp_path: Path) -> None:
     lora, bundle = export(base, end, tmp_path, "onnx", Quant.FP32)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(lora)).eval()

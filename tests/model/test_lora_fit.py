@@ -114,9 +114,9 @@ def test_every_kind_of_lora_computes_what_peft_computes_without_merging(
     write(tmp_path, **options)
     expected = logits(PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path)).eval())
     assert (expected - logits(tiny_model("llama"))).abs().max() > 0.1
-    torch.testing.assert_close(logits(merge_lora(tiny_model("llama"), tmp_path)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(merge_lora(tiny_model("llama"), tmp_path)), expected, rtol=1e-5, atol=1e-4)
     with suppress(UnsupportedModelError):  # not every kind can stay beside the base
-        torch.testing.assert_close(logits(attach_lora(tiny_model("llama"), tmp_path)), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits(attach_lora(tiny_model("llama"), tmp_path)), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [*OPTIONS[:2], HEAD], ids=str)

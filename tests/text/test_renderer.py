@@ -53,11 +53,14 @@ DEEP = {
 }
 
 
-@pytest.fixture(autouse=True)
-def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Renderer]:
-    made = Renderer(seconds=0.3)
-    monkeypatch.setattr(chat_template, "_renderer", made)
-    yield made
+@pytest.fixture(autouse=True, scope="module")
+def renderer() -> Iterator[Renderer]:
+    """One process for all, so that a test shows what the one before left."""
+    made = Renderer(seconds=0.3, memory=1 << 27)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "Renderer", lambda: made)
+        patch.setattr(chat_template.weakref, "finalize", lambda *_: None)
+        yield made
     made.close()
 
 
@@ -112,14 +115,14 @@ def test_a_process_that_was_ended_or_interrupted_is_replaced(
 def test_without_a_limit_of_processor_time_the_wait_has_an_end(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer.wait = 0.5
+    renderer.close()
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen
     with monkeypatch.context() as patch:
+        patch.setattr(renderer, "wait", 0.5)
         patch.setattr(subprocess, "Popen", lambda command, **options: started(sleeper, **options))
         with pytest.raises(ConfigError, match=r"takes more than the 0\.5 s"):
             render(PLAIN)
-    renderer.wait = 20
     assert render(PLAIN) == "<user>hi"
 
 

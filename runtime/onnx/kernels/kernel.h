@@ -64,15 +64,13 @@ class Shape {
 
   void Append(int64_t size) {
     Require(rank_ < kMost, "a tensor has too many dimensions");
-    Require(size >= 0, "a size is negative");
-    elements_ = Times(elements_, std::max<int64_t>(size, 1));
-    Require(elements_ <= kMostElements, kTooLarge);
-    sizes_[rank_++] = size;
+    Set(rank_++, size);
   }
   Shape With(size_t axis, int64_t size) const {
     Require(axis < rank_, "a tensor has too few dimensions");
-    Shape other;
-    for (size_t i = 0; i < rank_; ++i) other.Append(i == axis ? size : sizes_[i]);
+    Shape other = *this;
+    other.elements_ /= std::max<int64_t>(sizes_[axis], 1);
+    other.Set(axis, size);
     return other;
   }
   Shape WithLast(int64_t size) const { return With(rank_ - 1, size); }
@@ -84,6 +82,13 @@ class Shape {
   int64_t Rows() const { return WithLast(1).Count(); }
 
  private:
+  void Set(size_t axis, int64_t size) {
+    Require(size >= 0, "a size is negative");
+    elements_ = Times(elements_, std::max<int64_t>(size, 1));
+    Require(elements_ <= kMostElements, kTooLarge);
+    sizes_[axis] = size;
+  }
+
   size_t rank_ = 0;
   int64_t sizes_[kMost] = {}, elements_ = 1;
 };
@@ -168,7 +173,7 @@ class Context {
   template <typename Run>
   void EachRow(int64_t rows, int64_t width, Run run) {
     constexpr int64_t kAlone = 1 << 12;  // numbers that one thread has done when a second has begun
-    Each(rows, run, rows < 2 || rows * width < kAlone);
+    if (width > 0) Each(rows, run, rows < 2 || rows * width < kAlone);  // of no numbers there may be endless rows
   }
 };
 

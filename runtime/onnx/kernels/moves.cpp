@@ -170,7 +170,8 @@ struct Cast : Kernel {
   static void From(const Tensor& x, Made made, T* y) {
     const int64_t count = x.shape.Count();
     if (x.type == Type::kBool) {  // as bytes, of which a graph may give others than 0 and 1
-      std::transform(x.As<uint8_t>(), x.As<uint8_t>() + count, y, [&](uint8_t value) { return made(value != 0); });
+      const T none = made(false), one = made(true);
+      std::transform(x.As<uint8_t>(), x.As<uint8_t>() + count, y, [=](uint8_t value) { return value ? one : none; });
       return;
     }
     AsNumber(x.type, [&](auto element) {

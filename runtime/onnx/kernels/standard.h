@@ -39,7 +39,7 @@ inline Shape Repeated(const Shape& a, const Shape& b) {
     const size_t axis = longer.Rank() - back;
     const int64_t mine = longer[axis], its = other[other.Rank() - back];
     Require(mine == its || mine == 1 || its == 1, "its inputs do not fit each other");
-    whole = whole.With(axis, mine == 1 ? its : mine);
+    if (mine != its && mine == 1) whole = whole.With(axis, its);
   }
   return whole;
 }

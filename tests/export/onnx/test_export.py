@@ -184,7 +184,7 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--tree", TREE], "takes a chain"),
         (["--adapter", "a={adapter}", "--context", "4"], "cannot hold"),
         (["--adapter", "a={adapter}", "--context", "7"], "cannot hold"),
-        (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk is 0"),
+        (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk: 0, expected 1 or more"),
         (["--quant", "fp16"], "has no fp16 form"),
         (["--schedule", "fused"], "--schedule needs an adapter with streams"),
         (["--adapter", "a={adapter}", "--adapter-precision", "fp16"], "merged, unless with --slots"),

@@ -52,10 +52,16 @@ def test_sizes_that_no_machine_has_are_refused(name: str) -> None:
 
 
 def test_nothing_is_moved_in_no_time_however_often() -> None:
-    """A million times a million rows of no bytes."""
+    """A million times a million rows of no bytes, and of no numbers."""
     x, ids = np.zeros((1 << 20, 1, 0), F), np.zeros(1 << 20, J)
     node = region("2 1\nGather axis=1 : 0 1 > 2", x, ids)
     assert opened(node).run(None, node.feeds())[0].shape == (1 << 20, 1 << 20, 0)
+    rows = np.zeros((3, 1 << 40, 0), F)
+    for node in (
+        Node(kernels.GATED_SILU, (rows,)),
+        Node(kernels.ADD_NORM, (rows, rows, rows[0, 0]), (1, 1), {"epsilon": 1e-5}),
+    ):
+        assert opened(node).run(None, node.feeds())[0].shape == rows.shape
 
 
 @pytest.mark.parametrize(
