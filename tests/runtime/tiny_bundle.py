@@ -67,8 +67,11 @@ def _write_adapter(out: Path) -> None:
 
 
 @cache
-def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0) -> Bundle:
-    """The bundle in a precision. Without streams its step verifies ``repeats`` drafts of the host, if there are any."""
+def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0, choose: bool = False) -> Bundle:
+    """The bundle in a precision. Without streams its step verifies ``repeats`` drafts of the host, if there are any.
+
+    ``choose``: the host can choose tokens, too.
+    """
 
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
@@ -83,10 +86,11 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0) -> 
             tree=TREE if streams else Tree.chain(repeats),
             context=CONTEXT,
             chunk=CHUNK,
+            choose=choose,
         )
         export_bundle(options, lambda *_: None)
 
-    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}-{repeats}", export))
+    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}-{repeats}{'-choose' * choose}", export))
 
 
 def bundle_of_another_base(out: Path) -> Path:

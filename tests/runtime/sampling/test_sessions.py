@@ -1,0 +1,160 @@
+"""The promise of sampling: for a seed, the same tokens and log-probabilities in every decoding mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+
+from ssdevice.cli import main
+from ssdevice.contract import DRAFT, VERIFY, VERIFY_PLAIN
+from ssdevice.errors import InputError
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE, Advance, decode, plain, speculative
+from ssdevice.runtime.sampling.choice import Chooser, Logprobs
+from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.session import Session
+from ssdevice.text.stream import Emission
+from tests.runtime.tiny_bundle import CONTEXT, TREE, tiny_bundle
+
+SAMPLERS = (
+    Sampling(temperature=0.3, logprobs=2),
+    Sampling(temperature=0.8, logprobs=2),
+    Sampling(temperature=1.2, top_p=0.9, logprobs=2),
+    Sampling(temperature=0.9, min_p=0.05, repetition_penalty=1.3, logprobs=2),
+    Sampling(temperature=0.7, top_k=5, presence_penalty=0.5, frequency_penalty=0.5, logprobs=2),
+    Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3, logprobs=2),
+    Sampling(temperature=1.0, logit_bias={5: 3.0, 7: -3.0}, min_new_tokens=30, suppress=(9,), logprobs=2),
+)
+Force = Callable[[Conversation, Sequence[int]], None]
+
+
+@pytest.fixture(scope="module", params=["fp32", "int8"])
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    with Session.open(tiny_bundle(request.param, choose=True), threads=1) as opened:
+        yield opened
+
+
+def answer(
+    session: Session, sampling: Sampling, prompt: Sequence[int], advance: Advance, force: Force | None = None
+) -> tuple[list[int], Chooser, list[int]]:
+    """Tokens up to the end of the context, their chooser, and how many each call emitted; no token stops them."""
+    conversation = session.engine.new_conversation()
+    conversation.chooser = chooser = Chooser(sampling, prompt, [0], session.engine.geometry.vocab)
+    tokens: list[int] = []
+
+    def accept(run: Sequence[int]) -> Emission:
+        tokens.extend(run)
+        return Emission("", len(run), False)
+
+    def forced(held: Conversation, last: int) -> Sequence[int]:
+        if force is not None:
+            force(held, tokens)
+        return advance(held, last)
+
+    return tokens, chooser, [len(run.tokens) for run in decode(conversation, prompt, forced, accept, 1000)]
+
+
+def agree(found: list[Logprobs], expected: list[Logprobs], exactly: bool = False) -> None:
+    if exactly:
+        assert found == expected
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.values == pytest.approx(other.values, abs=1e-3)
+        assert one.chosen == pytest.approx(other.chosen, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
+def test_forced_drafts_end_at_every_node_and_change_nothing(session: Session, sampling: Sampling) -> None:
+    """The tokens of plain decoding are planted on one path after another, with wrong ids around them."""
+    vocab, ends = session.engine.geometry.vocab, set()
+    for seed in range(3):
+        draw = np.random.default_rng(seed)
+        prompt = draw.integers(1, vocab, int(draw.integers(1, 20))).tolist()
+        chosen = Sampling(**{**vars(sampling), "seed": seed})
+        truth, expected, _ = answer(session, chosen, prompt, plain)
+        assert len(prompt) + len(truth) == CONTEXT + 1
+
+        def force(held: Conversation, so_far: Sequence[int]) -> None:
+            path = TREE.paths[draw.integers(TREE.size)]  # noqa: B023  called in this turn
+            right = [*truth[len(so_far) :], 1, 1, 1]  # noqa: B023
+            held.drafts[...] = draw.integers(0, vocab, held.drafts.shape)  # noqa: B023
+            for depth, rank in enumerate(path):
+                held.drafts[depth] = (right[depth] + 1) % vocab
+                held.drafts[depth, rank] = right[depth]
+
+        for how in (force, None):
+            tokens, chooser, counts = answer(session, chosen, prompt, speculative, how)
+            assert tokens == truth
+            # Without our kernels a node's ancestors stand in other columns than in plain decoding.
+            agree(chooser.logprobs[: len(truth)], expected.logprobs)
+            ends |= set(counts)
+    assert ends == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "lookup"])
+def test_every_mode_gives_the_same_answer(streams: bool) -> None:
+    bundle = tiny_bundle("int8", streams, repeats=0 if streams else 3, choose=True)
+    assert {VERIFY, VERIFY_PLAIN} <= bundle.functions.keys()
+    with Session.open(bundle, threads=1) as session:
+        assert (DRAFT in session.engine.functions) is streams
+        for seed, sampling in product(range(2), SAMPLERS):
+            chosen = Sampling(**{**vars(sampling), "seed": seed})
+            found = []
+            for mode in ("plain", SPECULATIVE, ADAPTIVE):
+                for _ in session.runs(session.prompt_ids("2 3 2 3 2 3"), max_tokens=40, mode=mode, sampling=chosen):
+                    pass
+                found.append((session.last.tokens, session.last.text, session.last.logprobs))
+                assert len(session.last.logprobs) == len(session.last.tokens)
+            for tokens, text, logprobs in found[1:]:
+                assert (tokens, text) == found[0][:2]
+                agree(logprobs, found[0][2], exactly=not streams)  # a chain has the bits of plain decoding
+
+
+def test_a_seed_decides_the_answer_and_a_conversation_goes_on(session: Session) -> None:
+    def chat(seed: int, speculate: bool) -> list[str]:
+        session.reset()
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return ["".join(session.chat(text, max_tokens=12, speculate=speculate, sampling=sampling)) for text in "123"]
+
+    assert chat(1, True) == chat(1, False) == chat(1, True)
+    assert len({tuple(chat(seed, True)) for seed in range(4)}) > 1
+
+
+def test_an_answer_that_was_given_up_leaves_nothing_behind(session: Session) -> None:
+    """Neither its chooser nor its drafts: greedy answers are the graph's again."""
+    greedy = list(session.generate("1 2", max_tokens=10))
+    given_up = session.generate("4 5", max_tokens=10, sampling=Sampling(temperature=5.0, seed=3))
+    next(given_up)
+    assert list(session.generate("1 2", max_tokens=10)) == greedy
+    with pytest.raises(InputError, match="ended by a newer one"):
+        list(given_up)
+
+
+def test_what_a_bundle_or_mode_cannot_do_is_said(session: Session) -> None:
+    asked = Sampling(temperature=1.0)
+    with Session.open(tiny_bundle(), threads=1) as other, pytest.raises(InputError, match="--choose host"):
+        other.generate("1", sampling=asked)
+    with pytest.raises(InputError, match="choose 'plain'"):
+        session.runs([1], mode="plain_step", sampling=asked)
+    assert list(session.generate("1", max_tokens=3, sampling=Sampling())) == list(session.generate("1", max_tokens=3))
+
+
+def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = str(tiny_bundle("int8", choose=True).folder)
+    asked = ["run", bundle, "--prompt", "1 2", "--max-tokens", "9", "--threads", "1", "--json", "--temperature", "0.9"]
+    found = []
+    for more in (
+        ["--seed", "4", "--logprobs", "2"],
+        ["--seed", "4", "--no-speculate", "--logprobs", "2"],
+        ["--seed", "5"],
+    ):
+        assert main([*asked, *more, "--top-p", "0.95", "--logit-bias", "7=-5"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"] != found[2]["tokens"]
+    assert found[0]["logprobs"] == found[1]["logprobs"] and len(found[0]["logprobs"][0]["ids"]) == 2
+    for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--logit-bias", "x"], ["--logit-bias", "99999=1"]):
+        assert main([*asked, *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
