@@ -37,7 +37,8 @@ def plain(conversation: Conversation, last: int) -> Sequence[int]:
 SPECULATIVE = "speculative"
 ADAPTIVE = "adaptive"
 """Speculative decoding where it pays, else plain: ``ssdevice.runtime.adaptive``, which has a memory of its own."""
-MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, "plain_step": plain_step}
+PLAIN_STEP = "plain_step"
+MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, PLAIN_STEP: plain_step}
 """The other decoding modes by name."""
 
 

@@ -19,7 +19,7 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
-from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.text.stream import TextOutput
@@ -211,7 +211,7 @@ class Session:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
         if arguments.flag("speculate", speculate) and STEP in self.engine.functions:
             return ADAPTIVE if PLAIN in self.engine.functions else SPECULATIVE
-        return "plain" if PLAIN in self.engine.functions else "plain_step"
+        return "plain" if PLAIN in self.engine.functions else PLAIN_STEP
 
     def runs(
         self,
@@ -252,7 +252,7 @@ class Session:
                 f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
                 "for sampling, penalties and log-probabilities export it with --choose host"
             )
-        if mode == "plain_step":
+        if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
         return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
 

@@ -128,6 +128,7 @@ class Bundle {
     }
     std::vector<std::string> names, ordered;
     for (const Json& spec : manifest_.at("functions")) {
+      if (kChoosing.count(spec.at("name").get<std::string>())) continue;  // for hosts that choose tokens; this one opens none
       names.push_back(spec.at("name"));
       functions_.insert(names.back());
       if (!(function_of(spec) == geometry_.function(names.back()))) {

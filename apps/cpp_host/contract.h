@@ -11,6 +11,7 @@ using Type = ONNXTensorElementDataType;
 
 constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+const std::set<std::string> kChoosing{"verify", "verify_plain", "draft"};
 constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain";
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 

@@ -3,6 +3,8 @@
 export const MANIFEST = "manifest.json";
 const SCHEMA_VERSION = 1;
 const CAPACITY_MULTIPLE = 32;
+/** Those that this page calls; others are for hosts that choose tokens. */
+const FUNCTIONS = ["step", "prefill", "step_plain"];
 /** The array of each type of a cache, as onnxruntime-web has it: without Float16Array, it has the bits of halves. */
 export const ARRAYS = { float32: Float32Array, float16: globalThis.Float16Array ?? Uint16Array };
 const PATH = /^\w[\w.+=@-]*(\/\w[\w.+=@-]*)*$/;
@@ -91,8 +93,10 @@ export class Bundle {
    * @returns {Record<string, string>}
    */
   functions(app) {
-    if (Object.keys(app.functions).length) return app.functions;
-    return Object.fromEntries(this.manifest.functions.map(({ name }) => [name, name]));
+    const own = Object.keys(app.functions).length
+      ? Object.entries(app.functions)
+      : this.manifest.functions.map(({ name }) => [name, name]);
+    return Object.fromEntries(own.filter(([name]) => FUNCTIONS.includes(name)));
   }
 
   /** @param {string} name a role, or a path */

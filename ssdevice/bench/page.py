@@ -10,11 +10,10 @@ from jinja2 import Environment, StrictUndefined
 
 from ssdevice.bench.report import TITLES, Json, bounds, processor, prompts_of, title, why_not_valid
 from ssdevice.bundle.staging import write_json, write_text
-from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
+from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
 
 PAGE, DATA = "index.html", "report.json"
 TEMPLATE = Path(__file__).with_name("page.html")
-PLAIN_STEP = "plain_step"
 """Plain decoding through the step's graph, which is there to compare bits: that it is slower is no loss."""
 COLORS = {"plain": "c0", PLAIN_STEP: "c1", SPECULATIVE: "c2", ADAPTIVE: "c3"}
 

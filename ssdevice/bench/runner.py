@@ -14,7 +14,8 @@ from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.progress import Report
 from ssdevice.runtime.generation import Generation
-from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
+from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 
 WARM_UP_PROMPTS = 2
@@ -22,11 +23,15 @@ WARM_UP_PROMPTS = 2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context."""
+    """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context.
+
+    ``sampling``: how tokens are chosen; None: greedily.
+    """
 
     rounds: int = 3
     max_tokens: int = 128
     skip_long: bool = False
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.max_tokens < 1:
@@ -157,7 +162,7 @@ def available_modes(functions: Collection[str], streams: bool) -> list[str]:
     names = ["plain"] if PLAIN in functions else []
     if STEP not in functions:
         return names
-    return [*names, "plain_step", *([SPECULATIVE] if streams else []), *([ADAPTIVE] if names else [])]
+    return [*names, PLAIN_STEP, *([SPECULATIVE] if streams else []), *([ADAPTIVE] if names else [])]
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
@@ -176,19 +181,23 @@ def measure_beside(
     """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
     kept, prompts = _prompts(sessions, examples, options)
     modes = [
-        {name: Measured(name) for name in available_modes(session.engine.functions, session.streams)}
+        {
+            name: Measured(name)
+            for name in available_modes(session.engine.functions, session.streams)
+            if options.sampling is None or name != PLAIN_STEP
+        }
         for session in sessions
     ]
     lanes = [(i, name) for i, names in enumerate(modes) for name in names]
     acceptance = [Acceptance() for _ in sessions]
     for ids in prompts[:WARM_UP_PROMPTS]:
         for i, name in lanes:
-            timed_answer(sessions[i], ids[i], name, options.max_tokens)
+            timed_answer(sessions[i], ids[i], name, options)
     watch = LoadWatch()
     for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
         i, name = lanes[lane]
         counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-        modes[i][name].add(number, timed_answer(sessions[i], prompts[at][i], name, options.max_tokens, counts))
+        modes[i][name].add(number, timed_answer(sessions[i], prompts[at][i], name, options, counts))
     load, skipped = watch.load(), len(examples) - len(kept)
     return [BenchResult(kept, found, counts, load, skipped) for found, counts in zip(modes, acceptance, strict=True)]
 
@@ -232,17 +241,17 @@ def _prompts(
 
 
 def timed_answer(
-    session: Session, ids: Sequence[int], mode: str, max_tokens: int, acceptance: Acceptance | None = None
+    session: Session, ids: Sequence[int], mode: str, options: BenchOptions, acceptance: Acceptance | None = None
 ) -> Generation:
     """An answer with its times; what its drafts were worth is added to ``acceptance``."""
     session.reset()  # nothing of the prompt is in the cache
-    steps = [
-        (run.drafts.tolist(), len(run.tokens))
-        for run in session.runs(ids, max_tokens=max_tokens, mode=mode)
-        if run.drafts is not None
-    ]
+    first, steps = 0, []
+    for run in session.runs(ids, max_tokens=options.max_tokens, mode=mode, sampling=options.sampling):
+        first = first or len(run.tokens)
+        if run.drafts is not None:
+            steps.append((run.drafts.tolist(), len(run.tokens)))
     if acceptance is not None:
-        acceptance.add(session.last.tokens, steps)
+        acceptance.add(session.last.tokens[first - 1 :], steps)
     return session.last
 
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.equality import answer, forcer, plain_of
 from ssdevice.bench.machine import cpu_name, instructions
-from ssdevice.bench.runner import Measured, take_turns, timed_answer
+from ssdevice.bench.runner import BenchOptions, Measured, take_turns, timed_answer
 from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
@@ -88,17 +88,18 @@ def measure_costs(
     has a second token.
     """
     session, first = bundles[0]
+    counted = BenchOptions(max_tokens=max_tokens)
     lanes = [(each, Measured(SPECULATIVE)) for each, _ in bundles]
     lanes += [(each, Measured("plain")) for each, _ in bundles if PLAIN in each.engine.functions][:1]
     for each, measured in lanes:
-        timed_answer(each, prompts[0], measured.name, max_tokens)  # the first call opens a graph
+        timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
     def progress(_: str, done: int, total: int, __: str) -> None:
         report("time steps", done, total, "")
 
     for number, at, lane in take_turns(1, len(prompts), len(lanes), progress):
         each, measured = lanes[lane]
-        measured.add(number, timed_answer(each, prompts[at], measured.name, max_tokens))
+        measured.add(number, timed_answer(each, prompts[at], measured.name, counted))
     costs = [round(measured.ms_per_step.median, DIGITS) for _, measured in lanes]
     if not all(costs):
         raise InputError("no answer has a second token, so there is no step to time")

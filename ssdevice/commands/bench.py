@@ -20,12 +20,14 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.peers import PEERS_OPTIONS, add_peers, measure_peers
+from ssdevice.commands.sampling import HELP, add_sampling, sampling_of
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bench.runner import BenchOptions, BenchResult
     from ssdevice.data import Example
+    from ssdevice.runtime.sampling.options import Sampling
     from ssdevice.runtime.session import Session
 
 ROUNDS = 3
@@ -47,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json")
     add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
     add("--profile", action="store_true", help="instead, show where the time of a call goes")
+    add_sampling(parser)
     add_engine(parser)
     add_peers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
+    sampling = sampling_of(args)
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bench.runner import BenchOptions
     from ssdevice.commands.progress import Progress
 
-    options = BenchOptions(rounds=args.rounds or ROUNDS, max_tokens=args.max_tokens, skip_long=args.skip_long)
+    options = BenchOptions(args.rounds or ROUNDS, args.max_tokens, args.skip_long, sampling)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     if args.peers is not None:
         from ssdevice.bench.peers.table import as_markdown
@@ -96,6 +100,9 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.profile:
         measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
+    if args.peers is not None or args.profile:
+        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, "logit_bias")]
+        refuse_ignored(args, "peers and profiles decode greedily", *choices)
     if args.peers is None:
         refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
     else:
@@ -143,6 +150,14 @@ def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
 
 
+def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
+    """What was asked for of the choice of tokens, without defaults; None: greedy."""
+    from ssdevice.runtime.sampling.options import Sampling
+
+    plain = vars(Sampling())
+    return {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
+
+
 def _report(
     args: argparse.Namespace, folder: Path, session: Session, result: BenchResult, options: BenchOptions
 ) -> dict[str, Any]:
@@ -163,6 +178,7 @@ def _report(
         "schedule": manifest.schedule.value,
         "mode": manifest.mode.value if manifest.mode else None,
         "parameters": manifest.model.parameters,
+        "sampling": _asked(options.sampling),
         "threads": args.threads,
         "kernels": session.engine.kernels,
         "data": str(args.data),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ssdevice.cli import COMMANDS, TERMINATED
+from ssdevice.commands.sampling import HELP
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
 
@@ -30,10 +31,15 @@ REQUIRED = {
 """A call of each command with what it cannot do without: names of files that do not exist."""
 OWN_PROMPTS = ["--model", "m", "--app", "a", "--out", "o"]
 BESIDE = {
-    "--self-prompt": OWN_PROMPTS,
-    "--temperature": [*OWN_PROMPTS, "--self-prompt", "4"],
-    "--top-p": [*OWN_PROMPTS, "--self-prompt", "4"],
+    ("train", "--self-prompt"): OWN_PROMPTS,
+    ("train", "--temperature"): [*OWN_PROMPTS, "--self-prompt", "4"],
+    ("train", "--top-p"): [*OWN_PROMPTS, "--self-prompt", "4"],
+    ("run", "--logprobs"): ["b", "--data", "d", "--json"],
 }
+CHOICE = {f"--{name.replace('_', '-')}" for name in HELP}
+"""Options of how tokens are chosen; peers do not have them."""
+POSITIVE = {"--top-p", "--typical-p", "--repetition-penalty"}
+SIGNED = {"--presence-penalty", "--frequency-penalty"}
 ZERO = {
     "--threads",  # all cores
     "--port",  # any free one
@@ -55,8 +61,9 @@ def numeric() -> list[tuple[str, str, str]]:
         for action in parser._actions:
             option = action.option_strings[-1] if action.option_strings else ""
             if action.type in (int, float) or "whole.<locals>" in getattr(action.type, "__qualname__", ""):
-                found += [(name, option, value) for value in ("-1", "nan", "inf", "-inf", "1e999", "0.5.", "")]
-                found += [] if option in ZERO else [(name, option, "0")]
+                wrong = ["nan", "inf", "-inf", "1e999", "0.5.", ""] + ([] if option in SIGNED else ["-1"])
+                may_be_0 = option in ZERO or (name in ("run", "bench") and option in CHOICE - POSITIVE)
+                found += [(name, option, value) for value in (wrong if may_be_0 else [*wrong, "0"])]
             found += [(name, option, value) for value in TEXTS.get(option, ())]
     return found
 
@@ -77,7 +84,7 @@ def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
     for name, option, value in NUMERIC:
         if name != command:
             continue
-        given = [*BESIDE.get(option, REQUIRED.get(name, [])), f"{option}={value}"]
+        given = [*BESIDE.get((name, option), REQUIRED.get(name, [])), f"{option}={value}"]
         assert call(name, *given) == 2, given
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and said.startswith("ssdevice: error: "), (given, said)

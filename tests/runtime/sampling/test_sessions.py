@@ -146,11 +146,8 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = str(tiny_bundle("int8", choose=True).folder)
     asked = ["run", bundle, "--prompt", "1 2", "--max-tokens", "9", "--threads", "1", "--json", "--temperature", "0.9"]
     found = []
-    for more in (
-        ["--seed", "4", "--logprobs", "2"],
-        ["--seed", "4", "--no-speculate", "--logprobs", "2"],
-        ["--seed", "5"],
-    ):
+    four = ["--seed", "4", "--logprobs", "2"]
+    for more in (four, [*four, "--no-speculate"], ["--seed", "5"]):
         assert main([*asked, *more, "--top-p", "0.95", "--logit-bias", "7=-5"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] != found[2]["tokens"]
