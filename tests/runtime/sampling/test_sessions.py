@@ -155,3 +155,13 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--logit-bias", "x"], ["--logit-bias", "99999=1"]):
         assert main([*asked, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_bench_measures_sampling() -> None:
+    from ssdevice.bench.runner import BenchOptions, measure
+    from ssdevice.data import Example
+
+    asked = BenchOptions(rounds=2, max_tokens=12, sampling=Sampling(temperature=0.8, seed=2))
+    with Session.open(tiny_bundle("int8", choose=True), threads=1) as opened:
+        found = measure(opened, [Example("1 2 3"), Example("4 5")], asked, lambda *_: None)
+    assert found.equal and set(found.modes) == {"plain", SPECULATIVE, ADAPTIVE}
