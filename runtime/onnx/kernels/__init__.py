@@ -206,7 +206,8 @@ def _check_owner(path: Path) -> None:
     """Raise InputError if users other than this one and root can change a file or what is in a folder."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
-        raise InputError(f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; {ELSEWHERE}")
+        owner = f"another user (id {status.st_uid})"
+        raise InputError(f"{path} belongs to {owner}, whose kernels are not loaded; {ELSEWHERE}")
     if status.st_mode & OTHERS:
         mode = f"{status.st_mode & 0o777:o}"
         raise InputError(f"{path} can be changed by other users (mode {mode}); chmod go-w {path}, or {ELSEWHERE}")
