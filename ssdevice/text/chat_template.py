@@ -78,7 +78,8 @@ class ChatTemplate:
     def __init__(self, chat: ChatFormat) -> None:
         # Of its own: what a hostile template does to Python must not reach another's prompts.
         self._renderer = Renderer()
-        weakref.finalize(self, self._renderer.close)
+        # At exit the system ends it, since its input ends: another thread may still be waiting for it.
+        weakref.finalize(self, self._renderer.close).atexit = False
         self._template = chat.template
         self._names = {**chat.special_tokens, **chat.variables}
         self.constants: list[str] = self._ask(None)["constants"]

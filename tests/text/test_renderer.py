@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,7 +60,7 @@ def renderer() -> Iterator[Renderer]:
     made = Renderer(seconds=0.3, memory=1 << 27)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template, "Renderer", lambda: made)
-        patch.setattr(chat_template.weakref, "finalize", lambda *_: None)
+        patch.setattr(chat_template.weakref, "finalize", lambda *_: SimpleNamespace())
         yield made
     made.close()
 
@@ -110,6 +111,23 @@ def test_a_process_that_was_ended_or_interrupted_is_replaced(
         patch.setattr("ssdevice.text.renderer._exchange", interrupted)
         template.render([{"role": "user", "content": "an answer that nobody reads"}], add_generation_prompt=True)
     assert template.render(USER, add_generation_prompt=True) == "<user>hi"
+
+
+AT_EXIT = """
+import threading, time
+from ssdevice.text.chat_template import ChatFormat, ChatTemplate
+template = ChatTemplate(ChatFormat("{% for i in range(99999) %}{% endfor %}", {}, (0,)))
+def ask():
+    while True:
+        template.render([], add_generation_prompt=True)
+threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+def test_a_thread_that_renders_when_python_ends_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_a_limit_of_processor_time_the_wait_has_an_end(

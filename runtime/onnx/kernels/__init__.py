@@ -92,6 +92,9 @@ FOLDER = "SSDEVICE_KERNELS"
 SOURCES = Path(__file__).parent
 PREFIX, SUFFIX = "kernels-", ".so"
 AGAIN = "build it again with `ssdevice kernels`, or pass --no-kernels"
+ELSEWHERE = f"set {FOLDER} to a folder of your own and build them there, or decode without kernels (--no-kernels)"
+OTHERS = 0o022
+"""Mode of what others can change."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"
@@ -123,7 +126,13 @@ def build() -> Path:
         wanted = f"CXX is {chosen}, which is not there" if chosen else f"there is no {', '.join(COMPILERS)}"
         raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
     folder = _folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made a folder ({error.strerror}); {ELSEWHERE}") from error
+    status = folder.stat()
+    if not os.environ.get(FOLDER) and status.st_uid == os.getuid():  # may be older, and made with a umask of 002
+        folder.chmod(status.st_mode & ~OTHERS)
     _check_owner(folder)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         made = Path(unfinished) / f"made{SUFFIX}"
@@ -197,9 +206,11 @@ def _check_owner(path: Path) -> None:
     """Raise InputError if users other than this one and root can change a file or what is in a folder."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
-        raise InputError(f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; {AGAIN}")
-    if status.st_mode & 0o022:
-        raise InputError(f"{path} can be changed by other users (mode {status.st_mode & 0o777:o}); chmod go-w {path}")
+        owner = f"another user (id {status.st_uid})"
+        raise InputError(f"{path} belongs to {owner}, whose kernels are not loaded; {ELSEWHERE}")
+    if status.st_mode & OTHERS:
+        mode = f"{status.st_mode & 0o777:o}"
+        raise InputError(f"{path} can be changed by other users (mode {mode}); chmod go-w {path}, or {ELSEWHERE}")
 
 
 def _sha256(file: Path) -> str:

@@ -83,11 +83,39 @@ def test_what_was_compiled_elsewhere_is_loaded_or_one_line(library: Path) -> Non
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 def test_a_library_that_others_can_change_is_refused(library: Path, mode: int) -> None:
     library.chmod(mode)
-    assert refusal(library) == f"{library} can be changed by other users (mode {mode:o}); chmod go-w {library}"
+    said = refusal(library)
+    assert said.startswith(f"{library} can be changed by other users (mode {mode:o}); chmod go-w {library}, or set ")
+    assert kernels.FOLDER in said and "--no-kernels" in said
     library.chmod(0o755)
     library.parent.chmod(mode)
     assert f"{library.parent} can be changed by other users" in refusal(library)
     with pytest.raises(InputError, match="chmod go-w"):
+        kernels.build()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for one, quickly: writes what the other tests have compiled. The cache is ``tmp_path``."""
+    script = tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{built("native")}" "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(kernels.FOLDER, raising=False)
+    return script
+
+
+def test_a_cache_that_a_group_can_change_is_closed_to_it(compiler: Path) -> None:
+    folder = compiler.parent / "ssdevice"
+    folder.mkdir()
+    folder.chmod(0o2775)  # with a umask of 002, as many systems have it
+    with kernels.crew(kernels.build(), 1):
+        assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_is_no_folder_for_kernels_is_one_line(compiler: Path) -> None:
+    (compiler.parent / "ssdevice").symlink_to("nowhere")
+    with pytest.raises(InputError, match=f"cannot be made a folder .File exists.; set {kernels.FOLDER} to"):
         kernels.build()
 
 
