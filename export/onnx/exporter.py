@@ -18,6 +18,7 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import SSDeviceError, UnsupportedModelError
+from ssdevice.export.app_checks import check_slots
 from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
@@ -70,6 +71,10 @@ class OnnxExporter(Exporter):
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return INT4_GRID if linear.weight.numel() >= SMALL else None
+
+    def check(self, plan: ExportPlan) -> None:
+        if not plan.merged:
+            check_slots(plan)
 
     def prepare(self, job: ExportJob) -> ExportJob:
         return job.folded()
