@@ -237,6 +237,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
+    from ssdevice.export.crosscheck.generation import check_settings
     from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
     from ssdevice.model.tokenizer import shared_tokenizer
 
@@ -277,13 +278,14 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
-        target.bits[options.quant], tokenizer, tokenizer_folder, calibration, (*base.notes, *notes),
+        target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
+        (*check_settings(tokenizer, folder), *base.notes, *notes),
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
-    target.check(plan)
     for app in apps:
         check_app(plan.of(app))
+    target.check(plan)
     return plan
 
 

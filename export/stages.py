@@ -10,7 +10,7 @@ from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
-from ssdevice.export.crosscheck.check import SKIPPED, check_export, check_settings
+from ssdevice.export.crosscheck.check import SKIPPED, check_export
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
@@ -60,11 +60,10 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
         tokenizer, examples = plan.tokenizer, plan.calibration
-        notes = check_settings(tokenizer, plan.folder)
         begin("load the model")
         job = ExportJob.of(plan, whole)
         begin("compare with transformers")
-        notes += check_export(job) if options.cross_check else (SKIPPED,)
+        notes = check_export(job) if options.cross_check else (SKIPPED,)
         job = target.prepare(job)
         begin("calibrate")
         job = smoothed_job(job, target, tokenizer)

@@ -47,6 +47,8 @@ class ParityError(SSDeviceError):
 
 def first_line(error: Exception) -> str:
     """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
+    if isinstance(error, KeyError):  # it says nothing but the key
+        return f"{type(error).__name__}: {error}"
     said = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         said = f"{said} {line}".strip()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdevice.adapters.settings import AdapterFolder
-from ssdevice.errors import InputError
-from ssdevice.export.crosscheck.generation import generation_config, generation_notes
+from ssdevice.export.crosscheck.generation import check_settings
 from ssdevice.export.crosscheck.logits import compare_logits
 from ssdevice.export.crosscheck.prompts import compare_prompts
 from ssdevice.export.crosscheck.theirs import MAPPED, expected_of
@@ -26,16 +25,6 @@ PROMPTS = (
     "CREATE TABLE orders (id, city, total)\nHow many orders came from Berlin?",
     "Was heißt „Überraschung“ auf Japanisch? 日本語で 😀",
 )
-
-
-def check_settings(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
-    """Notes on what ``generate`` does otherwise; raises InputError for a token that ends only its answers."""
-    config = generation_config(folder)
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    for end in ends:
-        if end is not None and end not in tokenizer.stop_ids:
-            raise InputError(f"{folder}: token {end} ends answers of generate() of transformers, but not the bundle's")
-    return generation_notes(config)
 
 
 def check_export(job: ExportJob) -> tuple[str, ...]:

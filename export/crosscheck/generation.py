@@ -13,6 +13,8 @@ from ssdevice.text.chat_template import CONFIG_FILE, GENERATION_CONFIG_FILE
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+    from ssdevice.text.tokenizer import ChatTokenizer
+
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 HARMLESS = frozenset({
     *SAMPLING, "do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens",
@@ -44,6 +46,16 @@ def generation_config(folder: Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(folder, file.name, local_files_only=True, **form)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
+
+
+def check_settings(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
+    """Notes on what ``generate`` does otherwise; raises InputError for a token that ends only its answers."""
+    config = generation_config(folder)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    for end in ends:
+        if end is not None and end not in tokenizer.stop_ids:
+            raise InputError(f"{folder}: token {end} ends answers of generate() of transformers, but not the bundle's")
+    return generation_notes(config)
 
 
 def neutral(config: GenerationConfig) -> GenerationConfig:

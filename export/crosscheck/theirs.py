@@ -57,6 +57,7 @@ def _load(folder: Path, scratch: Path | None) -> Any:
         hf.set_attn_implementation(wanted["attn_implementation"])
     else:
         hf = AutoModelForCausalLM.from_pretrained(folder, **wanted)
+    hf.config.return_dict = True  # generate asks for it, whatever the file says
     own = generation_config(folder)
     # Where settings are known to change the answer, the rest is compared without them.
     hf.generation_config = neutral(own) if unapplied(own) else own

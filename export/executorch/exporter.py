@@ -21,6 +21,7 @@ from ssdevice.adapters.weights import AdapterWeights, fill_program
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule, to_json
 from ssdevice.contract import CacheForm
+from ssdevice.export.app_checks import check_slots
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.lowering import constants_of, lower
@@ -72,6 +73,7 @@ class ExecutorchExporter(Exporter):
     def check(self, plan: ExportPlan) -> None:
         if not plan.merged:
             check_apps(plan)
+            check_slots(plan)
 
     def prepare(self, job: ExportJob) -> ExportJob:
         # Unfolded, each linear would have two more float32 products for its stream adapter.

@@ -26,6 +26,7 @@ from ssdevice.contract import (
     TensorSpec,
 )
 from ssdevice.errors import SSDeviceError, UnsupportedModelError
+from ssdevice.export.app_checks import check_slots
 from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
@@ -79,6 +80,10 @@ class OnnxExporter(Exporter):
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return INT4_GRID if linear.weight.numel() >= SMALL else None
+
+    def check(self, plan: ExportPlan) -> None:
+        if not plan.merged:
+            check_slots(plan)
 
     def prepare(self, job: ExportJob) -> ExportJob:
         return job.folded()

@@ -86,7 +86,9 @@ class AdapterFolder:
             raise InputError(f"adapter {folder}: no such folder")
         has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
         if not has_streams and not has_lora:
-            raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}; expected an adapter folder")
+            inside = sorted(file.parent.name for file in folder.glob(f"*/{PEFT_CONFIG}"))  # PEFT's, of a named adapter
+            found = f" (that is in {', '.join(inside[:3])})" if inside else ""
+            raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}{found}; expected an adapter folder")
         for weights, described in ((WEIGHTS, SETTINGS), (PEFT_WEIGHTS, PEFT_CONFIG)):
             if (folder / weights).exists() and not (folder / described).is_file():
                 raise InputError(f"{folder}: {weights} without {described}; copy the whole adapter folder")

@@ -279,5 +279,8 @@ def _pairs(
         found[name] = (pair[0], pair[1])
     others = tensors.keys() - {name + suffix for name in found for suffix in (down, up)}
     if others:
-        raise InputError(f"{file}: unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears")
+        raise InputError(
+            f"{file}: unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears: "
+            "export this app by itself"
+        )
     return found

@@ -85,6 +85,8 @@ class Backbone(nn.Module):
                     f"{_rope_types(rotary)}): export with a context of at most {fixed}, not {context}"
                 )
             where = where.clamp(max=context - 1)
+        if where.is_meta:  # a plan has no values, at which some rotary embeddings look
+            return
         probe = torch.zeros(1, dtype=torch.float32)
         for name in self._rope_kinds:
             cos, sin = rotary(probe, where[None], *([name] if name else []))

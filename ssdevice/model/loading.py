@@ -78,7 +78,7 @@ def read_config(folder: Path) -> Any:
     check_unquantized(folder, raw)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise InputError(f"{file}: {' '.join(str(error).split())}") from error
 
 

@@ -59,9 +59,16 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
                 release()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that these are merged already
-            return wrapped.merge_and_unload().eval()
+            merged = wrapped.merge_and_unload().eval()
     except REFUSALS as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})") from error
+    for name, module in merged.named_modules():
+        if type(module).__module__.startswith("peft."):  # one layer inside another: only the outer one is merged
+            raise InputError(
+                f"{adapter}: PEFT does not merge {name}, which the adapter changes in two ways: "
+                "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save; train it in one way only"
+            )
+    return merged
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
@@ -77,7 +84,9 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
             continue
         base = getattr(module, "base_layer", None)
         if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
-            raise UnsupportedModelError(f"{adapter}: {name} is a {type(base).__name__}; slots are for linears")
+            raise UnsupportedModelError(
+                f"{adapter}: {name} is a {type(base).__name__}; slots are for linears: export this app by itself"
+            )
         down = cast(Tensor, module.lora_A["default"].weight)
         up = cast(Tensor, module.lora_B["default"].weight)
         low = LowRank(base.in_features, base.out_features, down.shape[0])
@@ -131,14 +140,16 @@ def check_peft(folder: Path, apart: bool = False) -> None:
     check_options(folder, config, apart)
     weights = folder / PEFT_WEIGHTS
     if not weights.is_file():
-        raise InputError(f"{folder}: no {PEFT_WEIGHTS}")
+        raise InputError(
+            f"{folder}: no {PEFT_WEIGHTS}; if it has other files, save it again with PEFT (save_pretrained)"
+        )
     largest = _check_weights(weights)
     pattern = config.get("rank_pattern") or {}
     if not isinstance(pattern, dict):
         raise InputError(f"{file}: rank_pattern is not an object")
     for rank in (config.get("r"), *pattern.values()):
         if type(rank) is not int or not 1 <= rank <= SLACK * largest:
-            raise InputError(f"{file}: rank {str(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
+            raise InputError(f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
 
 
 def _check_vocabulary(hf: Any, adapter: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from os.path import commonprefix
 from typing import Any
 
 from ssdevice.errors import ConfigError, InputError, SSDeviceError
@@ -55,7 +56,8 @@ class Frames:
     ``first``: around a user's message that begins the conversation, with all that stands before it (``bos_token``, a
     default system message). ``system``, ``after_system``: around a system message and the user's message after it; None
     if the template takes no system message. ``user``, ``assistant``: around the other messages; None in frames that
-    hold for one question. ``answer``: opens the next answer. ``empty_system``: whether an empty system message is
+    hold for one question. ``answer``: opens the next answer; ``closed``: ends a conversation in which none is to follow,
+    as in training. ``empty_system``: whether an empty system message is
     written; otherwise the conversation is as if there were none.
     """
 
@@ -66,6 +68,7 @@ class Frames:
     assistant: Frame | None
     answer: str
     empty_system: bool = True
+    closed: str = ""
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The text of a conversation. Raises ConfigError for roles that have no frame where they stand.
@@ -91,7 +94,7 @@ class Frames:
             text += frame.around(content)
         if messages and messages[-1]["role"] == "system":
             raise ConfigError("a conversation does not end with its system message")
-        return text + (self.answer if add_generation_prompt else "")
+        return text + (self.answer if add_generation_prompt else self.closed)
 
 
 MAX_CONSTANTS = 400
@@ -148,8 +151,12 @@ PLACES: dict[str, Sequence[Message]] = {
 def _derived(render: Render) -> Frames | None:
     opened, *texts = render([((USER,), True), *((messages, False) for messages in PLACES.values())])
     first, assistant, user, folded = texts
+    if opened is None or first is None:
+        return None
+    closed = first.removeprefix(commonprefix((opened, first)))  # phi3 writes eos_token where no answer follows
+    first, assistant, user, folded = (text and text.removesuffix(closed) for text in texts)
     begin = _between("", USER, first)
-    if begin is None or first is None or opened is None or not opened.startswith(first):
+    if begin is None or first is None:
         return None
     system = _between("", SYSTEM, folded)
     after = system and _between("", USER, system.after)
@@ -160,6 +167,7 @@ def _derived(render: Render) -> Frames | None:
         user=_between(assistant, AGAIN, user),
         assistant=_between(first, ANSWER, assistant),
         answer=opened.removeprefix(first),
+        closed=closed,
     )
     for name, messages in [*PLACES.items(), ("system", (SYSTEM, USER))]:
         frames = _trimmed(frames, name, messages, render)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ssdevice.cli import main
 from ssdevice.export import stages
+from ssdevice.model.loading import load_hf
 from tests.model.tiny import tiny_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
@@ -113,6 +115,11 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     ),
     "a context beyond the positions": (another_model("opt-before"), ("--context", "300"), "the model's 256 positions"),
     "a template beyond the context": (written(TEMPLATE, f"{'a ' * 96}{EACH}"), (), "leaves no room"),
+    "generation settings that transformers refuses": (
+        written("generation_config.json", '{"eos_token_id": 1, "num_return_sequences": 2}'), (),
+        "transformers cannot read",
+    ),
+    "no heads": (json_changed("config.json", num_attention_heads=0), (), "config.json: "),
     "no rows to calibrate with": (lambda _: None, ("--quant", "int4", "--calibrate", "absent.jsonl"), "absent.jsonl"),
 }  # fmt: skip
 
@@ -131,8 +138,11 @@ def test_a_base_is_refused_by_both(
 def test_what_a_dry_run_approves_goes_as_far_as_the_weights(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AssertionError, match="0"):
-        _refused_by_both(base, tmp_path, (), "", capsys, monkeypatch)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for values in ({}, {"rope_parameters": rope}):
+        json_changed("config.json", **values)(base_of := shutil.copytree(base, tmp_path / f"base{len(values)}"))
+        with pytest.raises(AssertionError, match="0"):
+            _refused_by_both(base_of, tmp_path, (), "", capsys, monkeypatch)
 
 
 STREAMS, LORA = "streams.safetensors", "adapter_model.safetensors"
@@ -169,6 +179,17 @@ def test_an_adapter_is_refused_by_both(
     shutil.copytree(with_lora, adapter)
     spoil(adapter)
     _refused_by_both(base, tmp_path, ("--adapter", f"app={adapter}", *flags), said, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_a_lora_for_which_there_are_no_slots_is_refused_by_both(
+    base: Path, tmp_path: Path, module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = tmp_path / "adapter"
+    wrapped = get_peft_model(load_hf(base), LoraConfig(r=2, target_modules=[module, "q_proj"]))
+    wrapped.save_pretrained(adapter, save_embedding_layers=False)
+    given = ("--adapter", f"app={adapter}", "--slots")
+    _refused_by_both(base, tmp_path, given, "slots are for linears", capsys, monkeypatch)
 
 
 def _refused_by_both(

@@ -33,7 +33,6 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
             raise error
 
     monkeypatch.setattr(stages.Whole, "begin", begin)
-    monkeypatch.setattr(stages, "check_settings", lambda *_: ())
     monkeypatch.setattr(stages, "check_export", lambda *_: ())
     monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
     monkeypatch.setattr(stages, "smoothed_job", lambda job, *_: job)

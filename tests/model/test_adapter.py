@@ -231,6 +231,10 @@ def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) ->
         load(base, tmp_path / "absent", CONTEXT)
     with pytest.raises(InputError, match="neither streams.json nor adapter_config.json; expected an adapter folder"):
         load(base, tmp_path, CONTEXT)
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default" / PEFT_CONFIG).write_text("{}", "utf-8")
+    with pytest.raises(InputError, match=r"nor adapter_config.json \(that is in default\); expected an adapter folder"):
+        load(base, tmp_path, CONTEXT)
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
     with pytest.raises(InputError, match="peft_type is 'None', expected 'LORA'"):
         load(base, tmp_path, CONTEXT)

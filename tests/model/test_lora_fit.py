@@ -125,6 +125,16 @@ def test_a_plain_lora_of_linears_can_stay_beside_the_base(tmp_path: Path, option
     attach_lora(tiny_model("llama"), tmp_path)
 
 
+TOKENS = {"trainable_token_indices": [3, 5]}
+
+
+@pytest.mark.parametrize("options", [{**TOKENS, **HEAD}, {**TOKENS, "modules_to_save": ["lm_head"]}], ids=str)
+def test_layers_that_peft_leaves_unmerged_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    write(tmp_path, **options)
+    with pytest.raises(InputError, match="PEFT does not merge lm_head, which the adapter changes in two ways"):
+        merge_lora(tiny_model("llama"), tmp_path)
+
+
 def test_names_with_peft_s_name_of_the_adapter_are_taken(tmp_path: Path) -> None:
     expected = write(tmp_path).merge_and_unload()
     file = tmp_path / PEFT_WEIGHTS

@@ -118,7 +118,7 @@ PHI3 = """{% for message in messages %}
 {%- elif message.role == 'user' %}{{ '<|user|>\\n' + message.content + '<|end|>\\n' }}
 {%- elif message.role == 'assistant' %}{{ '<|assistant|>\\n' + message.content + '<|end|>\\n' }}{% endif %}
 {% endfor %}
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ '' }}{% endif %}"""
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 ZEPHYR = """{% for message in messages %}
 {{ '<|' + message.role + '|>\\n' + message.content + eos_token }}
 {% if loop.last and add_generation_prompt %}

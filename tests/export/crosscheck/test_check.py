@@ -20,7 +20,8 @@ from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.cli import main
 from ssdevice.errors import InputError, ParityError
 from ssdevice.export.crosscheck import theirs
-from ssdevice.export.crosscheck.check import SKIPPED, check_export, check_settings
+from ssdevice.export.crosscheck.check import SKIPPED, check_export
+from ssdevice.export.crosscheck.generation import check_settings
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.target import exporter

@@ -49,6 +49,18 @@ def test_what_a_tokenizer_puts_behind_every_text_is_no_part_of_a_plain_prompt(tm
     assert compare_prompts(open_tokenizer(folder), folder) == ()
 
 
+def test_special_tokens_that_a_normalizer_renames_are_no_text(tmp_path: Path) -> None:
+    """The library shows them, as in the first Llamas, although the file says that they are special."""
+    content = json.loads(copy("byte_fallback").to_str())
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    content |= {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": [prepend, replace_spaces]}}
+    for token in content["added_tokens"]:
+        token["normalized"] = True
+    folder = write_folder(tmp_path, Tokenizer.from_str(json.dumps(content)), CHATML)
+    assert compare_prompts(open_tokenizer(folder), folder) == ()
+
+
 def lower(tokenizer: Tokenizer) -> None:
     tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
 
