@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from os.path import commonprefix
 from typing import Any
 
 from ssdevice.errors import ConfigError, InputError, SSDeviceError
@@ -56,9 +55,9 @@ class Frames:
     ``first``: around a user's message that begins the conversation, with all that stands before it (``bos_token``, a
     default system message). ``system``, ``after_system``: around a system message and the user's message after it; None
     if the template takes no system message. ``user``, ``assistant``: around the other messages; None in frames that
-    hold for one question. ``answer``: opens the next answer; ``closed``: ends a conversation in which none is to follow,
-    as in training. ``empty_system``: whether an empty system message is
-    written; otherwise the conversation is as if there were none.
+    hold for one question. ``answer``: opens the next answer; ``closed``: ends a conversation in which none is to
+    follow, as in training. ``empty_system``: whether an empty system message is written; otherwise the conversation is
+    as if there were none.
     """
 
     first: Frame
@@ -153,7 +152,10 @@ def _derived(render: Render) -> Frames | None:
     first, assistant, user, folded = texts
     if opened is None or first is None:
         return None
-    closed = first.removeprefix(commonprefix((opened, first)))  # phi3 writes eos_token where no answer follows
+    common = next(
+        (i for i, (a, b) in enumerate(zip(opened, first, strict=False)) if a != b), min(len(opened), len(first))
+    )
+    closed = first[common:]  # phi3 writes eos_token where no answer follows
     first, assistant, user, folded = (text and text.removesuffix(closed) for text in texts)
     begin = _between("", USER, first)
     if begin is None or first is None:
