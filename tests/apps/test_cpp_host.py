@@ -220,7 +220,7 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("functions/0/name", "sleep", 'function "sleep" does not follow'),
         ("functions/0/inputs/3/shape/0", "future", "the unknown size"),
         ("functions/0/outputs/3/dtype", "float8", 'no tensors of "float8"'),
-        ("functions", [], "the number of entries is 0, expected 1 to 3"),
+        ("functions", [], "the number of entries is 0, expected 1 to 6"),
         ("cache", "state", "another target than onnx"),
         ("precision", "int2", '["precision"] is not one of'),
         ("mode", None, "geometry.gamma, msa_layers and mode contradict each other"),
