@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +23,14 @@ NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL
 ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
 """ExecuTorch's ScalarType -> bytes of an element, for the types that its kernels take."""
 MAX_BYTES = 1 << 40
+PADDING = 1 << 16
+"""Bytes that a method's memory may have beyond its tensors: the planner of ExecuTorch aligns it and adds a little."""
 GRAPHS = (b"XN00", b"XN01")
 """How the flatbuffers in delegates of XNNPACK begin, see its ``schema.fbs``."""
+MAX_DIMENSIONS = 6
+"""XNNPACK's limit."""
+GRAPH_FLOATS = {1: 6, 2: 5}
+"""XNNPACK's datatypes that are no quantized ones -> ExecuTorch's ScalarType."""
 KINDS = {
     "TensorType": {TENSOR},
     "IntType": {INT},
@@ -45,8 +52,10 @@ def check_program(file: Path) -> None:
     """Raise BundleError for a program whose numbers contradict each other."""
 
     def check(data: Data, root: Table) -> None:
-        for plan in root.tables(1):
-            _Plan(data, root, plan).check()
+        plans = [_Plan(data, root, plan) for plan in root.tables(1)]
+        for plan in plans:
+            plan.check()
+        _check_memory(plans)
 
     read_program(file, check)
 
@@ -60,16 +69,18 @@ class _Plan:
     plan: Table
 
     def check(self) -> None:
-        kinds = [entry.byte(0) for entry in self.plan.tables(2)]
-        for place, entry in enumerate(self.plan.tables(2)):
+        values = list(self.plan.tables(2))
+        kinds = [entry.byte(0) for entry in values]
+        for place, entry in enumerate(values):
             self._value(place, entry, kinds)
         for number in (3, 4):  # inputs, outputs
             _within(f"{self.plan.text(0)}: a value", self.plan.integers(number), len(kinds))
         operators = [(entry.text(0), entry.text(1)) for entry in self.plan.tables(6)]
         delegates = list(self.plan.tables(7))
+        outer = []
         for entry in delegates:
             entry.text(0)
-            self._delegate(payload_of(self.data, self.root, entry))
+            outer.append(self._delegate(payload_of(self.data, self.root, entry)))
         for instruction in instructions(self.plan):
             kind, call = instruction.byte(0), instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
@@ -78,14 +89,18 @@ class _Plan:
             _within(f"{self.plan.text(0)}: an argument", arguments, len(kinds))
             if kind == DELEGATE:
                 _within(f"{self.plan.text(0)}: a delegate", [call.integer(0)], len(delegates))
+                self._delegated(outer[call.integer(0)], [values[place] for place in arguments])
                 continue
             _within(f"{self.plan.text(0)}: an operator", [call.integer(0)], len(operators))
             _check_call(operators[call.integer(0)], [kinds[place] for place in arguments])
 
-    def _delegate(self, payload: bytes) -> None:
-        """Check where a graph of XNNPACK finds its constants. What its nodes say is left to XNNPACK."""
+    def _delegate(self, payload: bytes) -> list[Table]:
+        """The tensors that a graph of XNNPACK takes and gives; none for another delegate.
+
+        Checks where the graph finds its constants. What its nodes say is left to XNNPACK.
+        """
         if payload[4:8] != XNNPACK:
-            return
+            return []
         at, size, constants = struct.unpack_from("<III", payload, 10)
         graph = payload[at : at + size]
         if graph[4:8] not in GRAPHS:
@@ -100,9 +115,34 @@ class _Plan:
             room = segment(self.data, segments[named[key]])[1] if key else len(payload) - constants - entry.long(0)
             if entry is not entries[0] and entry.long(1) > room:  # the first stands for no constant
                 raise ValueError(f"a constant of {entry.long(1)} bytes, in its place are {max(room, 0)}")
+        tensors = {}
         for value in root.tables(2):
             tensor = value.table(1).table(0) if value.byte(0) == QUANTIZED_VALUE else value.table(1)
             _within("a constant of XNNPACK", [tensor.integer(3)], max(len(entries), 1))
+            tensors[tensor.integer(6)] = tensor
+        names = [*root.integers(4, "I"), *root.integers(5, "I")]
+        if missing := set(names) - set(tensors):
+            raise ValueError(f"a graph of XNNPACK takes or gives the value {min(missing)}, which it does not have")
+        return [tensors[name] for name in names]
+
+    def _delegated(self, outer: Sequence[Table], arguments: Sequence[Table]) -> None:
+        """Raise ValueError for a call of a graph of XNNPACK with fewer or other tensors than it takes and gives.
+
+        XNNPACK writes its results before ExecuTorch compares their sizes.
+        """
+        what = f"{self.plan.text(0)}: a call of XNNPACK"
+        for inner in outer:
+            _within(what, [inner.integer(4)], len(arguments))
+            value, sizes = arguments[inner.integer(4)], inner.integers(2, "I")
+            if value.byte(0) != TENSOR:
+                raise ValueError(f"{what} has a value of kind {value.byte(0)} for a tensor")
+            if len(sizes) != inner.integer(1) or len(sizes) > MAX_DIMENSIONS:
+                raise ValueError(f"{what} takes a tensor of {inner.integer(1)} dimensions, it has {len(sizes)}")
+            given = value.table(1)
+            found = prod(given.integers(2)), given.byte(0)
+            expected = prod(sizes), GRAPH_FLOATS.get(inner.byte(0), given.byte(0))
+            if found != expected:
+                raise ValueError(f"{what} has a tensor of (elements, type) {found}, expected {expected}")
 
     def _value(self, place: int, entry: Table, kinds: Sequence[int]) -> None:
         kind, what = kinds[place], f"{self.plan.text(0)}: value {place}"
@@ -140,7 +180,7 @@ class _Plan:
         if tensor.has(6):
             where, sizes = tensor.table(6), self.plan.integers(8, "q")
             _within("a tensor's buffer", [where.integer(0)], len(sizes))
-            return sizes[where.integer(0)] - (where.integer(1) | where.integer(2) << 32)
+            return sizes[where.integer(0)] - _offset(where)
         if not buffer or not self.root.has(5):
             return None
         constants = self.root.table(5)
@@ -148,6 +188,31 @@ class _Plan:
         _within("a constant", [buffer], len(offsets))
         _within("the segment of constants", [constants.integer(0)], len(segments))
         return segment(self.data, segments[constants.integer(0)])[1] - offsets[buffer]
+
+
+def _check_memory(plans: Sequence[_Plan]) -> None:
+    """Raise ValueError for a method with more memory than tensors take: ExecuTorch allocates what is asked for.
+
+    Methods that share a cache all have memory for the whole of it, so the tensors of all methods count.
+    """
+    ends = Counter[int]()
+    for plan in plans:
+        for entry in plan.plan.tables(2):
+            if entry.byte(0) == TENSOR and entry.table(1).has(6):
+                tensor, where = entry.table(1), entry.table(1).table(6)
+                end = _offset(where) + prod(tensor.integers(2)) * ITEM_BYTES[tensor.byte(0)]
+                ends[where.integer(0)] = max(ends[where.integer(0)], end)
+    for plan in plans:
+        sizes = plan.plan.integers(8, "q")
+        if min(sizes, default=0) < 0 or sum(sizes) > sum(ends.values()) + PADDING:
+            raise ValueError(
+                f"{plan.plan.text(0)}: memory of {str(sizes)[:60]} bytes, its tensors take {sum(ends.values())}"
+            )
+
+
+def _offset(where: Table) -> int:
+    """Where a tensor begins in its buffer, from its AllocationDetails."""
+    return where.integer(1) | where.integer(2) << 32
 
 
 def _within(what: str, numbers: Sequence[int], count: int) -> None:

@@ -54,6 +54,11 @@ def value(plan: Table, kind: int) -> Table:
     return next(entry for entry in plan.tables(2) if entry.byte(0) == kind)
 
 
+def index_of_int(plan: Table) -> int:
+    """What -1 stands for below: a value that is no tensor."""
+    return [entry.byte(0) for entry in plan.tables(2)].index(INT)
+
+
 def first_argument(plan: Table) -> Table:
     return list(plan.tables(2))[call(plan, KERNEL).integers(1)[0]]
 
@@ -84,12 +89,23 @@ def inner(plan: Table) -> Table:
         (lambda plan: inner(plan).vector(3, 1)[0], 9, BYTE, "in order [9"),
         (lambda plan: field(inner(plan), 0), 99, BYTE, "has elements of type 99"),
         (lambda plan: field(inner(plan).table(6), 0), 99, WORD, "a tensor's buffer has the index 99"),
+        (lambda plan: plan.vector(8, 8)[0] + 12, 0x7FFFFFFF, WORD, "memory of [0, 92233720"),
+        (lambda plan: plan.vector(8, 8)[0] + 8, 1 << 20, WORD, "memory of [0, 1048576"),
+        (lambda plan: plan.vector(8, 8)[0] + 4, 0x80000000, WORD, "memory of [-9223372036854775808"),
+        (lambda plan: field(list(plan.tables(7))[1].table(1), 1), 1, WORD, "a call of XNNPACK has "),
+        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0] - 4, 1, WORD, "a call of XNNPACK has the index 1 of 1"),
+        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], 0, WORD, "a call of XNNPACK has a tensor of"),
+        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], -1, WORD, "a call of XNNPACK has a value of kind 2"),
     ],
 )
 def test_a_number_that_leads_nowhere_is_refused(
     file: Path, tmp_path: Path, place: Place, number: int, width: int, message: str
 ) -> None:
     at = read_program(file, lambda _, root: place(next(p for p in root.tables(1) if p.text(0) == "step")))
+    if number < 0:
+        number = read_program(
+            file, lambda _, root: index_of_int(next(p for p in root.tables(1) if p.text(0) == "step"))
+        )
     changed = bytearray(file.read_bytes())
     changed[at : at + width] = number.to_bytes(width, "little")
     target = tmp_path / "model.pte"
@@ -108,6 +124,15 @@ def test_changed_programs_are_refused_or_read(file: Path, tmp_path: Path) -> Non
         except BundleError:
             refused += 1
     assert 0 < refused < 100
+
+
+def test_another_graph_of_the_same_method_is_refused(file: Path, tmp_path: Path) -> None:
+    target, data = tmp_path / "model.pte", file.read_bytes()
+    plans = read_program(file, lambda _, root: [[field(d.table(1), 1) for d in p.tables(7)] for p in root.tables(1)])
+    for at, other in ((at, other) for places in plans for at in places for other in places if other != at):
+        target.write_bytes(data[:at] + data[other : other + 4] + data[at + 4 :])
+        with pytest.raises(BundleError, match="a call of XNNPACK has "):
+            check_program(target)
 
 
 def test_an_operator_that_torch_does_not_know_is_left_to_executorch() -> None:
