@@ -165,7 +165,7 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
     if number % 4 == 0:
         engine.functions -= {PLAIN}
     session = Session(engine, open_tokenizer(stop_ids))
-    session._adaptive[session._conversation] = Adaptive(Lookup(), made.clock)
+    session._adaptive[session._conversation] = {False: Adaptive(Lookup(), made.clock)}  # greedily
     answers = []
     for request in requests:
         if PLAIN not in engine.functions:
