@@ -6,14 +6,14 @@ and every other time the gate sees their drafts instead of the step's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ssdevice.contract import DRAFT, STEP, VERIFY, VERIFY_PLAIN
 from ssdevice.errors import ParityError
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.reference import Drafts, StepOut
 from ssdevice.runtime.engine import Engine
-from ssdevice.runtime.sampling.choice import walk
 
 
 class EngineDriver:
@@ -45,20 +45,26 @@ class EngineDriver:
         self.conversation.length = length
         token = self.conversation.step_plain(last)
         if VERIFY_PLAIN in self.engine.functions:
-            chosen = int(self.conversation.verify_plain(last)[0].argmax())
+            with self._choosing():
+                chosen = self.conversation.step_plain(last)
             if chosen != token:
                 raise ParityError(f"{VERIFY_PLAIN} leads to token {chosen}, plain decoding to {token}")
-            self.conversation.keep([0], [token])
         return token
 
     def _choose(self, last: int, drafts: Drafts) -> StepOut:
         """A step in two calls, whose host chooses greedily."""
-        conversation = self.conversation
-        conversation.drafts[:] = drafts
-        logits = conversation.verify(last)
-        path, tokens = walk(conversation.geometry.tree, conversation.verified, lambda node: int(logits[node].argmax()))
-        conversation.keep(path, tokens)
-        return StepOut(tokens, self._drafts())
+        self.conversation.drafts[:] = drafts
+        with self._choosing():
+            return StepOut(self.conversation.step(last), self._drafts())
+
+    @contextmanager
+    def _choosing(self) -> Iterator[None]:
+        """In this context the host chooses tokens, the likeliest ones."""
+        self.conversation.chooser = lambda logits: int(logits.argmax())
+        try:
+            yield
+        finally:
+            self.conversation.chooser = None
 
     def rows(self, start: int, end: int) -> Array | None:
         return self.conversation.rows(start, end)

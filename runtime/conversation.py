@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +34,7 @@ from ssdevice.contract import (
     functions,
 )
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.choice import Chooser, walk
-from ssdevice.tree import Tree
+from ssdevice.runtime.sampling.choice import walk
 
 if TYPE_CHECKING:
     from ssdevice.runtime.engine import Cache, Engine
@@ -67,7 +66,7 @@ class Conversation:
         }
         self.drafts = self.verified = self._inputs[DRAFTS]
         self.text: list[int] = []
-        self.chooser: Chooser | None = None
+        self.chooser: Callable[[NDArray[np.float32]], int] | None = None
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def prefill(self, chunk: Sequence[int]) -> int:
@@ -88,8 +87,11 @@ class Conversation:
         Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on, and sets ``drafts`` to
         the next draft, which follows the last of these tokens.
         """
-        if self.chooser is not None:
-            return self._choose(self.verify(last))
+        if (choose := self.chooser) is not None:
+            logits = self.verify(last)
+            path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]))
+            self.keep(path, chosen)
+            return chosen
         self._inputs[ROOT][0] = last
         self.verified = self.drafts.copy()
         out = self._call(STEP)
@@ -104,7 +106,9 @@ class Conversation:
     def step_plain(self, last: int) -> int:
         """Write the row of ``last`` at ``length`` and return the token after it. Does not change ``drafts``."""
         if self.chooser is not None:
-            return self._choose(self.verify_plain(last))[0]
+            chosen = self.chooser(self.verify_plain(last)[0])
+            self.keep([0], [chosen])
+            return chosen
         self._inputs[ROOT][0] = last
         out = self._call(PLAIN)
         token: int = out[TOKENS].item()
@@ -129,8 +133,8 @@ class Conversation:
 
         After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
         """
-        out, rows = self._seen, self._seen[ROWS]
-        self.cache.commit({ROWS: rows[:, path]}, self.length, len(path))
+        out = self._seen  # along a chain the path's rows are the first ones already
+        self.cache.commit(out if self.geometry.tree.is_chain else {ROWS: out[ROWS][:, path]}, self.length, len(path))
         self.text[self.length :] = [int(self._inputs[ROOT][0]), *tokens[:-1]]
         if len(out[LOGITS]) == 1 or DRAFT not in self.engine.functions:
             return
@@ -148,14 +152,6 @@ class Conversation:
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         """See ``Cache.rows``."""
         return self.cache.rows(start, end)
-
-    def _choose(self, logits: NDArray[np.float32]) -> list[int]:
-        """Choose a path through the verified tree, of one node or all, and keep it; returns its tokens."""
-        choose, tree = self.chooser, self.geometry.tree if len(logits) > 1 else Tree.root_only()
-        assert choose is not None
-        path, tokens = walk(tree, self.verified, lambda node: choose(logits[node]))
-        self.keep(path, tokens)
-        return tokens
 
     def _logits(self, function: str, last: int) -> NDArray[np.float32]:
         self._inputs[ROOT][0] = last
