@@ -182,7 +182,6 @@ def work(*_: object, **__: object) -> None:
         "train --model MODEL --data DATA --app a --out OUT",
         "web BUNDLE --out OUT",
         "demo --keep OUT",
-        "bundle unpack FILE OUT",
     ],
 )
 def test_an_output_that_cannot_be_written_is_found_before_the_work(
@@ -196,7 +195,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
     if where.startswith("/proc") and not Path("/proc/self").exists():
         where = "FILE/inside"
     for place in (
-        "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train", "bundle.archive._open",
+        "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train",
         "commands.web.site", "commands.demo._export",
     ):  # fmt: skip
         monkeypatch.setattr(f"ssdevice.{place}", work)

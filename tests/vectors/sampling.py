@@ -7,8 +7,8 @@ Logits are not stored. Of step s, token i has, in unsigned integers of 32 bits a
     z = ((x ^ (x >> 13)) >> 8) / 2^24
     logit = float32(16 * z * z - 8)
 
-In ``choices`` an answer has ``tokens``, chosen one after another with the case's ``seed`` (as text: it has 64 bits), and
-``left`` has the number of tokens that truncation left each time.
+An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has 64 bits), and
+``left``, the number of tokens that truncation left each time.
 """
 
 from __future__ import annotations
