@@ -22,6 +22,7 @@ from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.structure.grammar import open_grammar
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer, user_content
 
@@ -250,11 +251,13 @@ class Session:
         if VERIFY_PLAIN not in self.engine.functions:
             raise InputError(
                 f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
-                "for sampling, penalties and log-probabilities export it with --choose host"
+                "for sampling, structures and log-probabilities export it with --choose host"
             )
         if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
-        return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
+        vocab = self.engine.geometry.vocab
+        grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar)
 
     def _runs(
         self,
@@ -277,6 +280,7 @@ class Session:
             self._messages = []
         answer = self._last = self._running = Generation(len(prompt))
         conversation.chooser = chooser
+        conversation.forced = chooser.forced if chooser else tuple
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
