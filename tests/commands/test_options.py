@@ -140,7 +140,6 @@ def filled(text: str, **more: str) -> str:
             "verify BASE --model MODEL --adapter ADAPTER",
             "app 'base' of BASE is the base without one",
         ),
-        ("inspect BUNDLE --tokens 97", "--tokens 97: BUNDLE has a context of 96"),
         ("tune BUNDLE --data DATA --quant int8", "--quant has no effect: a "),
         ("tune BUNDLE --data DATA --target onnx", "--target has no effect: a "),
         ("tune --model m --adapter a=b --data DATA --app b", "--app has no effect: trial bundles"),
