@@ -32,7 +32,6 @@ from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
 
 OWN_FILES = (MANIFEST_FILE, SIGNATURE_FILE)
-PACKED_SUFFIX = ".ssb"
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,10 +52,7 @@ class Bundle:
         """
         folder = arguments.path("a bundle", path)
         if folder.is_file():
-            hint = (
-                f"; unpack it first: ssdevice bundle unpack {folder} FOLDER" if folder.suffix == PACKED_SUFFIX else ""
-            )
-            raise BundleError(f"{folder} is a file, a bundle is a folder{hint}")
+            raise BundleError(f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive")
         if not folder.is_dir():
             raise BundleError(f"{folder}: no such bundle")
         file = folder / MANIFEST_FILE
