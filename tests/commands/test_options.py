@@ -24,7 +24,6 @@ REQUIRED = {
     "run": ["b", "--data", "d"],
     "bench": ["b", "--data", "d", "--peers", "m"],
     "verify": ["b"],
-    "inspect": ["b"],
     "tune": ["b", "--data", "d"],
     "web": ["b"],
 }
@@ -72,7 +71,7 @@ NUMERIC = numeric()
 
 
 def test_the_table_has_every_number_of_every_command() -> None:
-    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle"}, "which take none"
+    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle", "inspect"}, "which take none"
     assert len({(name, option) for name, option, _ in NUMERIC}) > 45
 
 
@@ -140,7 +139,6 @@ def filled(text: str, **more: str) -> str:
             "verify BASE --model MODEL --adapter ADAPTER",
             "app 'base' of BASE is the base without one",
         ),
-        ("inspect BUNDLE --tokens 97", "--tokens 97: BUNDLE has a context of 96"),
         ("tune BUNDLE --data DATA --quant int8", "--quant has no effect: a "),
         ("tune BUNDLE --data DATA --target onnx", "--target has no effect: a "),
         ("tune --model m --adapter a=b --data DATA --app b", "--app has no effect: trial bundles"),

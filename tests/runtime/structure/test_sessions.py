@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from ssdevice.cli import main
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.generation import Reason
@@ -160,3 +162,51 @@ def test_a_structure_and_processors_may_exclude_each_other(session: Session) -> 
 def test_a_greedy_bundle_refuses_a_structure() -> None:
     with with_letters(tiny_bundle()) as opened, pytest.raises(InputError, match="--choose host"):
         opened.generate("1", sampling=Sampling(structure=Structure.json_object()))
+
+
+def test_run_takes_structures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny_bundle("int8", choose=True)
+    monkeypatch.setattr("ssdevice.runtime.session.tokenizer_of", lambda _: letters())
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "sum.lark").write_text(STRUCTURES["lark"][0].source)
+    asked = ["run", str(bundle.folder), "--prompt", "1 2", "--max-tokens", "80", "--threads", "1", "--json"]
+    for option, has_form in (
+        (["--json-schema", str(tmp_path / "schema.json")], is_json),
+        (["--grammar", str(tmp_path / "sum.lark")], is_sum),
+        (["--regex", REGEX], re.compile(REGEX).fullmatch),
+    ):
+        found = []
+        for more in ([], ["--no-speculate"]):
+            assert main([*asked, *option, "--temperature", "0.7", *more]) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        assert found[0]["tokens"] == found[1]["tokens"] and found[0]["reason"] == "stop" and has_form(found[0]["text"])
+        assert found[0]["steps"] < found[1]["steps"]
+    assert main([*asked, "--json-object"]) == 0 and capsys.readouterr().out.find('"text": "{') > 0
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    wrong = {
+        "--json-schema": ("nowhere", "list.json", "bytes", "sum.lark", "."),
+        "--grammar": ("nowhere", "bytes", "schema.json", "."),
+    }
+    for option, files in wrong.items():
+        for file in files:
+            assert main([*asked, option, str(tmp_path / file)]) == 2
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and (file == "schema.json" or str(tmp_path / file) in said)
+    for options in (["--regex", ""], ["--regex", "["], ["--regex", "a", "--json-object"]):
+        assert main([*asked, *options]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_bench_measures_structures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, data, report = tiny_bundle("int8", choose=True), tmp_path / "data.jsonl", tmp_path / "report.json"
+    monkeypatch.setattr("ssdevice.runtime.session.tokenizer_of", lambda _: letters())
+    data.write_text('{"prompt": "1 2"}\n{"prompt": "3"}\n')
+    asked = ["bench", str(bundle.folder), "--data", str(data), "--max-tokens", "20", "--threads", "1"]
+    assert main([*asked, "--regex", "(ab|cd){3}", "--json", str(report), "--rounds", "1"]) == 0
+    found = json.loads(report.read_text())
+    assert found["equal"] and found["sampling"] == {"structure": {"kind": "regex", "source": "(ab|cd){3}"}}
+    assert main([*asked, "--regex", "a", "--profile"]) == 2 and "--regex has no effect" in capsys.readouterr().err
