@@ -225,7 +225,7 @@ def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]
     other = make_session(TREE)
     "".join(other.chat("hello", max_tokens=9))
     assert text == "".join(other.chat("b", max_tokens=30))
-    assert session._messages == other._messages
+    assert session.messages == other.messages
 
 
 def test_bad_requests_are_refused_before_anything_runs() -> None:
@@ -296,8 +296,8 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
     ("call", "values", "expected"),
     [
         (lambda s, v: s.generate(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.chat(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.prompt_ids(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.chat(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
+        (lambda s, v: s.prompt_ids(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
         (lambda s, v: s.generate("a", system=v), NO_TEXTS[1:], "system is .*, expected a string"),
         (lambda s, v: s.generate("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
         (lambda s, v: s.chat("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
