@@ -9,17 +9,15 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ssdevice.errors import MissingExtraError
-
 _NAME = "ssdevice_coreml_proto"
 
 
 @cache
 def model_class() -> Any:
-    """The class ``Model`` of Model.proto. Raises MissingExtraError without coremltools."""
+    """The class ``Model`` of Model.proto. Raises ModuleNotFoundError without coremltools."""
     found = find_spec("coremltools")
     if found is None or found.origin is None:
-        raise MissingExtraError("coreml", "coremltools")
+        raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
     file = Path(found.origin).parent / "proto" / "__init__.py"
     spec = spec_from_file_location(_NAME, file, submodule_search_locations=[str(file.parent)])
     assert spec is not None and spec.loader is not None

@@ -92,7 +92,7 @@ class Model:
 
 
 def parse_model(data: bytes) -> Model:
-    """The ML program in a ``.mlmodel`` file. Raises ModelFileError for anything else, MissingExtraError."""
+    """The ML program in a ``.mlmodel`` file. Raises ModelFileError for anything else, ModuleNotFoundError."""
     model = model_class()
     try:
         parsed = model.FromString(data)
