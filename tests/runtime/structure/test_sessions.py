@@ -23,6 +23,7 @@ from ssdevice.runtime.session import Session
 from ssdevice.runtime.structure.grammar import open_grammar
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.text.stream import Emission
+from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime.structure.letters import letters
 from tests.runtime.tiny_bundle import TREE, tiny_bundle
 
@@ -168,7 +169,7 @@ def test_run_takes_structures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = tiny_bundle("int8", choose=True)
-    monkeypatch.setattr("ssdevice.runtime.session.tokenizer_of", lambda _: letters())
+    monkeypatch.setattr(ChatTokenizer, "from_bytes", lambda *_: letters())
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "sum.lark").write_text(STRUCTURES["lark"][0].source)
     asked = ["run", str(bundle.folder), "--prompt", "1 2", "--max-tokens", "80", "--threads", "1", "--json"]
@@ -203,7 +204,7 @@ def test_bench_measures_structures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, data, report = tiny_bundle("int8", choose=True), tmp_path / "data.jsonl", tmp_path / "report.json"
-    monkeypatch.setattr("ssdevice.runtime.session.tokenizer_of", lambda _: letters())
+    monkeypatch.setattr(ChatTokenizer, "from_bytes", lambda *_: letters())
     data.write_text('{"prompt": "1 2"}\n{"prompt": "3"}\n')
     asked = ["bench", str(bundle.folder), "--data", str(data), "--max-tokens", "20", "--threads", "1"]
     assert main([*asked, "--regex", "(ab|cd){3}", "--json", str(report), "--rounds", "1"]) == 0
