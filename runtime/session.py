@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ssdevice import arguments
@@ -206,6 +206,10 @@ class Session:
             arguments.text("system", system)
         context = self.engine.geometry.context
         return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
+
+    def sampling(self, **asked: Any) -> Sampling:
+        """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
+        return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""

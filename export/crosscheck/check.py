@@ -44,10 +44,10 @@ def check_export(job: ExportJob) -> tuple[str, ...]:
 
 
 def check_model(
-    folder: Path, adapter: Path | None, merged: bool, tokenizer: ChatTokenizer, context: int
+    folder: Path, adapter: Path | None, merged: bool, tokenizer: ChatTokenizer, context: int, choose: bool
 ) -> tuple[str, ...]:
     """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors."""
-    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder))
+    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder, choose))
     lora = adapter if adapter is not None and AdapterFolder.open(adapter).has_lora else None
     (expected,) = expected_of(folder, [lora], _prompts(tokenizer), context, None)
     model = load(folder, adapter, context, merge=merged).model

@@ -6,6 +6,7 @@ token after next is known already, never which token is chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.noise import Integers, sample
+from ssdevice.runtime.sampling.noise import Integers, peaks, sample, sample_all
 from ssdevice.runtime.sampling.options import Sampling, Scores
 from ssdevice.runtime.sampling.processors import Processors
 from ssdevice.tree import Tree
@@ -28,6 +29,16 @@ class Logprobs:
     values: tuple[float, ...]
 
 
+NEAR = 1e-6
+"""More than rounding changes of a score or a probability."""
+NEARBY = 4.0
+"""How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
+LIKELY = 1e-3
+"""A probability that few tokens have."""
+TINY = np.float32(1e-37)
+"""A probability that is none."""
+
+
 class Chooser:
     """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
 
@@ -39,6 +50,7 @@ class Chooser:
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
         self._vocab = vocab
+        self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._position = len(prompt)
 
@@ -48,21 +60,42 @@ class Chooser:
         Raises BundleError for logits with NaN, InputError if every token is forbidden.
         """
         s = self.sampling
-        scores = self._processors(logits) if s.processed else logits
-        best = int(np.argmax(scores))
-        highest = scores[best]
+        scores = self._processors(logits) if self._processed else logits
+        tops = peaks(scores)
+        highest = np.max(tops)
         if not np.isfinite(highest):
             if np.isnan(highest) or not np.isfinite(np.max(logits)):
                 raise BundleError("the model returned logits that are not numbers")
             raise InputError("the request forbids every token that the model could choose")
-        if s.temperature:
-            kept, ids = truncated(scores / np.float32(s.temperature), s)
-            best = sample(kept, ids, s.seed, self._position, self._vocab)
+        best = self._sampled(scores, tops) if s.temperature else int(np.argmax(scores))
         if s.logprobs is not None:
             self.logprobs.append(log_probabilities(logits, best, s.logprobs))
         self._processors.accept(best)
         self._position += 1
         return best
+
+    def _sampled(self, logits: Scores, tops: Scores) -> int:
+        """The token of a row of processed ``logits``; ``tops``: their ``peaks``."""
+        s, t, at = self.sampling, np.float32(self.sampling.temperature), (self.sampling.seed, self._position)
+        if (ids := self._hopeful(logits, tops)) is not None:
+            scores, kept = truncated(logits[ids] / t, s)
+            return sample(scores, ids if kept is None else ids[kept], *at, self._vocab)
+        best = sample_all(logits, tops, s.temperature, *at)
+        if not s.truncates or _stays(logits, best, s):
+            return best
+        scores, kept = truncated(logits / t, s)
+        return sample(scores, kept, *at, self._vocab)
+
+    def _hopeful(self, logits: Scores, tops: Scores) -> Integers | None:
+        """A few tokens among which are all that truncation leaves, and all that it needs to know of; None: unknown."""
+        s = self.sampling
+        if 0 < s.top_k < len(tops):
+            bound = _largest(tops, s.top_k)
+        elif s.min_p > 0 and s.top_p == 1 and not 0 < s.top_k < len(logits):
+            bound = np.max(tops) + np.float32((math.log(s.min_p) - NEAR) * s.temperature)
+        else:
+            return None
+        return np.flatnonzero(logits >= bound - NEAR * abs(bound))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -76,18 +109,24 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     if 0 < s.top_k < len(scores):
         keep(np.flatnonzero(scores >= _largest(scores, s.top_k)))
     if s.top_p < 1:
-        p = probabilities(scores)
-        # All tokens below this bound together have less than 1 - top_p.
-        likely = np.flatnonzero(p > (1 - s.top_p) / len(p))
-        falling = likely[np.argsort(-p[likely], kind="stable")]
-        mass = np.cumsum(p[falling], dtype=np.float64)
-        keep(np.sort(falling[: 1 + int(np.searchsorted(mass, s.top_p))]))
+        keep(_nucleus(probabilities(scores), s.top_p))
     if s.min_p > 0:
-        p = probabilities(scores)
-        keep(np.flatnonzero(p >= np.float32(s.min_p) * np.max(p)))
+        keep(np.flatnonzero(np.exp(scores - np.max(scores)) >= np.float32(s.min_p)))
     if s.typical_p < 1:
         keep(_typical(probabilities(scores), s.typical_p))
     return scores, ids
+
+
+def _stays(logits: Scores, token: int, s: Sampling) -> bool:
+    """Whether top-p and min-p certainly leave a token of a row, which few tokens often show; else unknown."""
+    if s.top_k or s.typical_p < 1:
+        return False
+    t, own = np.float32(s.temperature), logits[token]
+    few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
+    p = np.exp((few - np.max(few)) / t)
+    most, mine = np.sum(p), np.exp((own - np.max(few)) / t)
+    likelier = np.sum(p[few >= own]) - mine
+    return bool(mine >= s.min_p and likelier < (s.top_p - NEAR) * most)
 
 
 def probabilities(scores: Scores) -> NDArray[np.float32]:
@@ -102,23 +141,41 @@ def _largest(scores: Scores, n: int) -> np.float32:
     return found
 
 
+def _nucleus(p: NDArray[np.float32], top_p: float) -> Integers:
+    """The likeliest tokens that have ``top_p`` together."""
+    # Sorting takes longest. All tokens below the last bound have less than 1 - top_p together.
+    bounds = (LIKELY, (1 - top_p) / len(p))
+    for bound in bounds[len(p) * LIKELY < 1 :]:
+        likely = np.flatnonzero(p > bound)
+        if np.sum(p[likely]) > top_p + NEAR:
+            break
+    falling = likely[np.argsort(-p[likely], kind="stable")]
+    mass = np.cumsum(p[falling], dtype=np.float64)
+    return np.sort(falling[: 1 + int(np.searchsorted(mass, top_p))])
+
+
 def _typical(p: NDArray[np.float32], mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
-    possible = np.flatnonzero(p)
-    q = p[possible].astype(np.float64)
-    surprise = -np.log(q)
-    far = np.abs(surprise - np.sum(q * surprise))
-    order = np.argsort(far)
-    last = min(int(np.searchsorted(np.cumsum(q[order]), mass)), len(q) - 1)
-    near: Integers = possible[far <= far[order[last]]]
+    entropy = -float(np.sum(p * np.log(np.maximum(p, TINY)), dtype=np.float64))
+    for least in (LIKELY / 10, (1 - mass) / (8 * len(p)), 0.0):
+        possible = np.flatnonzero(p > least)
+        q = p[possible].astype(np.float64)
+        far = np.abs(-np.log(q) - entropy)
+        order = np.argsort(far)
+        last = int(np.searchsorted(np.cumsum(q[order]), mass))
+        if last < len(q) and least and far[order[last]] < -math.log(least) - entropy:
+            break  # all others are farther
+    near: Integers = possible[far <= far[order[min(last, len(q) - 1)]]]
     return near
 
 
 def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
     """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
-    highest = np.max(logits)
+    tops = peaks(logits)
+    highest = np.max(tops)
     total = float(highest) + float(np.log(np.sum(np.exp(logits - highest), dtype=np.float64)))
-    likely = np.flatnonzero(logits >= _largest(logits, min(best, len(logits)))).tolist() if best else []
+    some = tops if best <= len(tops) else logits  # as many tokens are at least as likely as the best of these
+    likely = np.flatnonzero(logits >= _largest(some, min(best, len(some)))).tolist() if best else []
     ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]
     return Logprobs(float(logits[token]) - total, tuple(ids), tuple(float(logits[i]) - total for i in ids))
 

@@ -223,7 +223,8 @@ class _Checks:
         args, bundle = self.args, self.bundle
         merged = bundle.app(args.app).kind is AdapterKind.MERGED
         try:
-            notes = check_model(folder, args.adapter, merged, session.tokenizer, bundle.geometry.context)
+            choose = bool(bundle.geometry.hidden)
+            notes = check_model(folder, args.adapter, merged, session.tokenizer, bundle.geometry.context, choose)
         except ParityError as error:
             self.faults.append(str(error))
             return
