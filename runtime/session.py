@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -15,22 +17,24 @@ from ssdevice import arguments
 from ssdevice.contract import PLAIN, STEP, VERIFY_PLAIN
 from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
+from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.text.messages import Chat, requested
 from ssdevice.text.stream import TextOutput
-from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer, user_content
+from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
 
 DEFAULT_MAX_TOKENS = 256
 LOST = "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,15 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A message of a conversation. ``before``: the messages before it; ``messages``: those and this one."""
+    """A message of a conversation.
 
-    before: Messages
-    messages: Messages
+    ``chat``: the conversation with it, after ``dropped`` turns were left out. ``before``: the one that it continues;
+    None if the message came with its whole conversation.
+    """
+
+    chat: Chat
+    before: Chat | None
+    dropped: int
 
 
 class Session:
@@ -76,7 +85,8 @@ class Session:
         # A step costs another time where the host chooses.
         self._adaptive: WeakKeyDictionary[Conversation, dict[bool, Adaptive]] = WeakKeyDictionary()
         self._apps: dict[str, _Opened] = {}
-        self._messages: Messages = []  # replaced by a new list whenever the conversation continues
+        self._app = ""
+        self._chat = Chat()  # replaced by another whenever the conversation continues
 
     @classmethod
     def open(
@@ -86,12 +96,14 @@ class Session:
         app: str | None = None,
         options: EngineOptions | None = None,
         threads: int | None = None,
+        resume: str | Path | None = None,
     ) -> Session:
         """The session of a bundle. ``app``: one of its apps (default: its default app).
 
-        ``threads``: those of ``options`` (default: 0, for all cores).
+        ``threads``: those of ``options`` (default: 0, for all cores). ``resume``: a file that ``save`` wrote.
 
-        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app.
+        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
+        bundle or app.
         """
         from ssdevice.bundle.folder import Bundle
 
@@ -106,9 +118,25 @@ class Session:
         tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
-        session.bundle, session._options = opened, options
-        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
+            session.bundle, session._options, session._app = opened, options, found.name
+            session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
+            if resume is not None:
+                from ssdevice.runtime.saved import restore
+
+                session._chat = restore(resume, opened, found.name, session._conversation)
         return session
+
+    def save(self, file: str | Path) -> None:
+        """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``.
+
+        What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
+        The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
+        """
+        from ssdevice.runtime.saved import save
+
+        if self.bundle is None:
+            raise InputError("this session was not opened from a bundle")
+        save(file, self.bundle, self._app, self._conversation, self._chat)
 
     @property
     def streams(self) -> bool:
@@ -122,6 +150,11 @@ class Session:
             raise InputError("nothing has been generated yet")
         return self._last
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, as ``chat`` takes it: without the app's instruction."""
+        return [dict(message) for message in self._chat.messages]
+
     def use(self, app: str) -> None:
         """Switch to another app of the bundle. Raises InputError for an unknown app.
 
@@ -130,6 +163,7 @@ class Session:
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
+        self._app = app
         self.reset()
 
     def preload(self, *apps: str) -> None:
@@ -156,7 +190,7 @@ class Session:
         """Forget the conversation."""
         self._conversation.length = 0
         self._running = None
-        self._messages = []
+        self._chat = Chat()
 
     def generate(
         self,
@@ -175,13 +209,19 @@ class Session:
         chosen, None for greedily. The answer is the same with and without ``speculate``. Raises InputError for an empty
         prompt, ContextOverflowError for one that does not fit.
         """
-        ids, mode = self.prompt_ids(prompt, system=system), self.mode(speculate)
+        ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
+        mode = self.mode(speculate)
         return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=mode, sampling=sampling))
 
     def chat(
         self,
-        prompt: str,
+        prompt: str | None = None,
         *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        overflow: str = ERROR,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         speculate: bool = True,
@@ -189,23 +229,45 @@ class Session:
     ) -> Iterator[str]:
         """Pieces of the answer to the next message of a conversation, which lasts until ``reset`` or ``generate``.
 
-        Only tokens that are not in the cache are computed. Raises the same errors as ``generate``.
+        ``prompt``: the user's next message. ``messages``: instead, a whole conversation in OpenAI's form (roles system,
+        user, assistant, tool), which the session then has. Only tokens after what the cache holds are computed.
+        ``system``: the system message. ``tools``: JSON schemas of functions, ``template``: other arguments of the chat
+        template; all three last as long as the conversation. An app's instruction goes before each message of the user,
+        also before those in ``messages``. ``overflow``: ``"drop-oldest"`` forgets the oldest turns of a conversation
+        that does not fit, never the system message; ``last.dropped`` counts them. Raises the errors of ``generate``,
+        and InputError for messages in another form or order, or what the template does not read.
         """
-        if not arguments.text("prompt", prompt).strip():
-            raise InputError("the prompt is empty")
-        before = self._messages
-        messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
-        ids = self.tokenizer.conversation_ids(messages, self.engine.geometry.context)
-        turn = _Turn(before, messages)
+        check_overflow(overflow)
+        chat = requested(self._chat, prompt, messages, system, tools, template)
+        ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
+        turn = _Turn(kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns))
         return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), sampling, turn))
 
-    def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
-        """The tokens of a prompt in the chat format that this app was trained with."""
-        arguments.text("prompt", prompt)
-        if system is not None:
-            arguments.text("system", system)
-        context = self.engine.geometry.context
-        return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
+    agenerate = in_worker(generate)
+    achat = in_worker(chat)
+
+    @cached_property
+    def worker(self) -> ThreadPoolExecutor:
+        """The thread of asynchronous answers."""
+        return ThreadPoolExecutor(1, "ssdevice")
+
+    def prompt_ids(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens of a prompt or a whole conversation in the chat format that this app was trained with.
+
+        Arguments and errors are those of ``chat``.
+        """
+        return self._ids(requested(Chat(), prompt, messages, system, tools, template))
+
+    def _ids(self, chat: Chat) -> list[int]:
+        return self.tokenizer.chat_ids(chat, self.instruction, self.engine.geometry.context)
 
     def sampling(self, **asked: Any) -> Sampling:
         """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
@@ -274,12 +336,14 @@ class Session:
 
         ``conversation``: that of the app in use when the request was made.
         """
-        if self._conversation is not conversation or (turn and self._messages is not turn.before):
+        if self._conversation is not conversation or (
+            turn and turn.before is not None and turn.before is not self._chat
+        ):
             raise InputError(LOST)
         conversation.length = shared = conversation.shared(prompt)
-        if turn is None:
-            self._messages = []
-        answer = self._last = self._running = Generation(len(prompt))
+        if turn is None or turn.before is None:
+            self._chat = Chat()
+        answer = self._last = self._running = Generation(len(prompt), dropped=turn.dropped if turn else 0)
         conversation.chooser = chooser
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
@@ -300,7 +364,7 @@ class Session:
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:
-                self._messages = [*turn.messages, {"role": "assistant", "content": answer.text}]
+                self._chat = turn.chat.answered(answer.text)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
         known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None
@@ -310,6 +374,7 @@ class Session:
 
     def close(self) -> None:
         """Release the target's memory."""
+        self.worker.shutdown()
         for engine in (self.engine, *(opened.engine for opened in self._apps.values())):
             engine.close()
 

@@ -29,14 +29,14 @@ class Logprobs:
     values: tuple[float, ...]
 
 
-NEAR = 1e-6
+NEAR = 1e-5
 """More than rounding changes of a score or a probability."""
 NEARBY = 4.0
 """How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
 LIKELY = 1e-3
 """A probability that few tokens have."""
-TINY = np.float32(1e-37)
-"""A probability that is none."""
+MUCH = 1e4
+"""More surprise than that of any possible token."""
 
 
 class Chooser:
@@ -84,7 +84,7 @@ class Chooser:
         if not s.truncates or _stays(logits, best, s):
             return best
         scores, kept = truncated(logits / t, s)
-        return sample(scores, kept, *at, self._vocab)
+        return best if kept is None else sample(scores, kept, *at, self._vocab)
 
     def _hopeful(self, logits: Scores, tops: Scores) -> Integers | None:
         """A few tokens among which are all that truncation leaves, and all that it needs to know of; None: unknown."""
@@ -109,11 +109,11 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     if 0 < s.top_k < len(scores):
         keep(np.flatnonzero(scores >= _largest(scores, s.top_k)))
     if s.top_p < 1:
-        keep(_nucleus(probabilities(scores), s.top_p))
+        keep(_nucleus(scores, s.top_p))
     if s.min_p > 0:
-        keep(np.flatnonzero(np.exp(scores - np.max(scores)) >= np.float32(s.min_p)))
+        keep(np.flatnonzero(scores >= _above(float(np.max(scores)) + math.log(s.min_p))))
     if s.typical_p < 1:
-        keep(_typical(probabilities(scores), s.typical_p))
+        keep(_typical(scores, s.typical_p))
     return scores, ids
 
 
@@ -129,10 +129,35 @@ def _stays(logits: Scores, token: int, s: Sampling) -> bool:
     return bool(mine >= s.min_p and likelier < (s.top_p - NEAR) * most)
 
 
-def probabilities(scores: Scores) -> NDArray[np.float32]:
-    """The softmax of scores ``[n]``."""
-    p: NDArray[np.float32] = np.exp(scores - np.max(scores))
-    return p / np.sum(p)
+def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
+    """What tokens weigh, the one of the ``highest`` score 1."""
+    found: NDArray[np.float64] = np.exp(scores.astype(np.float64) - float(highest))
+    return found
+
+
+def _above(bound: float) -> np.float32:
+    """The least float32 that is not below a bound: comparing scores with it costs no conversion of them."""
+    found = np.float32(bound)
+    return found if float(found) >= bound else np.nextafter(found, np.float32(np.inf))
+
+
+def _nucleus(scores: Scores, mass: float) -> Integers:
+    """The likeliest tokens that have ``mass`` together, ids ascending."""
+    highest = np.max(scores)
+    total = float(np.sum(np.exp(scores - highest)))  # in float32, which nearly always decides
+    # Sorting takes longest. All tokens below the last bound have less than 1 - mass together.
+    bounds = (LIKELY, (1 - mass) / len(scores))
+    for least in bounds[len(scores) * LIKELY < 1 :]:
+        likely = np.flatnonzero(scores > highest + np.float32(math.log(least * total) - 1e-3))
+        weight = weights(scores[likely], highest)
+        if np.sum(weight) > (mass + NEAR) * total:
+            break
+    order = np.argsort(-weight, kind="stable")
+    reached = np.cumsum(weight[order])
+    last = int(np.searchsorted(reached, mass * total))
+    if np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass * total), initial=np.inf) < NEAR * total:
+        last = int(np.searchsorted(reached, mass * float(np.sum(weights(scores, highest)))))
+    return np.sort(likely[order[: 1 + last]])
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
@@ -141,31 +166,21 @@ def _largest(scores: Scores, n: int) -> np.float32:
     return found
 
 
-def _nucleus(p: NDArray[np.float32], top_p: float) -> Integers:
-    """The likeliest tokens that have ``top_p`` together."""
-    # Sorting takes longest. All tokens below the last bound have less than 1 - top_p together.
-    bounds = (LIKELY, (1 - top_p) / len(p))
-    for bound in bounds[len(p) * LIKELY < 1 :]:
-        likely = np.flatnonzero(p > bound)
-        if np.sum(p[likely]) > top_p + NEAR:
-            break
-    falling = likely[np.argsort(-p[likely], kind="stable")]
-    mass = np.cumsum(p[falling], dtype=np.float64)
-    return np.sort(falling[: 1 + int(np.searchsorted(mass, top_p))])
-
-
-def _typical(p: NDArray[np.float32], mass: float) -> Integers:
+def _typical(scores: Scores, mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
-    entropy = -float(np.sum(p * np.log(np.maximum(p, TINY)), dtype=np.float64))
-    for least in (LIKELY / 10, (1 - mass) / (8 * len(p)), 0.0):
-        possible = np.flatnonzero(p > least)
-        q = p[possible].astype(np.float64)
-        far = np.abs(-np.log(q) - entropy)
+    highest = np.max(scores)
+    weight = weights(scores, highest)
+    total = np.sum(weight)
+    surprise = np.log(total) + float(highest) - scores.astype(np.float64)
+    entropy = np.sum(weight * np.minimum(surprise, MUCH)) / total
+    for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
+        likely = np.flatnonzero(weight > least * total)
+        far = np.abs(surprise[likely] - entropy)
         order = np.argsort(far)
-        last = int(np.searchsorted(np.cumsum(q[order]), mass))
-        if last < len(q) and least and far[order[last]] < -math.log(least) - entropy:
+        last = int(np.searchsorted(np.cumsum(weight[likely][order] / total), mass))
+        if last < len(order) and least and far[order[last]] < -math.log(least) - entropy:
             break  # all others are farther
-    near: Integers = possible[far <= far[order[min(last, len(q) - 1)]]]
+    near: Integers = likely[far <= far[order[min(last, len(order) - 1)]]]
     return near
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.bundle.archive import pack, unpack
 from ssdevice.bundle.folder import Bundle
 from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
@@ -226,7 +225,7 @@ def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]
     other = make_session(TREE)
     "".join(other.chat("hello", max_tokens=9))
     assert text == "".join(other.chat("b", max_tokens=30))
-    assert session._messages == other._messages
+    assert session.messages == other.messages
 
 
 def test_bad_requests_are_refused_before_anything_runs() -> None:
@@ -297,8 +296,8 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
     ("call", "values", "expected"),
     [
         (lambda s, v: s.generate(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.chat(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.prompt_ids(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.chat(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
+        (lambda s, v: s.prompt_ids(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
         (lambda s, v: s.generate("a", system=v), NO_TEXTS[1:], "system is .*, expected a string"),
         (lambda s, v: s.generate("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
         (lambda s, v: s.chat("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
@@ -322,8 +321,6 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
             OTHER_THINGS,
             "an app's name is .*, expected a string",
         ),
-        (lambda _, v: pack(cast(Any, None), v), OTHER_THINGS, "a packed bundle is .*, expected a path"),
-        (lambda _, v: unpack(v, "x"), OTHER_THINGS, "a packed bundle is .*, expected a path"),
         (lambda _, v: read_examples([v]), OTHER_THINGS, "a data file is .*, expected a path"),
         (lambda _, v: read_examples("x", v), NO_NUMBERS[1:], "limit is .*, expected a whole number"),
     ],
