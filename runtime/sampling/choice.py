@@ -17,6 +17,7 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.noise import Integers, peaks, sample, sample_all
 from ssdevice.runtime.sampling.options import Sampling, Scores
 from ssdevice.runtime.sampling.processors import Processors
+from ssdevice.runtime.structure.grammar import Grammar
 from ssdevice.tree import Tree
 
 
@@ -35,6 +36,8 @@ NEARBY = 4.0
 """How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
 LIKELY = 1e-3
 """A probability that few tokens have."""
+LOWEST = np.finfo(np.float32).min
+"""Of all scores that may be chosen."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
 
@@ -42,10 +45,18 @@ MUCH = 1e4
 class Chooser:
     """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
 
-    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. Raises InputError for ids that the model does not have.
+    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. ``grammar``: that of ``sampling.structure``. Raises
+    InputError for ids that the model does not have.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        stops: Sequence[int],
+        vocab: int,
+        grammar: Grammar | None = None,
+    ) -> None:
         sampling.check_ids(vocab)
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
@@ -53,6 +64,11 @@ class Chooser:
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._position = len(prompt)
+        self._grammar = grammar
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that the structure leaves no choice for, in turn from the next one on."""
+        return self._grammar.forced if self._grammar else ()
 
     def __call__(self, logits: Scores) -> int:
         """The token after the text so far, which it then belongs to; ``logits [V] float32``.
@@ -61,6 +77,8 @@ class Chooser:
         """
         s = self.sampling
         scores = self._processors(logits) if self._processed else logits
+        if self._grammar:
+            scores = self._grammar.masked(scores)
         tops = peaks(scores)
         highest = np.max(tops)
         if not np.isfinite(highest):
@@ -71,6 +89,8 @@ class Chooser:
         if s.logprobs is not None:
             self.logprobs.append(log_probabilities(logits, best, s.logprobs))
         self._processors.accept(best)
+        if self._grammar:
+            self._grammar.accept(best)
         self._position += 1
         return best
 
@@ -95,7 +115,7 @@ class Chooser:
             bound = np.max(tops) + np.float32((math.log(s.min_p) - NEAR) * s.temperature)
         else:
             return None
-        return np.flatnonzero(logits >= bound - NEAR * abs(bound))
+        return np.flatnonzero(logits >= max(bound - NEAR * abs(bound), LOWEST))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
