@@ -30,7 +30,6 @@ from ssdevice.tree import Tree
 if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.data import Example
-    from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
     from ssdevice.text.tokenizer import ChatTokenizer
 
@@ -194,14 +193,9 @@ class ExportPlan:
         """Estimated size of the weights on disk, with scales and rotary tables, without graphs."""
         return int(sum(self.parameters.values()) * self.bits / 8) + 4 * self.geometry.context * self.geometry.head_dim
 
-    def predict(self) -> Prediction | None:
-        """What the export will roughly take; None where the target does not know."""
-        cost = export_target(self.options.target).cost
-        return cost.predict(self) if cost is not None else None
-
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values, for ``--dry-run``."""
-        g, prediction = self.geometry, self.predict()
+        g = self.geometry
         return {
             "model": str(self.folder),
             "family": self.identity.model_type,
@@ -223,8 +217,6 @@ class ExportPlan:
             "calibrate": [str(file) for file in self.options.calibrate],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
-            "estimated_seconds": round(prediction.seconds) if prediction else None,
-            "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
             "notes": list(self.notes),
         }
 

@@ -2,10 +2,17 @@
 
 A choice is a pure function of the text before it, the row's logits, and the seed. So a draft only decides whether the
 token after next is known already, never which token is chosen.
+
+Hosts in other languages choose the same tokens, so precisions are part of the definition. Processors and the division
+by the temperature are in float32, rounded after every operation. All that follows is in float64, of float32 scores z
+whose largest is h: a token weighs exp(z - h); top-p keeps the fewest likeliest tokens (of equal ones those with the
+lowest ids) that weigh ``top_p`` times the sum of all or more; min-p keeps z >= h + log(min_p). Libraries' exp and log
+differ in the last bit: a choice can differ only where two sums are that close.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,24 +83,38 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     if 0 < s.top_k < len(scores):
         keep(np.flatnonzero(scores >= _largest(scores, s.top_k)))
     if s.top_p < 1:
-        p = probabilities(scores)
-        # All tokens below this bound together have less than 1 - top_p.
-        likely = np.flatnonzero(p > (1 - s.top_p) / len(p))
-        falling = likely[np.argsort(-p[likely], kind="stable")]
-        mass = np.cumsum(p[falling], dtype=np.float64)
-        keep(np.sort(falling[: 1 + int(np.searchsorted(mass, s.top_p))]))
+        keep(_nucleus(scores, s.top_p))
     if s.min_p > 0:
-        p = probabilities(scores)
-        keep(np.flatnonzero(p >= np.float32(s.min_p) * np.max(p)))
+        keep(np.flatnonzero(scores >= _above(float(np.max(scores)) + math.log(s.min_p))))
     if s.typical_p < 1:
-        keep(_typical(probabilities(scores), s.typical_p))
+        keep(_typical(scores, s.typical_p))
     return scores, ids
 
 
-def probabilities(scores: Scores) -> NDArray[np.float32]:
-    """The softmax of scores ``[n]``."""
-    p: NDArray[np.float32] = np.exp(scores - np.max(scores))
-    return p / np.sum(p)
+def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
+    """What tokens weigh, the one of the ``highest`` score 1."""
+    found: NDArray[np.float64] = np.exp(scores.astype(np.float64) - float(highest))
+    return found
+
+
+def _above(bound: float) -> np.float32:
+    """The least float32 that is not below a bound: comparing scores with it costs no conversion of them."""
+    found = np.float32(bound)
+    return found if float(found) >= bound else np.nextafter(found, np.float32(np.inf))
+
+
+def _nucleus(scores: Scores, mass: float) -> Integers:
+    """The likeliest tokens that have ``mass`` together, ids ascending."""
+    highest = np.max(scores)
+    total = float(np.sum(np.exp(scores - highest)))  # in float32, which nearly always decides
+    # All tokens below this bound together have less than 1 - mass.
+    likely = np.flatnonzero(scores > highest + np.float32(math.log((1 - mass) / len(scores) * total) - 1e-3))
+    falling = likely[np.argsort(-scores[likely], kind="stable")]
+    reached = np.cumsum(weights(scores[falling], highest))
+    last = int(np.searchsorted(reached, mass * total))
+    if np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass * total), initial=np.inf) < 1e-5 * total:
+        last = int(np.searchsorted(reached, mass * float(np.sum(weights(scores, highest)))))
+    return np.sort(falling[: 1 + last])
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
@@ -102,11 +123,14 @@ def _largest(scores: Scores, n: int) -> np.float32:
     return found
 
 
-def _typical(p: NDArray[np.float32], mass: float) -> Integers:
+def _typical(scores: Scores, mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
-    possible = np.flatnonzero(p)
-    q = p[possible].astype(np.float64)
-    surprise = -np.log(q)
+    highest = np.max(scores)
+    weight = weights(scores, highest)
+    possible = np.flatnonzero(weight)
+    total = np.sum(weight)
+    q = weight[possible] / total
+    surprise = np.log(total) + float(highest) - scores[possible]
     far = np.abs(surprise - np.sum(q * surprise))
     order = np.argsort(far)
     last = min(int(np.searchsorted(np.cumsum(q[order]), mass)), len(q) - 1)

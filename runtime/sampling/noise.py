@@ -10,8 +10,8 @@ easy as 1, 2, 3"), whose key is the seed and whose counter is (number, position,
 
 The smallest of 256 exponential numbers and what the others exceed it by are independent and exponentially distributed,
 so this is one independent number for every token; but the best token of a row is found without computing them all.
-Two words w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, and ``-log`` of it an exponential one,
-in float64.
+Two words w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, which is exact in float64, and ``-log``
+of it an exponential one, in float64. A score plus its noise is a float64, too.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Bundles: folder, manifest, integrity, writing, archive and signature."""
+"""Bundles: folder, manifest, integrity, writing and signature."""

@@ -32,7 +32,6 @@ from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
 
 OWN_FILES = (MANIFEST_FILE, SIGNATURE_FILE)
-PACKED_SUFFIX = ".ssb"
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,10 +52,7 @@ class Bundle:
         """
         folder = arguments.path("a bundle", path)
         if folder.is_file():
-            hint = (
-                f"; unpack it first: ssdevice bundle unpack {folder} FOLDER" if folder.suffix == PACKED_SUFFIX else ""
-            )
-            raise BundleError(f"{folder} is a file, a bundle is a folder{hint}")
+            raise BundleError(f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive")
         if not folder.is_dir():
             raise BundleError(f"{folder}: no such bundle")
         file = folder / MANIFEST_FILE
@@ -237,15 +233,19 @@ class BundleWriter:
         return Bundle(self.out, manifest)
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten."""
+def check_out(out: Path, overwrite: bool | None) -> None:
+    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten.
+
+    ``overwrite`` None: no option of the caller could allow it.
+    """
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
     check_writable(out.parent if out.exists() else out)
     if not out.exists():
         return
     if not overwrite:
-        raise InputError(f"{out} exists; choose another folder, or overwrite it")
+        how = "" if overwrite is None else ", or replace the bundle with --overwrite"
+        raise InputError(f"{out} exists; choose another folder{how}")
     if out.is_dir() and not any(out.iterdir()):
         return
     why = _why_no_bundle(out)

@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.errors import BundleError, ConfigError
@@ -171,25 +171,18 @@ def read_bounded(file: Path, limit: int) -> bytes:
         raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def stream_sha256(stream: IO[bytes], size: int, to: IO[bytes] | None = None) -> str | None:
-    """sha256 of the next ``size`` bytes, which are also written to ``to``. None if the stream ends early."""
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(1 << 20))
-    while size:
-        count = stream.readinto(block[: min(size, len(block))])  # type: ignore[attr-defined]
-        if not count:
-            return None
-        digest.update(block[:count])
-        if to is not None:
-            to.write(block[:count])
-        size -= count
-    return digest.hexdigest()
-
-
 def file_sha256(file: Path, size: int) -> str | None:
     """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
     try:
         with file.open("rb", buffering=0) as stream:
-            return stream_sha256(stream, size)
+            while size:
+                count = stream.readinto(block[: min(size, len(block))])
+                if not count:
+                    return None
+                digest.update(block[:count])
+                size -= count
     except OSError as error:
         raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()

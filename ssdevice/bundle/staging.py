@@ -8,7 +8,6 @@ removed by the next writer of the same destination.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -31,9 +30,6 @@ SUFFIX, OLD = ".tmp", ".old"
 FULL = {errno.ENOSPC, errno.EDQUOT}
 NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 """What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
-# renameat2(2) and renamex_np(2): exchange two names in one step.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_RENAME_SWAP = 2
 
 
 def check_writable(out: Path, option: str = "") -> None:
@@ -88,23 +84,20 @@ class Stage:
     def publish(self, *, replace: bool) -> None:
         """Rename the work to ``out``; with ``replace`` instead of what is there.
 
-        Where the system can exchange two names (Linux and macOS, on most file systems), the old or the new one is
-        visible at every instant. Elsewhere a folder is replaced by two renames; a crash between them leaves the old
-        one under the temporary name, from which the next writer restores it. Raises InputError if ``out`` exists and
-        ``replace`` is False.
+        A folder is replaced by two renames; a crash between them leaves the old one under a temporary name, from which
+        the next writer restores it. Raises InputError if ``out`` exists and ``replace`` is False.
         """
         sync_tree(self.path)
         if replace and self.out.is_dir():
             self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
-            if not _exchange(self.path, self.out):
-                self._replace_in_two()
+            self._replace_folder()
         elif replace:
             os.replace(self.path, self.out)
         else:
             self._publish_new()
         _sync(self.out.parent)
 
-    def _replace_in_two(self) -> None:
+    def _replace_folder(self) -> None:
         aside = self.out.parent / f"{_prefix(self.out)}{os.getpid()}-{secrets.token_hex(4)}{OLD}"
         lock = lock_path(self.out)  # so that no other writer takes `aside` for abandoned
         try:
@@ -116,7 +109,7 @@ class Stage:
 
     def _publish_new(self) -> None:
         if os.path.lexists(self.out):
-            raise InputError(f"{self.out} exists; choose another name, or overwrite it")
+            raise InputError(f"{self.out} exists; choose another name")
         try:
             os.rename(self.path, self.out)
         except OSError as error:
@@ -125,7 +118,7 @@ class Stage:
             raise
 
     def close(self) -> None:
-        """Remove the work (after an exchange: what it replaced) and release the lock."""
+        """Remove what was not published and release the lock."""
         _remove(self.path)
         os.close(self._lock)
 
@@ -251,20 +244,3 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system cannot."""
-    if sys.platform == "win32":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    first, second = os.fsencode(one), os.fsencode(other)
-    if hasattr(libc, "renameat2"):
-        status = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE)
-    elif hasattr(libc, "renamex_np"):
-        status = libc.renamex_np(first, second, _RENAME_SWAP)
-    else:
-        return False
-    if status and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
-    return bool(status == 0)

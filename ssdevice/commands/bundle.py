@@ -1,4 +1,4 @@
-"""``ssdevice bundle``: manage a bundle's apps, pack it into one file, sign and check it."""
+"""``ssdevice bundle``: manage a bundle's apps, sign and check it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bundle list | pack | unpack | sign | check | add-app | remove-app``."""
+    """``ssdevice bundle list | sign | check | add-app | remove-app``."""
     # No defaults: one here would override the same option given before the action's name.
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
@@ -31,19 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[shared]
         )
 
-    apps = action("list", "show the apps of a bundle, or of a packed one")
-    apps.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder or .ssb file")
+    apps = action("list", "show the apps of a bundle")
+    _add_folder(apps)
     apps.add_argument("--json", action="store_true", help="print one JSON object")
-
-    packing = action("pack", "write a bundle as one file that any unzip program reads")
-    _add_folder(packing)
-    packing.add_argument("out", type=Path, metavar="OUT.ssb", help="the file to write; it must not exist")
-
-    unpacking = action("unpack", "check a packed bundle and unpack it to a folder")
-    unpacking.add_argument("bundle", type=Path, metavar="FILE.ssb", help="packed bundle")
-    unpacking.add_argument("out", type=Path, metavar="FOLDER", help="the folder to write")
-    unpacking.add_argument("--overwrite", action="store_true", help="replace the bundle if it exists")
-    add_signature(unpacking)
 
     signing = action("sign", "check a bundle and sign its manifest, which contains the hash of every file")
     _add_folder(signing)
@@ -70,24 +60,18 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action, completely or not at all."""
-    said = {
-        "list": _list, "pack": _pack, "unpack": _unpack, "sign": _sign, "check": _check, "add-app": _add_app,
-        "remove-app": _remove_app,
-    }[args.action](args)  # fmt: skip
+    said = {"list": _list, "sign": _sign, "check": _check, "add-app": _add_app, "remove-app": _remove_app}[args.action](
+        args
+    )
     if not args.quiet or args.action == "list":
         print(said)
     return 0
 
 
 def _list(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.archive import read_packed_manifest
-    from ssdevice.bundle.folder import PACKED_SUFFIX, Bundle
+    from ssdevice.bundle.folder import Bundle
 
-    if args.bundle.suffix == PACKED_SUFFIX and args.bundle.is_file():
-        manifest = read_packed_manifest(args.bundle)
-    else:
-        manifest = Bundle.open(args.bundle, verify=False).manifest  # only the manifest is used
-    apps = app_rows(manifest)
+    apps = app_rows(Bundle.open(args.bundle, verify=False).manifest)  # only the manifest is used
     if args.json:
         return json.dumps({"bundle": str(args.bundle), "apps": apps}, ensure_ascii=False)
     return "\n".join(map(_line, apps))
@@ -103,21 +87,6 @@ def _line(app: dict[str, Any]) -> str:
         parts.append(count(app["bytes"], "byte"))
     default = " (default)" if app["default"] else ""
     return f"{app['name']}{default}: {', '.join(parts)}"
-
-
-def _pack(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.archive import pack
-    from ssdevice.bundle.folder import Bundle
-
-    out = pack(Bundle.open(args.bundle, verify=False), args.out)  # packing hashes every file
-    return f"packed {args.bundle} into {out} ({out.stat().st_size} bytes)"
-
-
-def _unpack(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.archive import unpack
-
-    bundle = unpack(args.bundle, args.out, overwrite=args.overwrite, require_signature=args.require_signature)
-    return f"unpacked {args.bundle} to {args.out}: {_checked(bundle, args.require_signature)}"
 
 
 def _sign(args: argparse.Namespace) -> str:

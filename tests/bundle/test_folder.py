@@ -134,9 +134,9 @@ def test_a_manifest_that_is_a_pipe_is_refused_without_waiting(folder: Path) -> N
 
 def test_what_is_no_bundle_is_named(tmp_path: Path) -> None:
     assert "no such bundle" in refused(tmp_path / "absent")
-    packed = tmp_path / "a.ssb"
+    packed = tmp_path / "bundle.zip"
     packed.write_bytes(b"")
-    assert "unpack it first: ssdevice bundle unpack" in refused(packed)
+    assert "a bundle is a folder; unpack it first" in refused(packed)
 
 
 MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bundle.archive import pack, unpack
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.signature import sign_bundle
 from ssdevice.errors import BundleError, InputError
@@ -40,15 +39,11 @@ def test_a_signed_bundle_opens_with_its_key_alone(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="manifest.json.sig: no such file"):
         Bundle.open(folder, require_signature=public)
     assert sign_bundle(folder, private) == folder / "manifest.json.sig"
-    bundle = Bundle.open(folder, require_signature=public)
+    Bundle.open(folder, require_signature=public)
     Bundle.open(folder)
     with pytest.raises(BundleError, match="was not signed with the key of .*other"):
         Bundle.open(folder, require_signature=other)
-    packed = pack(bundle, tmp_path / "a.ssb")
-    assert unpack(packed, tmp_path / "again", require_signature=public).manifest == bundle.manifest
-    with pytest.raises(BundleError, match="was not signed with the key"):
-        unpack(packed, tmp_path / "third", require_signature=other)
-    assert not (tmp_path / "third").exists() and not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_no_change_passes_a_required_signature(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``ssdevice bundle``: apps, bundles as one file, and signatures, as a user calls them."""
+"""``ssdevice bundle``: apps and signatures, as a user calls them."""
 
 from __future__ import annotations
 
@@ -38,24 +38,13 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def test_apps_are_listed_from_a_folder_and_from_one_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    packed = folder.parent / "a.ssb"
-    assert call("pack", folder, packed) == 0
-    assert "packed" in capsys.readouterr().out
-    assert call("list", folder) == 0
+def test_apps_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("list", folder, "--quiet") == 0
     lines = capsys.readouterr().out
     assert lines.splitlines() == ["base: base", "sql (default): slot, shared mode, rank 8, 4 bytes"]
-    assert call("list", packed, "--quiet") == 0
-    assert capsys.readouterr().out == lines
-    assert call("list", packed, "--json") == 0
+    assert call("list", folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [(app["name"], app["default"]) for app in found["apps"]] == [("base", False), ("sql", True)]
-
-
-def test_a_packed_bundle_is_not_put_into_the_bundle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("pack", folder, folder / "in.ssb") == 2
-    assert "is inside the bundle" in capsys.readouterr().err
-    Bundle.open(folder)
 
 
 def test_a_bundle_that_another_process_has_rewritten_is_not_overwritten(folder: Path) -> None:
@@ -71,17 +60,6 @@ def test_a_bundle_that_another_process_has_rewritten_is_not_overwritten(folder: 
     assert Bundle.open(folder).manifest.apps == rest
 
 
-def test_what_was_packed_unpacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    packed, again = folder.parent / "a.ssb", folder.parent / "again"
-    assert call("--quiet", "pack", folder, packed) == 0
-    assert call("unpack", packed, again, "--quiet") == 0
-    assert capsys.readouterr().out == ""
-    assert Bundle.open(again).manifest == Bundle.open(folder).manifest
-    assert call("unpack", packed, again) == 2
-    assert "exists" in capsys.readouterr().err
-    assert call("unpack", packed, again, "--overwrite") == 0
-
-
 def test_a_signature_is_made_checked_and_required(
     folder: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,9 +71,6 @@ def test_a_signature_is_made_checked_and_required(
     assert call("sign", folder, "--key", private) == 0
     assert call("check", folder, "--require-signature", public) == 0
     assert "signature valid" in capsys.readouterr().out
-    packed = folder.parent / "a.ssb"
-    assert call("pack", folder, packed) == 0
-    assert call("unpack", packed, folder.parent / "again", "--require-signature", public) == 0
     (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace("SQL", "sql"))
     assert call("check", folder) == 0
     capsys.readouterr()
@@ -108,12 +83,12 @@ def test_a_signature_is_made_checked_and_required(
         assert "was not signed with the key" in capsys.readouterr().err
 
 
-def test_a_damaged_bundle_is_neither_signed_nor_packed_nor_passed(
+def test_a_damaged_bundle_is_neither_signed_nor_passed(
     folder: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = folder / "model.onnx.data"
     weights.write_bytes(weights.read_bytes()[::-1])
-    for action in (("check", folder), ("sign", folder, "--key", keys[0]), ("pack", folder, folder.parent / "a.ssb")):
+    for action in (("check", folder), ("sign", folder, "--key", keys[0])):
         assert call(*action) == 2
         assert "model.onnx.data is damaged" in capsys.readouterr().err
     assert sorted(path.name for path in folder.parent.iterdir()) == ["bundle", "private.pem", "public.pem"]

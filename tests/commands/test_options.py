@@ -24,7 +24,6 @@ REQUIRED = {
     "run": ["b", "--data", "d"],
     "bench": ["b", "--data", "d", "--peers", "m"],
     "verify": ["b"],
-    "inspect": ["b"],
     "tune": ["b", "--data", "d"],
     "web": ["b"],
 }
@@ -72,7 +71,7 @@ NUMERIC = numeric()
 
 
 def test_the_table_has_every_number_of_every_command() -> None:
-    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle"}, "which take none"
+    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle", "inspect"}, "which take none"
     assert len({(name, option) for name, option, _ in NUMERIC}) > 45
 
 
@@ -140,7 +139,6 @@ def filled(text: str, **more: str) -> str:
             "verify BASE --model MODEL --adapter ADAPTER",
             "app 'base' of BASE is the base without one",
         ),
-        ("inspect BUNDLE --tokens 97", "--tokens 97: BUNDLE has a context of 96"),
         ("tune BUNDLE --data DATA --quant int8", "--quant has no effect: a "),
         ("tune BUNDLE --data DATA --target onnx", "--target has no effect: a "),
         ("tune --model m --adapter a=b --data DATA --app b", "--app has no effect: trial bundles"),
@@ -182,7 +180,6 @@ def work(*_: object, **__: object) -> None:
         "train --model MODEL --data DATA --app a --out OUT",
         "web BUNDLE --out OUT",
         "demo --keep OUT",
-        "bundle unpack FILE OUT",
     ],
 )
 def test_an_output_that_cannot_be_written_is_found_before_the_work(
@@ -196,7 +193,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
     if where.startswith("/proc") and not Path("/proc/self").exists():
         where = "FILE/inside"
     for place in (
-        "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train", "bundle.archive._open",
+        "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train",
         "commands.web.site", "commands.demo._export",
     ):  # fmt: skip
         monkeypatch.setattr(f"ssdevice.{place}", work)

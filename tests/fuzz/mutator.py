@@ -1,9 +1,8 @@
 """Seeded changes to bundles and adapters, and what may come of each.
 
-``change`` puts a changed copy of one of five subjects at ``place`` and returns a Case. The same seed, index and subject
-give the same bytes. Subjects: a bundle ``folder``, the same ``packed`` into one file, the folder ``signed`` (its
-signature is then required), a bundle of two apps whose weights are ``slots``, and an ``adapter`` folder on an untouched
-base.
+``change`` puts a changed copy of one of four subjects at ``place`` and returns a Case. The same seed, index and subject
+give the same bytes. Subjects: a bundle ``folder``, the same ``signed`` (its signature is
+then required), a bundle of two apps whose weights are ``slots``, and an ``adapter`` folder on an untouched base.
 
 What may come of a case, its *oracle*, in all of which a refusal (one line, exit code 2) is right:
 
@@ -27,11 +26,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.fuzz import adapters, archives, files, json_values, templates
+from tests.fuzz import adapters, files, json_values, templates
 from tests.fuzz.graphs import mutate_graph
 
 MANIFEST = "manifest.json"
-PACKED = "bundle.ssb"
 SLOTS = "slots.json"
 INERT = ("tools", "notes", "parity")
 
@@ -40,7 +38,6 @@ class Subject(StrEnum):
     """What is changed."""
 
     FOLDER = "folder"
-    PACKED = "packed"
     SIGNED = "signed"
     SLOTS = "slots"
     ADAPTER = "adapter"
@@ -75,38 +72,11 @@ def change(seed: int, index: int, subject: Subject, pristine: Path, place: Path)
     folder = place / "bundle"
     source = {Subject.SIGNED: "signed", Subject.SLOTS: "slots"}.get(subject, "bundle")
     shutil.copytree(pristine / source, folder)
-    if subject is Subject.PACKED and rng.random() < 0.5:
-        oracle, done = _change_packed(rng, folder, place / PACKED)
-        return Case(subject, oracle, rng.random() < 0.2, done)
     oracle, done = change_folder(rng, folder)
     if subject is Subject.SIGNED:
         oracle = Oracle.SAME
-    if subject is Subject.PACKED:
-        try:
-            done += f", {archives.pack_any(rng, folder, place / PACKED)}"
-        except OSError as error:  # a change left nothing that can be packed
-            (place / PACKED).write_bytes(b"")
-            done += f", not packed: {error.strerror}"
     plain = "step_plain" in done or rng.random() < 0.2
     return Case(subject, oracle, plain, done)
-
-
-def _change_packed(rng: Random, folder: Path, packed: Path) -> tuple[Oracle, str]:
-    """Changes to the bytes of the archive itself, which was packed well."""
-    _pack_well(folder, packed)
-    open_bytes = archives.manifest_bytes(packed)
-    before = packed.read_bytes()
-    done = rng.choice([archives.change_records, archives.change_records, *files.CONTENT])(rng, packed)
-    after = packed.read_bytes()
-    same = len(after) == len(before) and all(before[at] == after[at] for at in open_bytes)
-    return (Oracle.SAME if same else Oracle.ANY), done
-
-
-def _pack_well(folder: Path, packed: Path) -> None:
-    from ssdevice.bundle.archive import pack
-    from ssdevice.bundle.folder import Bundle
-
-    pack(Bundle.open(folder, verify=False), packed)
 
 
 def change_folder(rng: Random, folder: Path) -> tuple[Oracle, str]:

@@ -86,7 +86,7 @@ class Process:
 
 def subject_of(index: int) -> Subject:
     """Which subject a case is of."""
-    order = ("folder", "packed", "slots", "adapter", "folder", "packed", "slots", "signed")
+    order = ("folder", "slots", "adapter", "folder", "slots", "signed")
     return Subject(order[index % len(order)])
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from tests.fuzz.mutator import PACKED, Case, Oracle, Subject, change
+from tests.fuzz.mutator import Case, Oracle, Subject, change
 from tests.fuzz.pristine import SLOT_APP
 
 MAX_GROWTH_MB = 256
@@ -73,7 +73,7 @@ class Worker:
             self.expected = {}
             for plain in (False, True):
                 whole = self._bundle(pristine / "bundle", plain).tokens
-                self.expected |= {(s, plain): whole for s in (Subject.FOLDER, Subject.PACKED, Subject.SIGNED)}
+                self.expected |= {(s, plain): whole for s in (Subject.FOLDER, Subject.SIGNED)}
                 self.expected[Subject.SLOTS, plain] = self._bundle(pristine / "slots", plain, app=SLOT_APP).tokens
         assert all(self.expected.values()), "an unchanged subject does not decode"
         limit = _status("VmSize") * 1024 + (ADDRESS_SPACE_MB << 20)
@@ -98,9 +98,6 @@ class Worker:
     def _try(self, case: Case, place: Path) -> Tried:
         if case.subject is Subject.ADAPTER:
             return self._adapter(place / "adapter")
-        if case.subject is Subject.PACKED:
-            unpacked = self._call(["bundle", "unpack", str(place / PACKED), str(place / "unpacked"), "--quiet"])
-            return self._bundle(place / "unpacked", case.plain) if unpacked.code == 0 else unpacked
         signed = case.subject is Subject.SIGNED
         app = SLOT_APP if case.subject is Subject.SLOTS else None
         return self._bundle(place / "bundle", case.plain, self.pristine / "public.pem" if signed else None, app)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.bundle.archive import pack, unpack
 from ssdevice.bundle.folder import Bundle
 from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
@@ -322,8 +321,6 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
             OTHER_THINGS,
             "an app's name is .*, expected a string",
         ),
-        (lambda _, v: pack(cast(Any, None), v), OTHER_THINGS, "a packed bundle is .*, expected a path"),
-        (lambda _, v: unpack(v, "x"), OTHER_THINGS, "a packed bundle is .*, expected a path"),
         (lambda _, v: read_examples([v]), OTHER_THINGS, "a data file is .*, expected a path"),
         (lambda _, v: read_examples("x", v), NO_NUMBERS[1:], "limit is .*, expected a whole number"),
     ],

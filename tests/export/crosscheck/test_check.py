@@ -161,7 +161,7 @@ def penalized() -> Path:
 
 
 def test_settings_that_a_bundle_does_not_apply_are_said_wherever_it_answers(
-    penalized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    penalized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = str(penalized / "bundle")
     note = f"{NOT_APPLIED}: num_beams=2, repetition_penalty=1.3: generate() of transformers gives other answers"
@@ -178,7 +178,10 @@ def test_settings_that_a_bundle_does_not_apply_are_said_wherever_it_answers(
     assert capsys.readouterr().err == ""
     assert main(["inspect", bundle, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"][:2] == [note, sampling]
+    opened, load_base = [], loading.load_base
+    monkeypatch.setattr(loading, "load_base", lambda *given, **form: opened.append(0) or load_base(*given, **form))
     assert main(["verify", bundle, "--model", str(penalized / "base"), "--limit", "1", "--max-tokens", "3"]) == 0
+    assert len(opened) == 2  # ours, and the untouched one that generates
     said = capsys.readouterr().out
     assert "prompt ids, logits and first tokens are those of the torch reference" in said and note in said
 
