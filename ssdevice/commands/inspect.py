@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.errors import MissingExtraError
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ def run(args: argparse.Namespace) -> int:
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    found = {**describe(bundle), **target.describe(bundle)}
+    try:
+        found = {**describe(bundle), **target.describe(bundle)}
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(target.extra, error.name or target.name) from error
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
