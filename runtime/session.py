@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ssdevice import arguments
@@ -19,31 +15,21 @@ from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.structure.grammar import open_grammar
 from ssdevice.text.messages import Chat, requested
 from ssdevice.text.stream import TextOutput
-from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
+from ssdevice.text.tokenizer import ChatTokenizer
 
 DEFAULT_MAX_TOKENS = 256
 LOST = "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """An app that a session has used."""
-
-    engine: Engine
-    conversation: Conversation
-    instruction: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,7 @@ class _Turn:
     dropped: int
 
 
-class Session:
+class Session(OpenBundle):
     """Decodes with one bundle, as one of its apps at a time::
 
         with Session.open("bundle", threads=2) as session:
@@ -74,74 +60,11 @@ class Session:
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.instruction = instruction
-        self.bundle: Bundle | None = None
+        super().__init__(engine, tokenizer, instruction)
         self._last: Generation | None = None
         self._running: Generation | None = None  # the answer that owns the cache
-        self._options = EngineOptions()
-        self._conversation = engine.new_conversation()
         # A step costs another time where the host chooses.
         self._adaptive: WeakKeyDictionary[Conversation, dict[bool, Adaptive]] = WeakKeyDictionary()
-        self._apps: dict[str, _Opened] = {}
-        self._app = ""
-        self._chat = Chat()  # replaced by another whenever the conversation continues
-
-    @classmethod
-    def open(
-        cls,
-        bundle: str | Path | Bundle,
-        *,
-        app: str | None = None,
-        options: EngineOptions | None = None,
-        threads: int | None = None,
-        resume: str | Path | None = None,
-    ) -> Session:
-        """The session of a bundle. ``app``: one of its apps (default: its default app).
-
-        ``threads``: those of ``options`` (default: 0, for all cores). ``resume``: a file that ``save`` wrote.
-
-        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
-        bundle or app.
-        """
-        from ssdevice.bundle.folder import Bundle
-
-        app = arguments.text("app", app) if app is not None else None
-        options = EngineOptions() if options is None else options
-        if not isinstance(options, EngineOptions):
-            raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
-        if threads is not None:
-            options = replace(options, threads=threads)
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        found = opened.app(app)
-        tokenizer = tokenizer_of(opened)
-        with _closed_on_error(open_engine(opened, app, options)) as engine:
-            session = cls(engine, tokenizer, found.instruction)
-            session.bundle, session._options, session._app = opened, options, found.name
-            session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
-            if resume is not None:
-                from ssdevice.runtime.saved import restore
-
-                session._chat = restore(resume, opened, found.name, session._conversation)
-        return session
-
-    def save(self, file: str | Path) -> None:
-        """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``.
-
-        What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
-        The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
-        """
-        from ssdevice.runtime.saved import save
-
-        if self.bundle is None:
-            raise InputError("this session was not opened from a bundle")
-        save(file, self.bundle, self._app, self._conversation, self._chat)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the model drafts; otherwise drafts only repeat the text."""
-        return self.bundle is None or self.bundle.manifest.mode is not None
 
     @property
     def last(self) -> Generation:
@@ -150,47 +73,10 @@ class Session:
             raise InputError("nothing has been generated yet")
         return self._last
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, as ``chat`` takes it: without the app's instruction."""
-        return [dict(message) for message in self._chat.messages]
-
-    def use(self, app: str) -> None:
-        """Switch to another app of the bundle. Raises InputError for an unknown app.
-
-        The conversation starts over, because each adapter computes other keys and values. A session keeps the apps it
-        has used, so switching back takes microseconds; see ``preload``.
-        """
-        opened = self._opened(app)
-        self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
-        self._app = app
-        self.reset()
-
-    def preload(self, *apps: str) -> None:
-        """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
-        apps = arguments.texts("app", apps)
-        if self.bundle is None:
-            raise InputError("this session was not opened from a bundle")
-        for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
-            self._opened(app).engine.warm()
-
-    def _opened(self, app: str) -> _Opened:
-        arguments.text("app", app)
-        if self.engine.closed:
-            raise InputError(f"app {app!r}: the session was closed")
-        if self.bundle is None:
-            raise InputError(f"app {app!r}: this session was not opened from a bundle")
-        if app not in self._apps:
-            instruction = self.bundle.app(app).instruction
-            with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
-                self._apps[app] = _Opened(engine, engine.new_conversation(self._conversation), instruction)
-        return self._apps[app]
-
     def reset(self) -> None:
         """Forget the conversation."""
-        self._conversation.length = 0
+        super().reset()
         self._running = None
-        self._chat = Chat()
 
     def generate(
         self,
@@ -245,11 +131,6 @@ class Session:
 
     agenerate = in_worker(generate)
     achat = in_worker(chat)
-
-    @cached_property
-    def worker(self) -> ThreadPoolExecutor:
-        """The thread of asynchronous answers."""
-        return ThreadPoolExecutor(1, "ssdevice")
 
     def prompt_ids(
         self,
@@ -312,11 +193,13 @@ class Session:
         if VERIFY_PLAIN not in self.engine.functions:
             raise InputError(
                 f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
-                "for sampling, penalties and log-probabilities export it with --choose host"
+                "for sampling, structures and log-probabilities export it with --choose host"
             )
         if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
-        return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
+        vocab = self.engine.geometry.vocab
+        grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar)
 
     def _runs(
         self,
@@ -341,6 +224,7 @@ class Session:
             self._chat = Chat()
         answer = self._last = self._running = Generation(len(prompt), dropped=turn.dropped if turn else 0)
         conversation.chooser = chooser
+        conversation.forced = chooser.forced if chooser else tuple
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
@@ -367,34 +251,6 @@ class Session:
         if choosing not in known:
             known[choosing] = Adaptive(Lookup() if self.streams else LookupOnly())
         return known[choosing]
-
-    def close(self) -> None:
-        """Release the target's memory."""
-        self.worker.shutdown()
-        for engine in (self.engine, *(opened.engine for opened in self._apps.values())):
-            engine.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
-    """The tokenizer of a bundle, with its chat format."""
-    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
-
-
-@contextmanager
-def _closed_on_error(engine: Engine) -> Iterator[Engine]:
-    try:
-        yield engine
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:

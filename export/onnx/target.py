@@ -42,7 +42,7 @@ class OnnxTarget(ExportTarget):
             return super().as_stored(bundle, app, model)
         from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
         from ssdevice.export.onnx.reference import simulated
-        from ssdevice.runtime.session import tokenizer_of
+        from ssdevice.runtime.opened import tokenizer_of
 
         if NOTE in bundle.manifest.notes:
             smooth(model, texts(tokenizer_of(bundle)))

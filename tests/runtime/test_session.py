@@ -19,7 +19,8 @@ from ssdevice.runtime.apps import add_app
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE
-from ssdevice.runtime.session import Session, _Opened
+from ssdevice.runtime.opened import OpenApp
+from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
 from tests.runtime.scripted import cache_of, continuation, make_session
 
@@ -182,7 +183,7 @@ def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
     session.bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None)))
     session._apps = {
-        name: _Opened(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
+        name: OpenApp(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
     }
     session.use("letters")
     answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)
