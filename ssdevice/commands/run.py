@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
         refuse_ignored(args, "it goes with --data", "--limit")
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
-    sampling, examples = sampling_of(args), _examples(args)
+    sampling_of(args)
+    examples = _examples(args)
     with open_session(args) as session:
+        sampling = sampling_of(args, session.bundle)
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
             try:
