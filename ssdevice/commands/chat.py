@@ -58,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer lines of standard input until it ends: at a terminal, or one message a line from a pipe or file."""
     refuse_ignored(args, "it goes with ssdevice run --json", "--logprobs")
-    sampling, template = sampling_of(args), template_of(args)
+    sampling_of(args)
+    template = template_of(args)
     with open_session(args) as session:
-        _Talk(args, session, sampling, template).hold()
+        _Talk(args, session, sampling_of(args, session.bundle), template).hold()
     return 0
 
 

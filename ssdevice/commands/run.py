@@ -56,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         refuse_ignored(args, "it goes with --data", "--limit")
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
-    sampling, template, requests = sampling_of(args), template_of(args), _requests(args)
+    sampling_of(args)
+    template, requests = template_of(args), _requests(args)
     with open_session(args) as session:
+        sampling = sampling_of(args, session.bundle)
         mode = session.mode(speculate=not args.no_speculate)
         for number, asked in enumerate(requests, 1):
             try:
