@@ -24,6 +24,10 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 two values is certain."""
 LIMITS = {"initial_lexer_fuel": 200_000, "verbose_errors": False}
 """Beside llguidance's own limits of size, of states, and of work for a token. A grammar may take 0.5 s, not 4."""
+OF_BYTES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
+"""``[256, 8]``: what a byte of a mask adds to the scores of its eight tokens."""
 REMEMBERED = 32
 """Compiled structures of a tokenizer."""
 
@@ -31,16 +35,16 @@ REMEMBERED = 32
 class Grammar:
     """A structure's state in one answer. ``stops``: the tokens that end it; after one, nothing is forbidden."""
 
-    def __init__(self, structure: Structure, matcher: Any, vocab: int, stops: Sequence[int]) -> None:
+    def __init__(self, structure: Structure, matcher: Any, stops: Sequence[int]) -> None:
         self._structure = structure
         self._matcher = matcher
-        self._vocab = vocab
         self._stops = tuple(stops)
         self._ended = False
         self._forced: list[int] | None = None
+        self._buffer: Scores | None = None  # fresh memory for every token would cost more than the sums in it
 
     def masked(self, scores: Scores) -> Scores:
-        """A copy of scores ``[V] float32`` with ``-inf`` for the tokens that may not come next.
+        """Scores ``[V] float32`` with ``-inf`` for the tokens that may not come next, valid until the next call.
 
         Raises InputError if the grammar took more work than its limits allow.
         """
@@ -48,8 +52,12 @@ class Grammar:
             return scores
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
-        return np.where(allowed, scores, np.float32(-np.inf))
+        if self._buffer is None:
+            self._buffer = np.empty((len(bits), 8), np.float32)
+        np.take(OF_BYTES, bits, axis=0, out=self._buffer, mode="clip")
+        masked = self._buffer.reshape(-1)[: len(scores)]
+        masked += scores
+        return masked
 
     def accept(self, token: int) -> None:
         """Take in the next token of the answer."""
@@ -87,7 +95,6 @@ class _Compiler:
         except ModuleNotFoundError as error:
             raise MissingExtraError(EXTRA, error.name or "llguidance") from error
         self._library: Any = llguidance
-        self._vocab = vocab
         self._stops = tokenizer.stop_ids
         try:
             # Not its module for Hugging Face tokenizers, which imports transformers.
@@ -105,7 +112,7 @@ class _Compiler:
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(structure)
-        return Grammar(structure, self._known[structure].deep_copy(), self._vocab, self._stops)
+        return Grammar(structure, self._known[structure].deep_copy(), self._stops)
 
     def _compile(self, structure: Structure) -> Any:
         if structure.kind == JSON_SCHEMA:
