@@ -77,8 +77,6 @@ class Adaptive:
             self.speculated = bool(tokens)
             return tokens or self._plainly(conversation, last)
         token = self._plainly(conversation, last)
-        # What follows the draft's first tokens still fits, if that is what the model said.
-        conversation.drafts[:-1] = conversation.drafts[1:].copy()
         self._paused = max(0, self._paused - 1)
         if self._plain.known:
             self._steps, self._gained = 0, 0.0
@@ -93,6 +91,8 @@ class Adaptive:
         start = self._clock()
         token = conversation.step_plain(last)
         self._plain.add(self._clock() - start)
+        # What follows the draft's first tokens still fits, if that is what the model said.
+        conversation.drafts[:-1] = conversation.drafts[1:].copy()
         return (token,)
 
     def _by_step(self, conversation: Conversation, last: int, certain: bool) -> Sequence[int]:

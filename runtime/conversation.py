@@ -34,7 +34,7 @@ from ssdevice.contract import (
     functions,
 )
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.choice import walk
+from ssdevice.runtime.sampling.choice import Chooser, walk
 
 if TYPE_CHECKING:
     from ssdevice.runtime.engine import Cache, Engine
@@ -48,8 +48,8 @@ class Conversation:
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
     them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
     from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
-    place of drafts. ``beside``: a conversation whose memory this one may use, see
-    ``Engine.new_cache``.
+    place of drafts; ``allows``: whether it could choose a token next. ``beside``: a conversation whose memory this one
+    may use, see ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
@@ -69,7 +69,14 @@ class Conversation:
         self.text: list[int] = []
         self.chooser: Callable[[NDArray[np.float32]], int] | None = None
         self.forced: Callable[[], Sequence[int]] = tuple
+        self.allows: Callable[[int], bool] = lambda token: True
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
+
+    def chosen_by(self, chooser: Chooser | None) -> None:
+        """Let a chooser choose the tokens of the next answer; None: the graph does."""
+        self.chooser = chooser
+        self.forced = chooser.forced if chooser else tuple
+        self.allows = chooser.allows if chooser else lambda token: True
 
     def prefill(self, chunk: Sequence[int]) -> int:
         """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""
@@ -119,6 +126,10 @@ class Conversation:
         self._keep(PLAIN, out, [token], 1)
         self.text[self.length :] = [last]
         return token
+
+    def hopeful(self) -> bool:
+        """Whether a step could emit more than one token: the structure forces the next, or allows a draft of it."""
+        return bool(self.forced()) or any(map(self.allows, self.drafts[:1].ravel().tolist()))
 
     def propose(self, depth: int, token: int) -> None:
         """Draft a token ``depth`` places after the next one; the candidate that it replaces becomes the next best."""

@@ -39,11 +39,13 @@ class Lookup:
         self._differing: tuple[int, int, int] | None = None  # the first such draft: its depth, lookup's, the stream's
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
-        """The tokens after ``last``, from a step."""
+        """The tokens after ``last``, from a step; none, without a step, if a structure forbids the draft."""
         if self._rest:
             self._rest -= 1
-            return conversation.step(last)
+            return conversation.step(last) if conversation.hopeful() else ()
         self._draft(conversation, last)
+        if not conversation.hopeful():
+            return ()
         tokens = conversation.step(last)
         if self._differing is not None and self._differing[0] < len(tokens):
             depth, looked_up, streamed = self._differing
@@ -103,5 +105,5 @@ class LookupOnly(Lookup):
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""
         self._draft(conversation, last)
-        drafted = self._differing is not None and self._differing[0] == 0
+        drafted = self._differing is not None and self._differing[0] == 0 and conversation.hopeful()
         return conversation.step(last) if drafted or conversation.forced() else ()

@@ -227,8 +227,7 @@ class Session(OpenBundle):
         if turn is None or turn.before is None:
             self._chat = Chat()
         answer = self._last = self._running = Generation(len(prompt), dropped=turn.dropped if turn else 0)
-        conversation.chooser = chooser
-        conversation.forced = chooser.forced if chooser else tuple
+        conversation.chosen_by(chooser)
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:

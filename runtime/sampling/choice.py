@@ -70,6 +70,10 @@ class Chooser:
         """The tokens that the structure leaves no choice for, in turn from the next one on."""
         return self._grammar.forced if self._grammar else ()
 
+    def allows(self, token: int) -> bool:
+        """Whether the structure, if there is one, lets a token come next."""
+        return self._grammar is None or self._grammar.allows(token)
+
     def __call__(self, logits: Scores) -> int:
         """The token after the text so far, which it then belongs to; ``logits [V] float32``.
 

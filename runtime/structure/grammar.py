@@ -67,6 +67,10 @@ class Grammar:
             self._matcher.consume_token(token)
             self._check()
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        return self._ended or self._matcher.validate_tokens([token]) == 1
+
     @property
     def forced(self) -> Sequence[int]:
         """The tokens that must come next, in turn, as far as the tokenizer would write them so."""

@@ -142,3 +142,16 @@ def test_answers_without_streams_are_those_of_plain_decoding(words: list[int], p
         truth = [token for run in runs(engine, plain, prompt[:40]) for token in run]
         adaptive = Adaptive(LookupOnly())
         assert [token for run in runs(engine, adaptive, prompt[:40]) for token in run] == truth
+
+
+def test_a_draft_that_a_structure_forbids_is_not_verified(turning: None) -> None:
+    engine = ScriptedEngine(make_geometry(WIDE, vocab=VOCAB), wrong)
+    for drafter in (Lookup(), LookupOnly()):
+        conversation = engine.new_conversation()
+        conversation.prefill([0, 1])
+        conversation.length = 2
+        conversation.drafts[...] = VOCAB - 1
+        conversation.allows = lambda token: token != VOCAB - 1
+        assert drafter(conversation, 2) == () and not conversation.hopeful()
+        conversation.forced = lambda: [5]
+        assert len(drafter(conversation, 2)) >= 1

@@ -103,8 +103,7 @@ def test_drafts_of_any_kind_change_nothing(session: Session, name: str) -> None:
     def answer(sampling: Sampling, plant: Callable[[Conversation, Sequence[int]], None] | None) -> list[int]:
         conversation, tokens = session.engine.new_conversation(), list[int]()
         grammar = open_grammar(structure, letters(), vocab)
-        conversation.chooser = chooser = Chooser(sampling, prompt, letters().stop_ids, vocab, grammar)
-        conversation.forced = chooser.forced
+        conversation.chosen_by(Chooser(sampling, prompt, letters().stop_ids, vocab, grammar))
 
         def accept(run: Sequence[int]) -> Emission:
             used = next((i for i, token in enumerate(run, 1) if token in letters().stop_ids), len(run))
