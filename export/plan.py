@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, Precision
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import (
     DRAFT,
@@ -30,7 +31,6 @@ from ssdevice.tree import Tree
 if TYPE_CHECKING:
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
     from ssdevice.data import Example
-    from ssdevice.export.cost import Prediction
     from ssdevice.export.exporter import Exporter
     from ssdevice.text.tokenizer import ChatTokenizer
 
@@ -142,6 +142,7 @@ class ExportPlan:
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
     ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
     calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
+    ``sampling``: as in the manifest.
     """
 
     options: ExportOptions
@@ -158,6 +159,7 @@ class ExportPlan:
     tokenizer_folder: Path
     calibration: tuple[Example, ...]
     notes: tuple[str, ...]
+    sampling: ModelSampling | None
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -194,14 +196,9 @@ class ExportPlan:
         """Estimated size of the weights on disk, with scales and rotary tables, without graphs."""
         return int(sum(self.parameters.values()) * self.bits / 8) + 4 * self.geometry.context * self.geometry.head_dim
 
-    def predict(self) -> Prediction | None:
-        """What the export will roughly take; None where the target does not know."""
-        cost = export_target(self.options.target).cost
-        return cost.predict(self) if cost is not None else None
-
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values, for ``--dry-run``."""
-        g, prediction = self.geometry, self.predict()
+        g = self.geometry
         return {
             "model": str(self.folder),
             "family": self.identity.model_type,
@@ -223,8 +220,6 @@ class ExportPlan:
             "calibrate": [str(file) for file in self.options.calibrate],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
-            "estimated_seconds": round(prediction.seconds) if prediction else None,
-            "estimated_peak_bytes": prediction.peak_bytes if prediction else None,
             "notes": list(self.notes),
         }
 
@@ -237,7 +232,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
-    from ssdevice.export.crosscheck.generation import check_settings
+    from ssdevice.export.crosscheck.generation import check_settings, model_sampling
     from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
     from ssdevice.model.tokenizer import shared_tokenizer
 
@@ -279,7 +274,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
-        (*check_settings(tokenizer, folder), *base.notes, *notes),
+        (*check_settings(tokenizer, folder, options.choose), *base.notes, *notes),
+        model_sampling(folder, identity.vocab) if options.choose else None,
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")

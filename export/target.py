@@ -18,7 +18,6 @@ from ssdevice.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Precision
-    from ssdevice.export.cost import Cost
     from ssdevice.export.exporter import Exporter
     from ssdevice.export.plan import ExportOptions
     from ssdevice.model.step import StreamModel
@@ -62,13 +61,11 @@ class TargetOptions(ABC):
 
 
 class ExportTarget(ABC):
-    """One target. ``extra``: the pip extra that an export needs; ``options``: the TargetOptions that it takes;
-    ``cost``: time and memory of its exports, None where nobody measured them."""
+    """One target. ``extra``: the pip extra that an export needs; ``options``: the TargetOptions that it takes."""
 
     name: ClassVar[str]
     extra: ClassVar[str]
     options: ClassVar[tuple[type[TargetOptions], ...]] = ()
-    cost: ClassVar[Cost | None] = None
 
     @abstractmethod
     def exporter(self, options: ExportOptions) -> Exporter:

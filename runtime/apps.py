@@ -18,7 +18,7 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.errors import InputError
-from ssdevice.runtime.session import tokenizer_of
+from ssdevice.runtime.opened import tokenizer_of
 from ssdevice.runtime.target import runtime_target
 from ssdevice.text.tokenizer import check_instruction
 

@@ -13,16 +13,16 @@ from ssdevice.contract import (
     COUNT,
     DRAFT,
     DRAFTS,
+    LAST_STATE,
     LENGTH,
     LOGITS,
     NEXT_DRAFTS,
     NEXT_ROOT,
-    PAST,
+    PATH,
     PLAIN,
     PREFILL,
     ROOT,
     ROWS,
-    STATE,
     STATES,
     STEP,
     TOKEN,
@@ -47,7 +47,8 @@ class Conversation:
     prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
     them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
-    from logits; None: the graph does, greedily. ``beside``: a conversation whose memory this one may use, see
+    from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
+    place of drafts. ``beside``: a conversation whose memory this one may use, see
     ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
@@ -58,15 +59,16 @@ class Conversation:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0
-        # What a function is given besides the cache does not depend on the cache's form.
-        specs = functions(engine.geometry, CacheForm.EXTERNAL, "").values()
-        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs if PAST not in tensor.shape}
+        # With an internal cache functions are given the same, or more.
+        specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
+        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs}
         self._inputs: dict[str, NDArray[Any]] = {
             name: np.zeros([int(size) for size in tensor.shape], tensor.dtype) for name, tensor in given.items()
         }
         self.drafts = self.verified = self._inputs[DRAFTS]
         self.text: list[int] = []
         self.chooser: Callable[[NDArray[np.float32]], int] | None = None
+        self.forced: Callable[[], Sequence[int]] = tuple
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def prefill(self, chunk: Sequence[int]) -> int:
@@ -88,6 +90,8 @@ class Conversation:
         the next draft, which follows the last of these tokens.
         """
         if (choose := self.chooser) is not None:
+            for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):
+                self.propose(depth, token)
             logits = self.verify(last)
             path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]))
             self.keep(path, chosen)
@@ -116,6 +120,12 @@ class Conversation:
         self.text[self.length :] = [last]
         return token
 
+    def propose(self, depth: int, token: int) -> None:
+        """Draft a token ``depth`` places after the next one; the candidate that it replaces becomes the next best."""
+        candidates = self.drafts[depth].tolist()
+        others = [each for each in candidates if each != token]
+        self.drafts[depth] = [token, *others][: len(candidates)]
+
     def verify(self, last: int) -> NDArray[np.float32]:
         """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it.
 
@@ -134,12 +144,15 @@ class Conversation:
         After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
         """
         out = self._seen  # along a chain the path's rows are the first ones already
-        self.cache.commit(out if self.geometry.tree.is_chain else {ROWS: out[ROWS][:, path]}, self.length, len(path))
+        there = self.geometry.tree.is_chain or ROWS not in out
+        self.cache.commit(out if there else {ROWS: out[ROWS][:, path]}, self.length, len(path))
         self.text[self.length :] = [int(self._inputs[ROOT][0]), *tokens[:-1]]
         if len(out[LOGITS]) == 1 or DRAFT not in self.engine.functions:
             return
+        self._inputs[PATH][: len(path)] = path
+        self._inputs[COUNT][0] = len(path)
         self._inputs[TOKEN][0] = tokens[-1]
-        self._inputs[STATE][0] = out[STATES][path[-1]]
+        self._inputs[LAST_STATE][0] = out[STATES][path[-1]]
         after = self._call(DRAFT, self.length + len(path))
         self._check(DRAFT, after[NEXT_DRAFTS].ravel().tolist())
         self.drafts[...] = after[NEXT_DRAFTS]

@@ -64,7 +64,8 @@ class Generation:
 
     ``tokens``: including a stop token; the first comes from prefill. ``accepted``: tokens of each step after
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
-    ``logprobs``: those of each token, if they were asked for.
+    ``logprobs``: those of each token, if they were asked for. ``dropped``: the oldest turns that the conversation lost,
+    so that it fits the context.
     ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it runs.
     """
 
@@ -77,6 +78,7 @@ class Generation:
     native_seconds: float = 0.0
     reason: Reason | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
+    dropped: int = 0
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
         """Add a run and the time of its call; the first run is that of prefill."""

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ssdevice import arguments
 from ssdevice.contract import PLAIN, STEP, VERIFY_PLAIN
 from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
+from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.opened import OpenBundle
+from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.structure.grammar import open_grammar
+from ssdevice.text.messages import Chat, requested
 from ssdevice.text.stream import TextOutput
-from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer, user_content
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
+from ssdevice.text.tokenizer import ChatTokenizer
 
 DEFAULT_MAX_TOKENS = 256
 LOST = "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """An app that a session has used."""
-
-    engine: Engine
-    conversation: Conversation
-    instruction: str
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A message of a conversation. ``before``: the messages before it; ``messages``: those and this one."""
+    """A message of a conversation.
 
-    before: Messages
-    messages: Messages
+    ``chat``: the conversation with it, after ``dropped`` turns were left out. ``before``: the one that it continues;
+    None if the message came with its whole conversation.
+    """
+
+    chat: Chat
+    before: Chat | None
+    dropped: int
 
 
-class Session:
+class Session(OpenBundle):
     """Decodes with one bundle, as one of its apps at a time::
 
         with Session.open("bundle", threads=2) as session:
@@ -65,55 +60,11 @@ class Session:
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.instruction = instruction
-        self.bundle: Bundle | None = None
+        super().__init__(engine, tokenizer, instruction)
         self._last: Generation | None = None
         self._running: Generation | None = None  # the answer that owns the cache
-        self._options = EngineOptions()
-        self._conversation = engine.new_conversation()
         # A step costs another time where the host chooses.
         self._adaptive: WeakKeyDictionary[Conversation, dict[bool, Adaptive]] = WeakKeyDictionary()
-        self._apps: dict[str, _Opened] = {}
-        self._messages: Messages = []  # replaced by a new list whenever the conversation continues
-
-    @classmethod
-    def open(
-        cls,
-        bundle: str | Path | Bundle,
-        *,
-        app: str | None = None,
-        options: EngineOptions | None = None,
-        threads: int | None = None,
-    ) -> Session:
-        """The session of a bundle. ``app``: one of its apps (default: its default app).
-
-        ``threads``: those of ``options`` (default: 0, for all cores).
-
-        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app.
-        """
-        from ssdevice.bundle.folder import Bundle
-
-        app = arguments.text("app", app) if app is not None else None
-        options = EngineOptions() if options is None else options
-        if not isinstance(options, EngineOptions):
-            raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
-        if threads is not None:
-            options = replace(options, threads=threads)
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        found = opened.app(app)
-        tokenizer = tokenizer_of(opened)
-        with _closed_on_error(open_engine(opened, app, options)) as engine:
-            session = cls(engine, tokenizer, found.instruction)
-        session.bundle, session._options = opened, options
-        session._apps[found.name] = _Opened(engine, session._conversation, found.instruction)
-        return session
-
-    @property
-    def streams(self) -> bool:
-        """Whether the model drafts; otherwise drafts only repeat the text."""
-        return self.bundle is None or self.bundle.manifest.mode is not None
 
     @property
     def last(self) -> Generation:
@@ -122,41 +73,10 @@ class Session:
             raise InputError("nothing has been generated yet")
         return self._last
 
-    def use(self, app: str) -> None:
-        """Switch to another app of the bundle. Raises InputError for an unknown app.
-
-        The conversation starts over, because each adapter computes other keys and values. A session keeps the apps it
-        has used, so switching back takes microseconds; see ``preload``.
-        """
-        opened = self._opened(app)
-        self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
-        self.reset()
-
-    def preload(self, *apps: str) -> None:
-        """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
-        apps = arguments.texts("app", apps)
-        if self.bundle is None:
-            raise InputError("this session was not opened from a bundle")
-        for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
-            self._opened(app).engine.warm()
-
-    def _opened(self, app: str) -> _Opened:
-        arguments.text("app", app)
-        if self.engine.closed:
-            raise InputError(f"app {app!r}: the session was closed")
-        if self.bundle is None:
-            raise InputError(f"app {app!r}: this session was not opened from a bundle")
-        if app not in self._apps:
-            instruction = self.bundle.app(app).instruction
-            with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
-                self._apps[app] = _Opened(engine, engine.new_conversation(self._conversation), instruction)
-        return self._apps[app]
-
     def reset(self) -> None:
         """Forget the conversation."""
-        self._conversation.length = 0
+        super().reset()
         self._running = None
-        self._messages = []
 
     def generate(
         self,
@@ -175,13 +95,19 @@ class Session:
         chosen, None for greedily. The answer is the same with and without ``speculate``. Raises InputError for an empty
         prompt, ContextOverflowError for one that does not fit.
         """
-        ids, mode = self.prompt_ids(prompt, system=system), self.mode(speculate)
+        ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
+        mode = self.mode(speculate)
         return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=mode, sampling=sampling))
 
     def chat(
         self,
-        prompt: str,
+        prompt: str | None = None,
         *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        overflow: str = ERROR,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         speculate: bool = True,
@@ -189,23 +115,44 @@ class Session:
     ) -> Iterator[str]:
         """Pieces of the answer to the next message of a conversation, which lasts until ``reset`` or ``generate``.
 
-        Only tokens that are not in the cache are computed. Raises the same errors as ``generate``.
+        ``prompt``: the user's next message. ``messages``: instead, a whole conversation in OpenAI's form (roles system,
+        user, assistant, tool), which the session then has. Only tokens after what the cache holds are computed.
+        ``system``: the system message. ``tools``: JSON schemas of functions, ``template``: other arguments of the chat
+        template; all three last as long as the conversation. An app's instruction goes before each message of the user,
+        also before those in ``messages``. ``overflow``: ``"drop-oldest"`` forgets the oldest turns of a conversation
+        that does not fit, never the system message; ``last.dropped`` counts them. Raises the errors of ``generate``,
+        and InputError for messages in another form or order, or what the template does not read.
         """
-        if not arguments.text("prompt", prompt).strip():
-            raise InputError("the prompt is empty")
-        before = self._messages
-        messages = [*before, {"role": "user", "content": user_content(self.instruction, prompt)}]
-        ids = self.tokenizer.conversation_ids(messages, self.engine.geometry.context)
-        turn = _Turn(before, messages)
+        check_overflow(overflow)
+        chat = requested(self._chat, prompt, messages, system, tools, template)
+        ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
+        turn = _Turn(kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns))
         return _pieces(self._begin_later(ids, max_tokens, stop, self.mode(speculate), sampling, turn))
 
-    def prompt_ids(self, prompt: str, *, system: str | None = None) -> list[int]:
-        """The tokens of a prompt in the chat format that this app was trained with."""
-        arguments.text("prompt", prompt)
-        if system is not None:
-            arguments.text("system", system)
-        context = self.engine.geometry.context
-        return self.tokenizer.prompt_ids(prompt, instruction=self.instruction, system=system, most=context)
+    agenerate = in_worker(generate)
+    achat = in_worker(chat)
+
+    def prompt_ids(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens of a prompt or a whole conversation in the chat format that this app was trained with.
+
+        Arguments and errors are those of ``chat``.
+        """
+        return self._ids(requested(Chat(), prompt, messages, system, tools, template))
+
+    def _ids(self, chat: Chat) -> list[int]:
+        return self.tokenizer.chat_ids(chat, self.instruction, self.engine.geometry.context)
+
+    def sampling(self, **asked: Any) -> Sampling:
+        """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
+        return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
@@ -250,11 +197,13 @@ class Session:
         if VERIFY_PLAIN not in self.engine.functions:
             raise InputError(
                 f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
-                "for sampling, penalties and log-probabilities export it with --choose host"
+                "for sampling, structures and log-probabilities export it with --choose host"
             )
         if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
-        return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
+        vocab = self.engine.geometry.vocab
+        grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar)
 
     def _runs(
         self,
@@ -270,13 +219,16 @@ class Session:
 
         ``conversation``: that of the app in use when the request was made.
         """
-        if self._conversation is not conversation or (turn and self._messages is not turn.before):
+        if self._conversation is not conversation or (
+            turn and turn.before is not None and turn.before is not self._chat
+        ):
             raise InputError(LOST)
         conversation.length = shared = conversation.shared(prompt)
-        if turn is None:
-            self._messages = []
-        answer = self._last = self._running = Generation(len(prompt))
+        if turn is None or turn.before is None:
+            self._chat = Chat()
+        answer = self._last = self._running = Generation(len(prompt), dropped=turn.dropped if turn else 0)
         conversation.chooser = chooser
+        conversation.forced = chooser.forced if chooser else tuple
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
@@ -296,40 +248,13 @@ class Session:
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:
-                self._messages = [*turn.messages, {"role": "assistant", "content": answer.text}]
+                self._chat = turn.chat.answered(answer.text)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
         known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None
         if choosing not in known:
             known[choosing] = Adaptive(Lookup() if self.streams else LookupOnly())
         return known[choosing]
-
-    def close(self) -> None:
-        """Release the target's memory."""
-        for engine in (self.engine, *(opened.engine for opened in self._apps.values())):
-            engine.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
-    """The tokenizer of a bundle, with its chat format."""
-    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
-
-
-@contextmanager
-def _closed_on_error(engine: Engine) -> Iterator[Engine]:
-    try:
-        yield engine
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
-    from ssdevice.runtime.resident import Resident
 
 
 class RuntimeTarget(ABC):
@@ -50,15 +49,6 @@ class RuntimeTarget(ABC):
     def check_browser(self, bundle: Bundle) -> None:
         """Raise BundleError for a bundle that the page of ``ssdevice web`` does not run."""
         raise BundleError(f"{bundle.folder} is for {self.name}; browsers run bundles of --target onnx")
-
-    def resident(
-        self, bundle: Bundle, app: str | None, functions: Collection[str], tokens: int, options: EngineOptions
-    ) -> Resident | None:
-        """The memory of a process that calls these functions of an app, with ``tokens`` in its cache.
-
-        None for a target without a measured model of it.
-        """
-        return None
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """What ``inspect`` adds for this target, as plain values."""

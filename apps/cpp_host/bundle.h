@@ -126,6 +126,10 @@ class Bundle {
     if ((streams() && !geometry_.gamma) || (msa_layers && !streams()) || msa_layers >= geometry_.layers) {
       refuse("geometry.gamma, msa_layers and mode contradict each other or the layers");
     }
+    const Json sampling = manifest_.value("sampling", Json());
+    for (const auto& [name, value] : sampling.items()) {
+      if (value.is_number_float() && !(value >= 0 && value <= 100)) refuse("sampling: " + safe(name) + " is not 0 to 100");
+    }
     if (geometry_.hidden && geometry_.hidden != model.at("hidden_size")) refuse("model and geometry have other hidden sizes");
     std::vector<std::string> names, ordered;
     for (const Json& spec : manifest_.at("functions")) {

@@ -101,7 +101,7 @@ struct Geometry {
       made.inputs = name == kVerify ? std::vector{root, drafts, length} : std::vector{root, length};
       made.outputs = {{"logits", {rows, vocab}, kFloat}, {"states", {rows, hidden}, kFloat}};
     } else {
-      made.inputs = {{"token", {1}, kInt32}, {"state", {1, hidden}, kFloat}, length};
+      made.inputs = {{"token", {1}, kInt32}, {"last_state", {1, hidden}, kFloat}, length};
       made.outputs = {next};
       rows = 0;
     }

@@ -136,7 +136,7 @@ class Conversation {
 
   void draft_after(const Ids& path, const Ids& tokens) {
     const std::vector<float>& states = step_->floats["states"];
-    std::vector<float>& state = draft_->floats["state"];
+    std::vector<float>& state = draft_->floats["last_state"];
     draft_->ids["token"][0] = tokens.back();
     std::copy_n(states.begin() + path.back() * state.size(), state.size(), state.begin());
     graph_seconds += draft_->run(cache_, length + path.size());

@@ -43,7 +43,7 @@ class Arguments {
     return Error(
         "expected BUNDLE [--plain | --speculative] [--no-kernels] [--max-tokens N] [--threads N], and for bundles that were exported "
         "with --choose host [--temperature X] [--top-k N] [--top-p X] [--min-p X] [--typical-p X] [--repetition-penalty X] "
-        "[--presence-penalty X] [--frequency-penalty X] [--no-repeat-ngram-size N] [--min-new-tokens N] [--logit-bias ID=X].. "
+        "[--presence-penalty X] [--frequency-penalty X] [--no-repeat-ngram-size N] [--min-new-tokens N] [--min-length N] [--logit-bias ID=X].. "
         "[--seed N]");
   }
 
@@ -66,7 +66,8 @@ class Arguments {
     };
     const std::map<std::string, int64_t Sampling::*> integers{{"--top-k", &Sampling::top_k},
                                                               {"--no-repeat-ngram-size", &Sampling::no_repeat_ngram_size},
-                                                              {"--min-new-tokens", &Sampling::min_new_tokens}};
+                                                              {"--min-new-tokens", &Sampling::min_new_tokens},
+                                                              {"--min-length", &Sampling::min_length}};
     const std::map<std::string, int Asked::*> counts{{"--max-tokens", &Asked::max_tokens}, {"--threads", &Asked::threads}};
     if (const auto count = counts.find(name); count != counts.end()) {
       asked.*count->second = whole<int>(name, text, 1, std::numeric_limits<int>::max());
@@ -81,6 +82,7 @@ class Arguments {
         throw Error(name + " is " + safe(text) + ", expected " + (least == kTiny ? "more than 0" : Json(least).dump()) + " to " +
                     Json(most).dump());
       }
+      if (sampling.temperature > 0 && sampling.temperature < 1e-6) throw Error(name + " is " + safe(text) + ", expected 0 or 1e-6 to 100");
     } else if (const auto integer = integers.find(name); integer != integers.end()) {
       sampling.*integer->second = whole<int64_t>(name, text, 0, int64_t{1} << 31);
     } else if (name == "--seed") {

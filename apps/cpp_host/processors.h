@@ -12,7 +12,7 @@ using Ids = std::vector<int32_t>;
 struct Sampling {
   double temperature = 0, top_p = 1, min_p = 0, typical_p = 1;
   double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
-  int64_t top_k = 0, no_repeat_ngram_size = 0, min_new_tokens = 0;
+  int64_t top_k = 0, no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
   std::map<int32_t, double> logit_bias;
   Ids suppress, begin_suppress;
   std::vector<Ids> bad_words;
@@ -56,12 +56,13 @@ class Processors {
     const auto size = static_cast<int64_t>(text_.size()), fresh = size - prompt_, before = s_.no_repeat_ngram_size - 1;
     std::for_each(s_.suppress.begin(), s_.suppress.end(), never);
     if (!fresh) std::for_each(s_.begin_suppress.begin(), s_.begin_suppress.end(), never);
-    if (fresh < s_.min_new_tokens) std::for_each(stops_.begin(), stops_.end(), never);
+    if (fresh < s_.min_new_tokens || size < s_.min_length) std::for_each(stops_.begin(), stops_.end(), never);
     if (before >= 0 && size >= before) {
       const auto found = followers_.find({text_.end() - before, text_.end()});
       if (found != followers_.end()) std::for_each(found->second.begin(), found->second.end(), never);
     }
     for (const Ids& word : s_.bad_words) {
+      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0])) continue;  // or no answer would end
       const size_t beginning = word.size() - 1;
       if (beginning <= text_.size() && std::equal(word.begin(), word.end() - 1, text_.end() - beginning)) never(word.back());
     }

@@ -202,7 +202,7 @@ export class Conversation {
     const [size, end] = [out.states.dims[1], path[path.length - 1]];
     const state = out.states.data.slice(end * size, (end + 1) * size);
     const token = Int32Array.of(tokens[tokens.length - 1]);
-    const next = await this.#call(DRAFT, { token }, this.length + path.length, { state });
+    const next = await this.#call(DRAFT, { token }, this.length + path.length, { last_state: state });
     if (!this.#known(Array.from(next.next_drafts.data))) throw new BundleError("a graph returned drafts that are no tokens");
     this.drafts = next.next_drafts.data;
     return tokens;

@@ -21,6 +21,7 @@ const GROUP = 256; // tokens whose smallest exponential number is known without 
  * @property {number} [frequency_penalty]
  * @property {number} [no_repeat_ngram_size]
  * @property {number} [min_new_tokens]
+ * @property {number} [min_length]
  * @property {Record<string, number>} [logit_bias]
  * @property {number[]} [suppress]
  * @property {number[]} [begin_suppress]
@@ -153,16 +154,18 @@ export class Chooser {
   }
 
   #banned() {
-    const { suppress = [], begin_suppress = [], min_new_tokens = 0, no_repeat_ngram_size: size = 0 } = this.sampling;
-    const { text } = this;
+    const { suppress = [], begin_suppress = [], min_new_tokens = 0, min_length = 0 } = this.sampling;
+    const { no_repeat_ngram_size: size = 0, bad_words = [] } = this.sampling;
+    const { stops, text } = this;
     const answered = text.length - this.prompt;
     const banned = [...suppress];
     if (!answered) banned.push(...begin_suppress);
-    if (answered < min_new_tokens) banned.push(...this.stops);
+    if (answered < min_new_tokens || text.length < min_length) banned.push(...stops);
     for (let end = size - 1; size && end < text.length; end++) {
       if (repeats(text, end, text.slice(text.length - size + 1))) banned.push(text[end]);
     }
-    for (const word of this.sampling.bad_words ?? []) {
+    for (const word of bad_words) {
+      if (word.length === 1 && stops.includes(word[0])) continue; // or no answer would end
       if (repeats(text, text.length, word.slice(0, -1))) banned.push(word[word.length - 1]);
     }
     return banned;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ssdevice.export.cost import Cost
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.target import AsStored, ExportTarget
 
@@ -23,8 +22,6 @@ class CoreMLTarget(ExportTarget):
     name = "coreml"
     extra = "coreml"
     options = (CoreMLOptions,)
-    # SmolLM2-135M (30 layers, 3 graphs): INT4 85 to 160 s and 1.8 GB, FP16 1.9 GB; there is no FP32.
-    cost = Cost(start=15, graph_layer=0.9, weight=0.25, memory=1000, weight_bytes=6.5, float_bytes=9)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.coreml.exporter import CoreMLExporter

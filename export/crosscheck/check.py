@@ -6,6 +6,7 @@ no part in. Otherwise a setting that we drop would be missing on both sides of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ssdevice.adapters.settings import AdapterFolder
@@ -14,7 +15,7 @@ from ssdevice.export.crosscheck.logits import compare_logits
 from ssdevice.export.crosscheck.prompts import compare_prompts
 from ssdevice.export.crosscheck.theirs import MAPPED, expected_of
 from ssdevice.export.exporter import ExportJob
-from ssdevice.model.loading import load
+from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import tokenizer_folder
 from ssdevice.text.tokenizer import ChatTokenizer
 
@@ -44,15 +45,22 @@ def check_export(job: ExportJob) -> tuple[str, ...]:
 
 
 def check_model(
-    folder: Path, adapter: Path | None, merged: bool, tokenizer: ChatTokenizer, context: int
+    folder: Path,
+    adapter: Path | None,
+    tokenizer: ChatTokenizer,
+    context: int,
+    choose: bool,
+    model: Callable[[], StreamModel],
 ) -> tuple[str, ...]:
-    """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors."""
-    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder))
+    """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors.
+
+    ``choose``: the host can choose tokens. ``model``: loads ours, when that of transformers is gone from memory.
+    """
+    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder, choose))
     lora = adapter if adapter is not None and AdapterFolder.open(adapter).has_lora else None
     (expected,) = expected_of(folder, [lora], _prompts(tokenizer), context, None)
-    model = load(folder, adapter, context, merge=merged).model
     for text in expected:
-        compare_logits(model, text, str(lora or folder))
+        compare_logits(model(), text, str(lora or folder))
     return notes
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.errors import ConfigError
-from ssdevice.export.cost import Cost
 from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
 from ssdevice.export.target import AsStored, ExportTarget, TargetOptions
@@ -25,8 +24,6 @@ class ExecutorchTarget(ExportTarget):
     name = "executorch"
     extra = "executorch"
     options = (ExecutorchOptions, CoreMLOptions)
-    # SmolLM2-135M (30 layers, 3 graphs): INT8 136 to 352 s and 1.8 GB, FP32 3.1 GB.
-    cost = Cost(start=15, graph_layer=3.0, weight=0.15, memory=1200, weight_bytes=5, float_bytes=18)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:

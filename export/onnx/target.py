@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ssdevice.contract import STEP
-from ssdevice.export.cost import Cost
 from ssdevice.export.target import AsStored, ExportTarget
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ class OnnxTarget(ExportTarget):
 
     name = "onnx"
     extra = "export"
-    # SmolLM2-135M (30 layers, 3 graphs): INT8 37 to 69 s and 1.05 GB, FP32 2.8 GB; 1.45 B parameters, INT8: 4.1 GB.
-    cost = Cost(start=8, graph_layer=0.3, weight=0.11, memory=600, weight_bytes=3.5, float_bytes=16)
 
     def exporter(self, options: ExportOptions) -> Exporter:
         from ssdevice.export.onnx.exporter import OnnxExporter
@@ -45,7 +42,7 @@ class OnnxTarget(ExportTarget):
             return super().as_stored(bundle, app, model)
         from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
         from ssdevice.export.onnx.reference import simulated
-        from ssdevice.runtime.session import tokenizer_of
+        from ssdevice.runtime.opened import tokenizer_of
 
         if NOTE in bundle.manifest.notes:
             smooth(model, texts(tokenizer_of(bundle)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
-    from ssdevice.runtime.resident import Resident
 
 
 class OnnxTarget(RuntimeTarget):
@@ -34,15 +33,6 @@ class OnnxTarget(RuntimeTarget):
         from ssdevice.runtime.onnx import kernels
 
         return kernels.build()
-
-    def resident(
-        self, bundle: Bundle, app: str | None, functions: Collection[str], tokens: int, options: EngineOptions
-    ) -> Resident | None:
-        from ssdevice.runtime.onnx import kernels
-        from ssdevice.runtime.onnx.resident import resident
-
-        ours = options.kernels and kernels.library() is not None
-        return resident(bundle, app, functions, tokens, ours)
 
     def check_browser(self, bundle: Bundle) -> None:
         from ssdevice.bundle.manifest import CacheDtype, Precision

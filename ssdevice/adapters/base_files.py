@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from ssdevice.config import read_json
@@ -11,7 +12,8 @@ from ssdevice.text.chat_template import CONFIG_FILE, read_object
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_CONVERT = "convert it with transformers: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER)"
+_VARIANT = re.compile(r"(?:pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+"""Files of weights that transformers opens only if ``variant`` names them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -23,7 +25,7 @@ def weight_files(folder: Path) -> list[Path]:
     first = next((name for name in ([str(named)] if named else [WHOLE, INDEX]) if (folder / name).is_file()), None)
     if first is None:
         others = sorted(file.name for kind in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(kind))
-        found = f" ({others[0]} is not what transformers loads; {_CONVERT})" if others else ""
+        found = f" ({others[0]} is not what transformers loads; {_conversion(others[0])})" if others else ""
         raise InputError(f"{folder}: no .safetensors weights: neither {WHOLE} nor {INDEX}{found}")
     files = [folder / first]
     check_no_pointer(files[0])
@@ -34,6 +36,12 @@ def weight_files(folder: Path) -> list[Path]:
             raise InputError(f"{file}: no such file, but {first} lists it: the folder is not complete; get it again")
         check_no_pointer(file)
     return files
+
+
+def _conversion(name: str) -> str:
+    variant = _VARIANT.fullmatch(name)
+    given = f", variant={variant[1]!r}" if variant else ""
+    return f"convert it with transformers: AutoModelForCausalLM.from_pretrained(MODEL{given}).save_pretrained(FOLDER)"
 
 
 def shards(index: Path) -> list[str]:

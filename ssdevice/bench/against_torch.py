@@ -15,7 +15,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.errors import InputError
 from ssdevice.export.target import export_target
-from ssdevice.model.loading import load, read_config, resolve_folder
+from ssdevice.model.loading import read_config, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report, track
 from ssdevice.train.loss import LossWeights, StreamingLoss
@@ -85,24 +85,21 @@ def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path 
 def agreement(
     bundle: Bundle,
     app: str | None,
-    folder: Path,
-    adapter: Path | None,
+    model: StreamModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     report: Report,
 ) -> Agreement:
     """How many tokens the torch model would have chosen too, each after the bundle's own answer so far.
 
-    ``app``: name of the bundle's app; ``folder``: see ``reference_folder``; ``adapter``: the app's, None for the base.
+    ``app``: name of the bundle's app; ``model``: its base and adapter, see ``reference_folder``.
     """
-    merged = bundle.app(app).kind is AdapterKind.MERGED
-    loaded = load(folder, adapter, bundle.geometry.context, merge=merged)
-    rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, loaded.model)
+    rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, model)
     tokens = agreeing = near_ties = 0
     worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
         for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
-            logits = main_logits(loaded.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+            logits = main_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
             agree, near, margin = judge(logits, torch.tensor(answer), tie_of(precision))
             tokens += len(answer)
             agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)

@@ -233,15 +233,19 @@ class BundleWriter:
         return Bundle(self.out, manifest)
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten."""
+def check_out(out: Path, overwrite: bool | None) -> None:
+    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten.
+
+    ``overwrite`` None: no option of the caller could allow it.
+    """
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
     check_writable(out.parent if out.exists() else out)
     if not out.exists():
         return
     if not overwrite:
-        raise InputError(f"{out} exists; choose another folder, or overwrite it")
+        how = "" if overwrite is None else ", or replace the bundle with --overwrite"
+        raise InputError(f"{out} exists; choose another folder{how}")
     if out.is_dir() and not any(out.iterdir()):
         return
     why = _why_no_bundle(out)

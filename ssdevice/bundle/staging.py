@@ -109,7 +109,7 @@ class Stage:
 
     def _publish_new(self) -> None:
         if os.path.lexists(self.out):
-            raise InputError(f"{self.out} exists; choose another name, or overwrite it")
+            raise InputError(f"{self.out} exists; choose another name")
         try:
             os.rename(self.path, self.out)
         except OSError as error:

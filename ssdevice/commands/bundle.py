@@ -120,7 +120,7 @@ def _add_app(args: argparse.Namespace) -> str:
 def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
     """Raise InputError for an adapter that brings another tokenizer or chat template than the bundle has."""
     from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
-    from ssdevice.runtime.session import tokenizer_of
+    from ssdevice.runtime.opened import tokenizer_of
 
     if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
         return

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export to ONNX, show a few answers step by step, then plain against speculative decoding."""
     if args.keep is not None:
-        check_out(args.keep, overwrite=False)
+        check_out(args.keep, overwrite=None)
     cast = _smollm2(args) if args.smollm2 else _shipped(args)
     examples = read_examples(cast.prompts, args.prompts, require_completion=False)
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from ssdevice.commands.opening import (
 from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
 from ssdevice.errors import MissingExtraError
-from ssdevice.export.cost import available_memory
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
 
@@ -77,8 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not compare with transformers first, for models of which no second one fits into memory",
     )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
-    add("--dry-run", action="store_true", help="print the plan with estimated time and memory, write nothing")
-    add("--ignore-memory", action="store_true", help="begin even if the export is thought to need more than is free")
+    add("--dry-run", action="store_true", help="print the plan, write nothing")
     add_threads(parser, "CPU threads of the export")
 
 
@@ -99,16 +96,11 @@ def run(args: argparse.Namespace) -> int:
     quiet_frameworks()
     target = exporter(options)
     plan = make_plan(options, target)
-    prediction = plan.predict()
     if options.dry_run:
-        if prediction is not None and not args.quiet:
-            print(f"ssdevice: this takes {prediction}", file=sys.stderr)
         print(json.dumps(plan.describe(), indent=2))
         return 0
-    if prediction is not None and not args.ignore_memory:
-        prediction.check_memory(available_memory())
     keep_no_large_blocks()
-    with Progress(args.quiet, prediction.seconds if prediction else None) as progress:
+    with Progress(args.quiet) as progress:
         bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest
     summary = {

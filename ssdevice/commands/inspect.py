@@ -1,4 +1,4 @@
-"""``ssdevice inspect``: what is in a bundle, how large it is, and how much memory it will take."""
+"""``ssdevice inspect``: what is in a bundle, and how large it is."""
 
 from __future__ import annotations
 
@@ -7,55 +7,32 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import add_no_kernels, positive, refuse_ignored
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
-from ssdevice.errors import InputError
-from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
+from ssdevice.config import to_json
+from ssdevice.errors import MissingExtraError
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Manifest
-    from ssdevice.runtime.engine import EngineOptions
-
-TERMS = {
-    "runtime": "Python and packages",
-    "weights": "weights, packed",
-    "mapped": "weights, mapped",
-    "cache": "KV cache",
-    "work": "intermediate values",
-    "total": "resident after answers",
-    "peak": "at most",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice inspect BUNDLE``."""
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    add("--app", metavar="NAME", help="app whose resident memory is predicted (default: its default app)")
-    add("--tokens", type=positive, metavar="N", help="tokens of the conversation then (default: the whole context)")
-    add_no_kernels(parser)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.engine import EngineOptions
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    tokens = args.tokens or bundle.geometry.context
-    if tokens > bundle.geometry.context:
-        raise InputError(f"--tokens {tokens}: {args.bundle} has a context of {bundle.geometry.context}")
-    options = EngineOptions(kernels=not args.no_kernels)
-    memory = {"resident": resident(bundle, target, args.app, tokens, options)}
-    if memory["resident"] is None:
-        refuse_ignored(args, f"the memory of {target.name} bundles is not predicted", "--tokens", "--no-kernels")
-    found = {**describe(bundle), **memory, **target.describe(bundle)}
+    try:
+        found = {**describe(bundle), **target.describe(bundle)}
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(target.extra, error.name or target.name) from error
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
@@ -90,6 +67,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "functions": [spec.name for spec in manifest.functions],
         "apps": app_rows(manifest),
         "stop_ids": list(manifest.chat.stop_ids),
+        "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": manifest.total_bytes,
         "calibrated_rows": manifest.calibrated_rows,
@@ -127,24 +105,6 @@ def memory(manifest: Manifest) -> dict[str, int]:
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
 
 
-def resident(
-    bundle: Bundle, target: RuntimeTarget, app: str | None, tokens: int, options: EngineOptions
-) -> dict[str, Any] | None:
-    """The predicted memory of a process that answers as an app, by decoding mode; None if the target cannot tell."""
-    own, functions = bundle.app(app), bundle.function_names(app)
-    calls = {"plain": (PREFILL, PLAIN), SPECULATIVE: (PREFILL, STEP), ADAPTIVE: FUNCTIONS}
-    modes = {}
-    for mode, called in calls.items():
-        if not set(called) <= set(functions):
-            continue
-        predicted = target.resident(bundle, app, called, tokens, options)
-        if predicted is None:
-            return None
-        sums = {"total": predicted.total, "peak": predicted.peak}
-        modes[mode] = {"kernels": predicted.kernels, **predicted.terms, **sums}
-    return {"app": own.name, "tokens": tokens, "modes": modes}
-
-
 def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     from rich import box
     from rich.console import Console
@@ -169,6 +129,10 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     }
     if found["parity"]:
         rows["parity"] = ", ".join(f"{name} {value:.3g}" for name, value in found["parity"].items())
+    if (sampling := found["sampling"]) is not None:
+        asks = "recommends sampling" if sampling["do_sample"] else "names"
+        named = ", ".join(f"{name} {value}" for name, value in sampling.items() if value and name != "do_sample")
+        rows["sampling"] = f"generation_config.json {asks}{': ' * bool(named)}{named[:500]} (run with --sample)"
     for i, note in enumerate(found["notes"], 1):
         rows[f"note {i}"] = note
     for name, text in rows.items():
@@ -185,23 +149,7 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     for name, size in found["files"].items():
         files.add_row(escape(name), _size(size))
     console.print(files)
-    if found["resident"] is not None:
-        console.print(_resident_table(found["resident"]))
     target.print_description(console, found, _size)
-
-
-def _resident_table(found: dict[str, Any]) -> Table:
-    """Terms as rows, decoding modes as columns."""
-    from rich import box
-    from rich.table import Table
-
-    modes = found["modes"]
-    kernels = "with" if any(terms["kernels"] for terms in modes.values()) else "without"
-    title = f"predicted memory as {found['app']}, {found['tokens']} tokens, {kernels} kernels"
-    table = Table(title, *modes, box=box.SIMPLE, pad_edge=False)
-    for term in (t for t in next(iter(modes.values())) if t != "kernels"):
-        table.add_row(TERMS.get(term, term), *(_size(terms[term]) for terms in modes.values()))
-    return table
 
 
 def _decoding(found: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def measure_peers(
     from ssdevice.bench.peers.arm import PEERS, Setup
     from ssdevice.bench.peers.compare import compare, offers
     from ssdevice.bench.peers.table import as_json
-    from ssdevice.runtime.session import tokenizer_of
+    from ssdevice.runtime.opened import tokenizer_of
 
     pythons = dict(_named_python(text) for text in args.python)
     for name in (*args.without, *pythons):

@@ -23,14 +23,12 @@ TICK_SECONDS = 1.0
 class Progress:
     """Context manager whose ``report(stage, done, total, detail)`` draws one bar per stage, or writes lines.
 
-    ``expected``: seconds that the first stage is thought to take, where that is known. Lines appear while a stage is
-    silent too: one call into a library can take a minute.
+    Lines appear while a stage is silent too: one call into a library can take a minute.
     """
 
-    def __init__(self, quiet: bool, expected: float | None = None) -> None:
+    def __init__(self, quiet: bool) -> None:
         self.live = not quiet and sys.stderr.isatty()
         self.lines = not quiet and not self.live
-        self._expected = expected
         self._printed = time.monotonic()
         self._stage: _Stage | None = None
         self._ended = threading.Event()
@@ -64,7 +62,7 @@ class Progress:
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
         """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
         if self._stage is None or self._stage.name != stage:
-            self._stage = _Stage(stage, done, None if self._stage is not None else self._expected)
+            self._stage = _Stage(stage, done)
         self._stage.move(done, total, detail)
         if self.lines:
             self._line()
@@ -91,8 +89,8 @@ class Progress:
 class _Stage:
     """Where a stage is, and how long it has yet to go."""
 
-    def __init__(self, name: str, first: int, expected: float | None) -> None:
-        self.name, self.first, self.expected = name, first, expected
+    def __init__(self, name: str, first: int) -> None:
+        self.name, self.first = name, first
         self.began = self.moved = time.monotonic()
         self.done, self.total, self.detail = first, 0, ""
 
@@ -102,16 +100,10 @@ class _Stage:
         self.done, self.total, self.detail = done, total, detail
 
     def left(self) -> float | None:
-        """Seconds: what was expected at first, more and more what the pace says; below 0 if both are used up."""
+        """Seconds at the pace so far, None before the first part is done; below 0 if a part takes longer than that."""
         now = time.monotonic()
         share = (self.done - self.first) / max(1, self.total - self.first)
-        paced = (self.moved - self.began) / share * (1 - share) - (now - self.moved) if share > 0 else None
-        if self.expected is None:
-            return paced
-        planned = self.expected - (now - self.began)
-        if paced is None or planned <= 0:  # an expectation that was wrong says nothing more
-            return planned if paced is None else paced
-        return share * paced + (1 - share) * planned
+        return (self.moved - self.began) / share * (1 - share) - (now - self.moved) if share > 0 else None
 
     def left_text(self) -> str:
         """``about 80 s left``; nothing where nobody knows or nothing is left, and never 0 s while work remains."""

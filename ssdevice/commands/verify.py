@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from ssdevice.progress import count
 if TYPE_CHECKING:
     from ssdevice.bench.equality import Comparison, Equality
     from ssdevice.bundle.folder import Bundle
+    from ssdevice.model.step import StreamModel
     from ssdevice.progress import Report
     from ssdevice.runtime.engine import Engine
     from ssdevice.runtime.session import Session
@@ -119,8 +121,9 @@ class _Checks:
             if other is not None:
                 self._against(other, shown, prompts, result, stops, report)
             if folder is not None:
-                self._torch(folder, prompts, result, report)
-                self._crosscheck(folder, session)
+                model = cache(partial(self._loaded, folder))
+                self._crosscheck(folder, session, model)
+                self._torch(model(), prompts, result, report)
                 if precision is Precision.FP32 and bundle.app(args.app).answers_as_base:
                     self._generate(prompts, result, stops, report)
 
@@ -198,11 +201,17 @@ class _Checks:
         quiet_frameworks()
         return reference_folder(self.bundle, args.app, args.model, args.adapter)
 
-    def _torch(self, folder: Path, prompts: list[list[int]], result: Equality, report: Report) -> None:
+    def _loaded(self, folder: Path) -> StreamModel:
+        from ssdevice.model.loading import load
+
+        merged = self.bundle.app(self.args.app).kind is AdapterKind.MERGED
+        return load(folder, self.args.adapter, self.bundle.geometry.context, merge=merged).model
+
+    def _torch(self, model: StreamModel, prompts: list[list[int]], result: Equality, report: Report) -> None:
         """Compare the plain answers with the torch reference of ``--model`` and ``--adapter``."""
         from ssdevice.bench.against_torch import agreement
 
-        found = agreement(self.bundle, self.args.app, folder, self.args.adapter, prompts, result.answers, report)
+        found = agreement(self.bundle, self.args.app, model, prompts, result.answers, report)
         self.found["reference"] = {
             "tokens": found.tokens,
             "agreeing": found.agreeing,
@@ -216,14 +225,14 @@ class _Checks:
         )
         self.faults += found.faults()
 
-    def _crosscheck(self, folder: Path, session: Session) -> None:
+    def _crosscheck(self, folder: Path, session: Session, model: Callable[[], StreamModel]) -> None:
         """Compare the torch reference itself with transformers and PEFT."""
         from ssdevice.export.crosscheck.check import check_model
 
-        args, bundle = self.args, self.bundle
-        merged = bundle.app(args.app).kind is AdapterKind.MERGED
         try:
-            notes = check_model(folder, args.adapter, merged, session.tokenizer, bundle.geometry.context)
+            geometry = self.bundle.geometry
+            choose = bool(geometry.hidden)
+            notes = check_model(folder, self.args.adapter, session.tokenizer, geometry.context, choose, model)
         except ParityError as error:
             self.faults.append(str(error))
             return

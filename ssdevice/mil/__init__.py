@@ -1,5 +1,5 @@
 """Core ML programs without a Mac: read a saved ``.mlpackage``, check it, list its contents and run it in NumPy.
 
 ``reader.Package`` opens and validates, ``program.Program`` executes, ``audit.audit`` describes. Nothing here
-imports coremltools or torch: the model file and the weight file are read with the standard library and NumPy.
+imports torch: of coremltools only the protobuf classes are taken, and the weight file is read with NumPy.
 """

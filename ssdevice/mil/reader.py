@@ -10,8 +10,7 @@ from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.mil.blob import BlobFile
 from ssdevice.mil.dtypes import Array, decode
-from ssdevice.mil.schema import BlobRef, Function, Model, Operation, TensorType, Value, parse_model
-from ssdevice.wire import WireError
+from ssdevice.mil.schema import BlobRef, Function, Model, ModelFileError, Operation, TensorType, Value, parse_model
 
 MANIFEST = "Manifest.json"
 DATA = "Data"
@@ -50,7 +49,7 @@ class Package:
             raise BundleError(f"{model_file}: cannot be read: {error.strerror or error}") from None
         try:
             model = parse_model(data)
-        except WireError as error:
+        except ModelFileError as error:
             raise BundleError(f"{model_file}: not a usable model file: {error}") from None
         package = cls(path, model, model_file.parent)
         for function in model.functions.values():

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ssdevice.adapters.settings import SETTINGS, WEIGHTS, AdapterSettings
 from ssdevice.config import to_json
 from ssdevice.errors import InputError, check_no_pointer
 from ssdevice.model.streams import Streams, check_draft_ids
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> None:
@@ -40,9 +43,8 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
         weights = load_file(str(file))
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
-    expected = {
-        name: tuple(value.shape) for name, value in streams.state_dict().items() if name.partition(".")[0] not in added
-    }
+    own = streams.state_dict()
+    expected = {name: tuple(value.shape) for name, value in own.items() if name.partition(".")[0] not in added}
     for name, shape in expected.items():
         if name not in weights:
             raise InputError(f"{file}: tensor {name!r} is missing")
@@ -51,8 +53,8 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
     for name, value in weights.items():
         if name not in expected:
             raise InputError(f"{file}: unexpected tensor {name!r}")
-        if not torch.isfinite(value).all():
-            raise InputError(f"{file}: tensor {name!r} has values that are not finite")
+        if own[name].is_floating_point():
+            check_values(file, name, value)
     if streams.config.draft_vocabulary:
         ids = weights["draft_ids"]
         if ids.dtype != torch.int32:
@@ -62,3 +64,15 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
     streams.load_state_dict(weights, strict=not added)
+
+
+def check_values(file: Path, name: str, value: Tensor) -> None:
+    """Raise InputError for values that are not finite, and for a tensor of integers or of floats of 8 bits."""
+    if value.dtype not in FLOATS:
+        kind = str(value.dtype).removeprefix("torch.")
+        raise InputError(
+            f"{file}: tensor {name!r} is {kind}, as quantized weights are: save the adapter in float32, float16 or "
+            "bfloat16"
+        )
+    if not torch.isfinite(value).all():
+        raise InputError(f"{file}: tensor {name!r} has values that are not finite")

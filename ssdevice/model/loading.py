@@ -24,7 +24,7 @@ from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
 from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes
+from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes, wrapper_note
 from ssdevice.model.streams import Streams
 
 
@@ -123,7 +123,10 @@ def load_base(
         raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
-        raise InputError(f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for")
+        wrapped = wrapper_note(names, found["unexpected_keys"])
+        raise InputError(
+            f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for{wrapped}"
+        )
     for name in sorted(found["unexpected_keys"]):
         layer = LAYER.match(name)
         if layer and int(layer[1]) >= config.num_hidden_layers:

@@ -15,7 +15,9 @@ from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
 from ssdevice.config import read_json
 from ssdevice.errors import InputError, UnsupportedModelError, check_no_pointer, first_line
+from ssdevice.model.adapter import check_values
 from ssdevice.model.mapped import release
+from ssdevice.model.stored import wrapper_note
 from ssdevice.model.streams import LowRank
 
 # PEFT does not check its configuration, so mistakes in it surface as any of these.
@@ -114,12 +116,11 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
             found = wrapped.load_adapter(str(adapter), "default", is_trainable=trainable, torch_device="cpu")
     except (*REFUSALS, SafetensorError) as error:
         raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})") from error
-    for what, names in (("unknown", found.unexpected_keys), ("missing", found.missing_keys)):
+    missing = [name.replace(".default", "", 1) for name in sorted(found.missing_keys)]
+    for what, names in (("unknown", sorted(found.unexpected_keys)), ("missing", missing)):
         if names:
-            name = sorted(names)[0].replace(".default", "", 1)
-            raise InputError(
-                f"{adapter / PEFT_WEIGHTS}: tensor {name!r} is {what}, and {len(names) - 1} more: is it for this model?"
-            )
+            why = wrapper_note(missing, names) or ": is it for this model?"
+            raise InputError(f"{adapter / PEFT_WEIGHTS}: tensor {names[0]!r} is {what}, and {len(names) - 1} more{why}")
     return wrapped
 
 
@@ -171,9 +172,8 @@ def _check_weights(file: Path) -> int:
         check_no_pointer(file)
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
-                value: Any = tensors.get_tensor(name)
-                if value.is_floating_point() and not torch.isfinite(value).all():
-                    raise InputError(f"{file}: tensor {name!r} has values that are not finite")
+                value = tensors.get_tensor(name)
+                check_values(file, name, value)
                 if "lora_A" in name or "lora_embedding_A" in name:
                     largest = max(largest, *value.shape[:1])
     except (OSError, SafetensorError, TypeError, ValueError, OverflowError, NotImplementedError) as error:

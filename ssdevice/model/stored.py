@@ -111,5 +111,15 @@ def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def wrapper_note(missing: Iterable[str], found: Iterable[str]) -> str:
+    """What to do about a wrapper (DataParallel, torch.compile) that put a prefix before names; empty without one."""
+    wanted = tuple(f".{name}" for name in missing)
+    name = min((name for name in found if name.endswith(wanted)), default=None)
+    if name is None:
+        return ""
+    prefix = min((name.removesuffix(end[1:]) for end in wanted if name.endswith(end)), key=len)
+    return f": {name} was saved from a wrapper, which put {prefix!r} before all names: save the model inside it"
+
+
 def _harmless(name: str) -> str | None:
     return next((what for pattern, what in _HARMLESS.items() if re.search(pattern, name)), None)

@@ -9,6 +9,7 @@ of texts instead of reading the file; they are asked for the names of special to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,12 @@ def as_transformers(folder: Path) -> Any:
         for name in SETTINGS_FILES:  # these name the file at fault
             read_object(folder / name)
         load_tokenizer(file.read_bytes(), str(file))
+        extra = read_object(folder / SPECIAL_TOKENS_FILE).get("additional_special_tokens")
+        if isinstance(extra, list) and any(isinstance(token, dict) for token in extra):
+            raise ConfigError(
+                f"{folder / SPECIAL_TOKENS_FILE}: 'additional_special_tokens' has tables of flags, which transformers "
+                f"{version('transformers')} cannot open: list only texts there; flags belong into {TOKENIZER_FILE}"
+            ) from error
         if isinstance(error, UnicodeDecodeError):
             raise ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})") from error
         raise ConfigError(

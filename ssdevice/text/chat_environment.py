@@ -1,7 +1,7 @@
 """The sandbox of chat templates, and the process that renders them: a program of its own, see ``renderer``.
 
 Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the names that Hugging
-Face templates may use: ``messages``, ``add_generation_prompt``, ``tools`` and ``documents`` (always None here), the
+Face templates may use: ``messages``, ``add_generation_prompt``, ``tools`` and ``documents`` (None unless given), the
 special tokens, ``raise_exception``, ``strftime_now``, the ``tojson`` filter, loop controls and ``generation`` blocks.
 
 Requests and answers are lines of JSON. The system limits the process, so no expression of a template gets around it.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -79,14 +79,19 @@ def _compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
-def _constants(source: str) -> list[str]:
-    """The texts that a template compares and writes in expressions, each once."""
-    found = (node.value for node in environment().parse(source).find_all(nodes.Const))
-    return list(dict.fromkeys(value for value in found if isinstance(value, str)))
+def _read(source: str) -> dict[str, Any]:
+    """``constants``: texts that a template compares and writes in expressions, each once; ``names``: what it is given;
+    ``members``: what it reads of values."""
+    made = environment()
+    tree = made.parse(source)
+    found = dict.fromkeys(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+    members = {node.attr for node in tree.find_all(nodes.Getattr)}
+    names = meta.find_undeclared_variables(tree) - made.globals.keys()
+    return {"constants": list(found), "names": sorted(names), "members": sorted(members)}
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """``invalid``: the reason; or ``constants``; or ``texts``: a text, or the reason for a refusal, by conversation.
+    """``invalid``: the reason; or what ``_read`` found; or ``texts``: by conversation a text, or why it is refused.
 
     ``last``: whether this process should answer no more. After a MemoryError Python 3.11 was seen to be in disorder.
     """
@@ -94,7 +99,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     try:
         template = _compiled(source)
         if request["conversations"] is None:
-            return {"constants": _constants(source), "last": False}
+            return {**_read(source), "last": False}
     except Exception as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
         what = "" if isinstance(error, MemoryError) else "it is not valid jinja2: "  # constants are computed here
         line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ssdevice.config import read_json
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frames, Message, frames_of
 from ssdevice.text.renderer import Renderer
 
@@ -21,16 +21,20 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 MAX_TEMPLATE_CHARS = 1 << 20
+OWN_NAMES = ("messages", "add_generation_prompt")
+"""What every template is given."""
+OF_TOOLS = {"tool_calls", "reasoning_content"}
+"""Keys of messages that a template leaves out unless it reads them."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a bundle keeps of a model's chat format: frames, or a template where frames do not say all.
+    """What a bundle keeps of a model's chat format: frames, and a template where frames do not say all.
 
-    ``template``: jinja2 source, None where ``frames`` hold for whole conversations. ``special_tokens``: names such as
-    ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an answer. ``variables``: further
-    values for the template, such as ``{"enable_thinking": False}``. ``frames``: beside a template they are for hosts
-    without jinja2 and hold for one question.
+    ``template``: jinja2 source, None where ``frames`` hold for whole conversations and it reads nothing else.
+    ``special_tokens``: names such as ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an
+    answer. ``variables``: further values for the template, such as ``{"enable_thinking": False}``. ``frames``: of whole
+    conversations or, beside a template, of one question, for hosts without jinja2.
     """
 
     template: str | None
@@ -42,34 +46,37 @@ class ChatFormat:
     def __post_init__(self) -> None:
         if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
             raise ConfigError(f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}")
-        if self.template is None and (self.frames is None or self.frames.user is None or self.frames.assistant is None):
+        if self.template is None and not self.whole:
             raise ConfigError("the chat format has no template, and no frames of whole conversations")
         for stop in self.stop_ids:
             if type(stop) is not int or stop < 0:
                 raise ConfigError(f"stop token id {stop!r} is not a whole number of 0 or more")
 
     @property
+    def whole(self) -> bool:
+        """Whether the frames hold for conversations, not only for one question."""
+        return self.frames is not None and None not in (self.frames.user, self.frames.assistant)
+
+    @property
     def writer(self) -> Frames | ChatTemplate:
         """What makes the text of a conversation. Raises ConfigError for a template that is not valid."""
-        if self.template is None:
-            assert self.frames is not None
-            return self.frames
-        return ChatTemplate(self)
+        return self.frames if self.frames is not None and self.whole else ChatTemplate(self)
 
     @property
     def note(self) -> str | None:
         """What hosts cannot do that do not render templates; None if they can do all."""
-        if self.template is None:
+        if self.whole:
             return None
         return NO_PROMPTS if self.frames is None else NO_CONVERSATIONS
 
     def framed(self) -> ChatFormat:
-        """The same format in frames, as far as its template is no more than these."""
+        """The same format in frames, and without the template if it is no more than these."""
+        if self.template is None:
+            return self
         names = json.dumps({**self.special_tokens, **self.variables}, sort_keys=True)
-        frames = _frames(self.template, names) if self.template is not None else self.frames
-        if frames is None or frames.user is None:
-            return replace(self, frames=frames)
-        return ChatFormat(None, {}, self.stop_ids, {}, frames)
+        frames, reads = _frames(self.template, names)
+        found = replace(self, frames=frames)
+        return ChatFormat(None, {}, self.stop_ids, {}, frames) if found.whole and not reads else found
 
 
 class ChatTemplate:
@@ -82,11 +89,29 @@ class ChatTemplate:
         weakref.finalize(self, self._renderer.close).atexit = False
         self._template = chat.template
         self._names = {**chat.special_tokens, **chat.variables}
-        self.constants: list[str] = self._ask(None)["constants"]
+        read = self._ask(None)
+        self.constants: list[str] = read["constants"]
+        self.names = {name for name in read["names"] if name not in OWN_NAMES and not name.endswith("_token")}
+        """What it may be given besides messages and special tokens."""
+        self.keys = OF_TOOLS & {*self.constants, *read["members"]}
+        """What it reads of messages that have to do with tools."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation; raises ConfigError with the reason if the template refuses it."""
-        ((text, reason),) = self._ask([(messages, add_generation_prompt)])["texts"]
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation; ``values``: of ``names``.
+
+        Raises ConfigError with the reason if the template refuses it, InputError for values that it does not read.
+        """
+        needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
+        for name in sorted(needed | ({*(values or {})} - self.names)):
+            reads = ", ".join(sorted(self.names | self.keys)) or "roles and contents"
+            raise InputError(f"the model's chat template does not read {name[:60]!r}; it reads {reads}")
+        ((text, reason),) = self._ask([(messages, add_generation_prompt)], values)["texts"]
         if text is None:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(f"the chat template refuses a conversation of {roles}: {reason}")
@@ -96,18 +121,20 @@ class ChatTemplate:
         """The texts of several conversations, None for those that the template refuses."""
         return [text for text, _ in self._ask(conversations)["texts"]]
 
-    def _ask(self, conversations: Sequence[Conversation] | None) -> Any:
+    def _ask(self, conversations: Sequence[Conversation] | None, values: Mapping[str, Any] | None = None) -> Any:
         given = None if conversations is None else [([*map(dict, said)], opened) for said, opened in conversations]
-        answer = self._renderer.ask({"template": self._template, "names": self._names, "conversations": given})
+        names = {**self._names, **(values or {})}
+        answer = self._renderer.ask({"template": self._template, "names": names, "conversations": given})
         if "invalid" in answer:
             raise ConfigError(f"the chat template cannot be used: {answer['invalid']}")
         return answer
 
 
 @functools.lru_cache(maxsize=64)  # an export opens the same folder several times
-def _frames(template: str, names: str) -> Frames | None:
+def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
+    """The frames of a template, and whether it reads more than they are given."""
     rendered = ChatTemplate(ChatFormat(template, {}, (), json.loads(names)))
-    return frames_of(template, rendered.constants, rendered.render_all)
+    return frames_of(template, rendered.constants, rendered.render_all), bool(rendered.names or rendered.keys)
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ssdevice.errors import ConfigError, InputError, SSDeviceError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""``role``, ``content`` and, with tools, more."""
 Conversation = tuple[Sequence[Message], bool]
 """Messages, and whether the opening of the next answer follows them."""
 Render = Callable[[Sequence[Conversation]], list[str | None]]

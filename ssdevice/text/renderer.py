@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
+from weakref import WeakSet
 
 from ssdevice.errors import ConfigError
 
@@ -20,6 +21,7 @@ MEMORY = 1 << 29
 WAIT = 20.0
 """Seconds until the process is killed in any case: on a busy machine, and where processor time has no limit."""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
+_all: WeakSet[Renderer] = WeakSet()
 
 
 class Renderer:
@@ -29,7 +31,7 @@ class Renderer:
         self.seconds, self.memory, self.wait = seconds, memory, wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+        _all.add(self)
 
     def ask(self, request: dict[str, Any]) -> Any:
         """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
@@ -58,9 +60,14 @@ class Renderer:
         raise ConfigError(f"the chat template broke the process that renders it (exit code {ending})")
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A forked process must not talk to its parent's.
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+        if self._process is None or self._process.poll() is not None:
             self.close()
+            # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would start itself again.
+            if getattr(sys, "frozen", False) or not sys.executable or not PROGRAM.is_file():
+                raise ConfigError(
+                    "chat templates are rendered by an interpreter of Python, which this app does not have: export the "
+                    "bundle with a chat template that only puts texts around messages"
+                )
             # -P: a jinja2.py in the current folder is none of ours.
             command = [sys.executable, "-P", str(PROGRAM), str(self.seconds), str(self.memory)]
             window = getattr(subprocess, "CREATE_NO_WINDOW", 0)
@@ -69,15 +76,24 @@ class Renderer:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, creationflags=window)
             except OSError as error:
                 raise ConfigError(f"chat templates need {command[0]!r}, which cannot be started: {error}") from error
-            self._owner = os.getpid()
         return self._process
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._owner == os.getpid():
+        if self._process is not None:
             self._process.kill()
             self._process.communicate()
         self._process = None
+
+
+def _forked() -> None:
+    """A child must not talk to its parent's process, nor wait for a lock that no thread of its own holds."""
+    for renderer in list(_all):
+        renderer._lock, renderer._process = Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -16,6 +16,7 @@ from ssdevice.text.chat_template import (
     ChatTemplate,
 )
 from ssdevice.text.frames import Frames, Message
+from ssdevice.text.messages import TOOL, USER, Chat
 from ssdevice.text.plain_prompt import PROBE, plain_template
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_ROLE = "tokenizer"
 """In a bundle."""
+WRITTEN = {"role", "content"}
+"""What frames write of a message."""
+NO_TEMPLATE = (
+    "the model's chat template writes no more than roles and contents, so there are no tools and no template arguments "
+    "(a bundle of an older version: export it again)"
+)
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
 PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
@@ -132,9 +139,29 @@ class ChatTokenizer:
         messages.append({"role": "user", "content": user_content(instruction, prompt)})
         return self._template.render(messages, add_generation_prompt=True)
 
-    def conversation_ids(self, messages: Sequence[Message], most: int | None = None) -> list[int]:
-        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``."""
-        return self.encode(self._template.render(messages, add_generation_prompt=True), most)
+    def conversation_ids(
+        self, messages: Sequence[Message], most: int | None = None, values: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``.
+
+        ``values``: what the template is given besides, such as ``tools``; InputError if it does not read one.
+        """
+        if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
+            text = self._full.render(messages, add_generation_prompt=True, values=values)
+        else:
+            text = self._template.render(messages, add_generation_prompt=True)
+        return self.encode(text, most)
+
+    def chat_ids(self, chat: Chat, instruction: str | None = None, most: int | None = None) -> list[int]:
+        """``conversation_ids`` of a chat, with an app's instruction before each message of the user."""
+        messages = [
+            {**message, "content": user_content(instruction, message["content"])}
+            if message["role"] == USER
+            else message
+            for message in chat.messages
+        ]
+        values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
+        return self.conversation_ids(messages, most, values)
 
     def completion_ids(self, text: str) -> list[int]:
         """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
@@ -167,6 +194,15 @@ class ChatTokenizer:
         if end is None:
             raise ConfigError("the chat template does not end a user's turn with a special token")
         return self.encode(opening), end
+
+    @cached_property
+    def _full(self) -> ChatTemplate:
+        """The template itself, for what frames do not write."""
+        if isinstance(self._template, ChatTemplate):
+            return self._template
+        if self.chat.template is None:
+            raise InputError(NO_TEMPLATE)
+        return ChatTemplate(self.chat)
 
     @cached_property
     def _texts(self) -> TokenTexts:

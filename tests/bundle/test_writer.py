@@ -52,7 +52,7 @@ def test_a_writer_that_does_not_commit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
     out = write_sample(tmp_path / "bundle").folder
-    with pytest.raises(InputError, match="exists"):
+    with pytest.raises(InputError, match="exists; choose another folder, or replace the bundle with --overwrite"):
         BundleWriter(out)
     (tmp_path / "link").symlink_to(out)
     with pytest.raises(InputError, match="symbolic link"):

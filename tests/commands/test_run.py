@@ -95,7 +95,7 @@ def test_standard_input_that_is_no_text_is_refused(
         (["--prompt", "a", "--stop", ""], "stop string is empty"),
         (["--prompt", "\udcff"], "not valid Unicode"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        ([], "one of the arguments --prompt --data is required"),
+        ([], "one of the arguments --prompt --data --messages is required"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -133,10 +133,6 @@ def test_inspect_tells_what_is_inside(bundle: str, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     # Keys and values of 2 layers, 128 rows of 2 heads of 8 float32 each.
     assert found["memory"]["kv_cache"] == 2 * 2 * 128 * 2 * 8 * 4 and found["memory"]["kv_cache_per_token"] == 256
-    assert found["resident"]["tokens"] == 96 and "resident after answers" in text
-    modes = found["resident"]["modes"]
-    assert list(modes) == ["plain", "speculative", "adaptive"]
-    assert modes["adaptive"]["total"] > modes["plain"]["total"] > modes["plain"]["runtime"]
     assert found["bytes"] == sum(found["files"].values())
 
 

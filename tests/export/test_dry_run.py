@@ -76,6 +76,11 @@ def renamed(old: str, new: str) -> Spoil:
     return lambda folder: (folder / old).rename(folder / new)
 
 
+def prefixed(weights: dict[str, torch.Tensor], prefix: str) -> None:
+    for name in list(weights):
+        weights[prefix + name] = weights.pop(name)
+
+
 QUANTIZED = {"quant_method": "gptq", "bits": 4}
 TEMPLATE = "chat_template.jinja"
 EACH = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
@@ -95,11 +100,24 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "a template that refuses": (written(TEMPLATE, "{{ raise_exception('no') }}"), (), "chat template"),
     "a token without an embedding": (one_word_more, (), "with id 300, the model has 300 tokens"),
     "no weights": (removed(WEIGHTS), (), "no .safetensors weights"),
+    "a variant": (
+        renamed(WEIGHTS, "model.fp16.safetensors"), (), "from_pretrained(MODEL, variant='fp16').save_pretrained(FOLDER)"
+    ),
     "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"), (), "pytorch_model.bin is not what transformers loads"),
     "a pointer as weights": (written(WEIGHTS, POINTER), (), "model.safetensors is a Git LFS pointer"),
     "weights cut short": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-8]), (), "no whole safet"),
     "a missing shard": (in_shards, (), "model-00002-of-00002.safetensors: no such file"),
     "a missing tensor": (weights_changed(lambda w: w.pop("model.norm.weight")), (), "lack model.norm.weight"),
+    "weights of a wrapper": (
+        weights_changed(lambda w: prefixed(w, "module.")), (), "a wrapper, which put 'module.' before all names"
+    ),
+    "a compiled model's weights": (weights_changed(lambda w: prefixed(w, "_orig_mod.")), (), "put '_orig_mod.' before"),
+    "flags in a list of special tokens": (
+        lambda folder: (
+            written("tokenizer_config.json", "{}")(folder),
+            written("special_tokens_map.json", '{"additional_special_tokens": [{"content": "<x>"}]}')(folder),
+        ), (), "special_tokens_map.json: 'additional_special_tokens' has tables of flags, which transformers",
+    ),
     "an unread tensor": (weights_changed(lambda w: w.update(scale=torch.ones(1))), (), "does not read scale"),
     "another shape": (json_changed("config.json", intermediate_size=80), (), "by config.json"),
     "fewer layers": (json_changed("config.json", num_hidden_layers=2), (), "config.json only 2 layers"),
@@ -152,11 +170,21 @@ ADAPTERS: dict[str, tuple[Spoil, str]] = {
     "a pointer as streams": (written(STREAMS, POINTER), "streams.safetensors is a Git LFS pointer"),
     "streams of another size": (weights_changed(lambda w: w.update(identifiers=torch.ones(3, 5)), STREAMS), "expected"),
     "streams that are not finite": (weights_changed(lambda w: w["identifiers"].fill_(torch.nan), STREAMS), "finite"),
+    "streams of 8 bits": (
+        weights_changed(lambda w: w.update(identifiers=w["identifiers"].to(torch.float8_e4m3fn)), STREAMS),
+        "tensor 'identifiers' is float8_e4m3fn, as quantized weights are",
+    ),
     "an instruction beyond the context": (json_changed("streams.json", instruction="a " * 97), "leaves no room"),
     "a long instruction": (json_changed("streams.json", instruction="a " * 93), "the instruction of app 'app'"),
     "a LoRA of another method": (json_changed("adapter_config.json", peft_type="LOHA"), "expected 'LORA'"),
     "a pointer as LoRA": (written(LORA, POINTER), "adapter_model.safetensors is a Git LFS pointer"),
     "a LoRA that is not finite": (weights_changed(lambda w: w[Q].fill_(torch.inf), LORA), "finite"),
+    "a LoRA of 8 bits": (
+        weights_changed(lambda w: w.update({Q: w[Q].to(torch.float8_e5m2)}), LORA),
+        f"tensor {Q!r} is float8_e5m2, as",
+    ),
+    "a LoRA of integers": (weights_changed(lambda w: w.update({Q: w[Q].to(torch.int8)}), LORA), f"{Q!r} is int8, as"),
+    "a LoRA of a wrapper": (weights_changed(lambda w: prefixed(w, "module."), LORA), "which put 'module.' before all"),
     "a LoRA of another model": (weights_changed(lambda w: w.update({Q.replace("q", "x"): w.pop(Q)}), LORA), "unknown"),
     "a LoRA of another size": (weights_changed(lambda w: w.update({Q: torch.ones(6, 5)}), LORA), "size mismatch for"),
     "a LoRA of a resized vocabulary": (

@@ -10,12 +10,8 @@ import pytest
 
 from ssdevice.bundle.folder import BundleWriter
 from ssdevice.cli import TERMINATED, main
-from ssdevice.commands import export as command
-from ssdevice.errors import SSDeviceError
 from ssdevice.export import stages
-from ssdevice.export.cost import Cost, Prediction, available_memory
 from ssdevice.export.onnx.exporter import OnnxExporter
-from ssdevice.export.target import export_target
 from tests.export.models import write_adapter
 
 GB = 1_000_000_000
@@ -93,31 +89,3 @@ def test_an_instruction_longer_than_the_context_is_refused_before_weights_are_lo
     said = capsys.readouterr().err
     assert "the instruction of app 'long' and the chat template take 10" in said and "a context of 96" in said
     assert said.count("\n") == 1 and not (tmp_path / "b").exists()
-
-
-def test_what_does_not_fit_in_memory_is_refused_before_it_begins(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ending(monkeypatch, 0, KeyboardInterrupt())
-    monkeypatch.setattr(command, "available_memory", lambda: GB // 10)
-    assert export(base, tmp_path / "b") == 1
-    said = capsys.readouterr().err
-    assert "needs about 0.6 GB of memory, and 0.1 GB are available" in said and said.count("\n") == 1
-    assert export(base, tmp_path / "b", "--ignore-memory") == 130
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_prediction_is_a_line_in_layers_and_parameters() -> None:
-    few, many = Prediction(30, GB, 10**6), Prediction(600, 2 * GB, 10**8)
-    assert str(few).startswith("about 30 s on two cores") and "1.0 GB of memory, and 1 MB on disk" in str(few)
-    assert "about 10 min" in str(many)
-    many.check_memory(None)
-    many.check_memory(3 * GB)
-    with pytest.raises(SSDeviceError, match=r"needs about 2\.0 GB of memory, and 1\.0 GB are .* --ignore-memory"):
-        many.check_memory(GB)
-    assert (available_memory() or GB) > 10**6
-
-
-@pytest.mark.parametrize("target", ["onnx", "coreml", "executorch"])
-def test_every_target_says_what_it_costs(target: str) -> None:
-    assert isinstance(export_target(target).cost, Cost)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
 from ssdevice.errors import BundleError, SSDeviceError
+from ssdevice.mil import proto
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package, constants
 from ssdevice.mil.registry import UnsupportedOpError
@@ -208,17 +209,25 @@ def test_an_unknown_function_is_refused(whole: Path) -> None:
         Program(Package.open(whole)).plan("step")
 
 
-def test_the_reader_needs_nothing_but_numpy(whole: Path, repository: Path) -> None:
+def test_reader_and_interpreter_need_no_framework(whole: Path, repository: Path) -> None:
     import subprocess
     import sys
 
     code = (
         "import sys; from ssdevice.mil.program import Program; from ssdevice.mil.reader import Package;"
         f"Program(Package.open({str(whole)!r})).plan('main');"
-        "print(sorted({'torch', 'coremltools', 'google'} & {name.split('.')[0] for name in sys.modules}))"
+        "print(sorted({'torch', 'coremltools'} & {name.split('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_package_needs_coremltools(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proto, "find_spec", lambda name: None)
+    proto.model_class.cache_clear()
+    with pytest.raises(ModuleNotFoundError) as caught:
+        Package.open(whole)
+    assert caught.value.name == "coremltools"
 
 
 def test_weights_equal_coremltools_own_reader(whole: Path) -> None:

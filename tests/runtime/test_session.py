@@ -19,7 +19,8 @@ from ssdevice.runtime.apps import add_app
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE
-from ssdevice.runtime.session import Session, _Opened
+from ssdevice.runtime.opened import OpenApp
+from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
 from tests.runtime.scripted import cache_of, continuation, make_session
 
@@ -182,7 +183,7 @@ def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
     session.bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None)))
     session._apps = {
-        name: _Opened(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
+        name: OpenApp(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
     }
     session.use("letters")
     answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)
@@ -225,7 +226,7 @@ def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]
     other = make_session(TREE)
     "".join(other.chat("hello", max_tokens=9))
     assert text == "".join(other.chat("b", max_tokens=30))
-    assert session._messages == other._messages
+    assert session.messages == other.messages
 
 
 def test_bad_requests_are_refused_before_anything_runs() -> None:
@@ -296,8 +297,8 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
     ("call", "values", "expected"),
     [
         (lambda s, v: s.generate(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.chat(v), NO_TEXTS, "prompt is .*, expected a string"),
-        (lambda s, v: s.prompt_ids(v), NO_TEXTS, "prompt is .*, expected a string"),
+        (lambda s, v: s.chat(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
+        (lambda s, v: s.prompt_ids(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
         (lambda s, v: s.generate("a", system=v), NO_TEXTS[1:], "system is .*, expected a string"),
         (lambda s, v: s.generate("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
         (lambda s, v: s.chat("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),

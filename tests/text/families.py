@@ -154,12 +154,57 @@ LINES = "{% for m in messages %}{{ m.role ~ m.content.strip('\\n') ~ eos_token }
 FORGETFUL = "{% for m in messages[-10:] %}{{ m.role ~ m.content ~ eos_token }}{% endfor %}"
 DEAF = "{% for m in messages if m.role != 'system' %}{{ m.role ~ m.content ~ eos_token }}{% endfor %}"
 CHANCE = "{{ ['a', 'b', 'c'] | random }}" + CHATML
+HERMES = """{%- if tools %}
+    {{- '<|im_start|>system\\n' ~ (messages[0].content ~ '\\n' if messages[0].role == 'system' else '') }}
+    {%- for tool in tools %}{{- '<tool>' ~ tool | tojson ~ '</tool>\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' ~ messages[0].content ~ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}{%- if message.content %}{{- '\\n' ~ message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}{%- set call = call.function %}
+            {{- '\\n<tool_call>{"name": "' ~ call.name ~ '", "arguments": ' }}
+            {{- call.arguments | tojson ~ '}</tool_call>' }}
+        {%- endfor %}{{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>' ~ message.content ~ '</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- elif message.role != 'system' %}{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+LLAMA3_TOOLS = """{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
+{%- set told = messages[0].content | trim if messages[0].role == 'system' else '' %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' ~ date_string ~ '\\n' ~ told }}
+{%- for tool in tools or [] %}{{- '\\n' ~ tool | tojson(indent=2) }}{%- endfor %}{{- '<|eot_id|>' }}
+{%- for message in messages if message.role != 'system' %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' ~ call.name ~ '", "parameters": ' }}
+        {{- call.arguments | tojson ~ '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' ~ message.content | tojson ~ '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' ~ message.content | trim ~ '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
+WITH_TOOLS = {"qwen2.5": QWEN25, "hermes": HERMES, "llama3": LLAMA3_TOOLS}
+"""Templates that write tools."""
 WHOLE = {
     "chatml": CHATML, "smollm2": SMOLLM2, "qwen2.5": QWEN25, "llama2": LLAMA2, "llama3": LLAMA3, "gemma": GEMMA,
     "gemma3": GEMMA3, "mistral": MISTRAL, "phi3": PHI3, "zephyr": ZEPHYR,
 }  # fmt: skip
 """Templates that are texts around messages."""
+MORE_NAMES = ("qwen2.5",)
+"""Those of them that read tools or other arguments: they are kept beside the frames."""
 ONE_QUESTION = {"qwen3": QWEN3, "distilled": DISTILLED, "counted": COUNTED, "forgetful": FORGETFUL}
 """Those that are only for a conversation of one message, because they change earlier ones."""
 MORE = {

@@ -12,7 +12,7 @@ from ssdevice.errors import ConfigError, InputError
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Frame, Frames, Trim
 from ssdevice.text.tokenizer import ChatTokenizer
-from tests.text.families import MORE, NO_SYSTEM, ONE_QUESTION, TRIMS, WHOLE
+from tests.text.families import MORE, MORE_NAMES, NO_SYSTEM, ONE_QUESTION, TRIMS, WHOLE
 from tests.text.test_tokenizer import NAMED, TOKENIZERS, write_folder
 
 TEXTS = (
@@ -69,7 +69,8 @@ def joined(chat: ChatFormat, messages: list[dict[str, str]], opened: bool) -> st
 @pytest.mark.parametrize("name", WHOLE)
 def test_frames_give_the_texts_of_their_template(tmp_path: Path, name: str) -> None:
     chat, render = framed(WHOLE[name]), as_jinja2(tmp_path, WHOLE[name])
-    assert (chat.template, chat.special_tokens, chat.note) == (None, {}, None)
+    kept = (WHOLE[name], NAMED) if name in MORE_NAMES else (None, {})
+    assert (chat.template, chat.special_tokens) == kept and chat.note is None and isinstance(chat.writer, Frames)
     refused = 0
     for messages in conversations():
         ended = messages[-1]["role"] == "assistant"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,41 @@ time.sleep(0.1)
 def test_a_thread_that_renders_when_python_ends_prints_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from ssdevice.text.chat_template import ChatFormat, ChatTemplate
+template = ChatTemplate(ChatFormat("{% for i in range(messages[0].content | int) %}{% endfor %}done", {}, (0,)))
+def render(count):
+    return template.render([{"role": "user", "content": str(count)}], add_generation_prompt=True)
+thread = threading.Thread(target=render, args=(99999,))
+thread.start()
+while not template._renderer._lock.locked():
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(render(1) != "done")
+thread.join()
+sys.exit(os.waitpid(child, 0)[1] or render(1) != "done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_that_was_forked_during_a_request_renders_by_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("frozen", True), ("executable", None)])
+def test_an_app_without_an_interpreter_refuses_templates(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    renderer.close()
+    monkeypatch.setattr(sys, name, value, raising=False)
+    with pytest.raises(ConfigError, match="an interpreter of Python, which this app does not have"):
+        render(PLAIN)
 
 
 def test_without_a_limit_of_processor_time_the_wait_has_an_end(

@@ -61,6 +61,8 @@ SAMPLERS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.4, "bad_words": [[6], [1, 2], [2, 5, 1]], "logit_bias": {"1": 6.0, "2": 6.0, "5": 6.0}},
     {"temperature": 1.0, "suppress": [2, 4], "begin_suppress": [1, 6]},
     {"temperature": 0.7, "min_new_tokens": 6, "logit_bias": {"0": 12.0}},
+    {"temperature": 0.7, "min_length": 11, "logit_bias": {"0": 12.0}},
+    {"temperature": 0.7, "bad_words": [[0], [6]], "logit_bias": {"0": 7.0, "6": 9.0}},
 )
 
 
@@ -138,7 +140,7 @@ def _choices() -> list[dict[str, Any]]:
 def _philox() -> list[dict[str, Any]]:
     cases = []
     for number, position, kind, seed in product((0, 1, 191, 0xFFFFFFFF), (0, 77, 1 << 20), (0, 1), SEEDS):
-        words = philox(np.array([number], np.uint64), np.array([position], np.uint64), kind, seed)[:, 0].tolist()
+        words = [int(word) for word in philox(number, position, kind, seed)]
         cases.append({"seed": str(seed), "number": number, "position": position, "kind": kind, "words": words})
     return cases
 

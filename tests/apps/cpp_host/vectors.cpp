@@ -26,7 +26,7 @@ Sampling sampling_of(const Json& case_) {
       {"typical_p", &s.typical_p}, {"repetition_penalty", &s.repetition_penalty}, {"presence_penalty", &s.presence_penalty},
       {"frequency_penalty", &s.frequency_penalty}};
   const std::map<std::string, int64_t*> integers{{"top_k", &s.top_k}, {"no_repeat_ngram_size", &s.no_repeat_ngram_size},
-      {"min_new_tokens", &s.min_new_tokens}};
+      {"min_new_tokens", &s.min_new_tokens}, {"min_length", &s.min_length}};
   const std::map<std::string, Ids*> ids{{"suppress", &s.suppress}, {"begin_suppress", &s.begin_suppress}};
   for (const auto& [name, value] : given.items()) {
     if (numbers.count(name)) {

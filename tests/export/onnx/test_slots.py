@@ -118,7 +118,7 @@ def test_switching_opens_nothing_again_and_starts_anew(bundle: Bundle) -> None:
         for _ in range(3):
             for app in apps_of(bundle):
                 session.use(app)
-                assert session.engine is opened[app] and session._conversation.length == 0 and not session._messages
+                assert session.engine is opened[app] and session._conversation.length == 0 and not session.messages
                 answer(session, PROMPTS[1], count=6)
         session.use("sql")
         assert answer(session, PROMPTS[0]) == fresh

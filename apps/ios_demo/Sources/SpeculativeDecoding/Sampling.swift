@@ -13,6 +13,7 @@ public struct Sampling: Equatable, Sendable {
     public var frequencyPenalty = 0.0
     public var noRepeatNgramSize = 0
     public var minNewTokens = 0
+    public var minLength = 0
     public var logitBias: [Int32: Double] = [:]
     public var suppress: [Int32] = []
     public var beginSuppress: [Int32] = []
@@ -32,10 +33,13 @@ public struct Sampling: Equatable, Sendable {
             ("repetitionPenalty", repetitionPenalty, Double.leastNonzeroMagnitude...100),
             ("presencePenalty", presencePenalty, -100...100), ("frequencyPenalty", frequencyPenalty, -100...100),
             ("topK", Double(topK), 0...0x1p31), ("noRepeatNgramSize", Double(noRepeatNgramSize), 0...0x1p31),
-            ("minNewTokens", Double(minNewTokens), 0...0x1p31),
+            ("minNewTokens", Double(minNewTokens), 0...0x1p31), ("minLength", Double(minLength), 0...0x1p31),
         ]
         for (name, value, range) in numbers where !range.contains(value) {
             throw BundleError.request("\(name) is \(value), expected \(range.lowerBound) to \(range.upperBound)")
+        }
+        if temperature > 0, temperature < 1e-6 {
+            throw BundleError.request("temperature is \(temperature), expected 0 or 1e-6 to 100")
         }
         if logitBias.values.contains(where: \.isNaN) { throw BundleError.request("logitBias has a value that is no number") }
         if badWords.contains(where: \.isEmpty) { throw BundleError.request("badWords has a sequence without tokens") }
@@ -120,13 +124,15 @@ public struct Chooser: Sendable {
         let answered = text.count - prompt
         var banned = sampling.suppress
         if answered == 0 { banned += sampling.beginSuppress }
-        if answered < sampling.minNewTokens { banned += stops }
+        if answered < sampling.minNewTokens || text.count < sampling.minLength { banned += stops }
         let size = sampling.noRepeatNgramSize
         if size > 0, text.count >= size {
             let beginning = text.suffix(size - 1)
             banned += (size - 1..<text.count).filter { text[$0 - size + 1..<$0].elementsEqual(beginning) }.map { text[$0] }
         }
-        for word in sampling.badWords where text.suffix(word.count - 1).elementsEqual(word.dropLast()) {
+        // A stop token alone is not banned: no answer would end.
+        let words = sampling.badWords.filter { $0.count > 1 || !stops.contains($0[0]) }
+        for word in words where text.suffix(word.count - 1).elementsEqual(word.dropLast()) {
             banned.append(word[word.count - 1])
         }
         return banned

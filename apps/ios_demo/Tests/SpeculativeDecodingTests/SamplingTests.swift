@@ -27,7 +27,7 @@ final class SamplingTests: XCTestCase {
             struct Asked: Decodable {
                 let temperature, topP, minP, typicalP: Double?
                 let repetitionPenalty, presencePenalty, frequencyPenalty: Double?
-                let topK, noRepeatNgramSize, minNewTokens: Int?
+                let topK, noRepeatNgramSize, minNewTokens, minLength: Int?
                 let logitBias: [String: Double]?
                 let suppress, beginSuppress: [Int32]?
                 let badWords: [[Int32]]?
@@ -122,6 +122,7 @@ final class SamplingTests: XCTestCase {
         made.frequencyPenalty = asked.frequencyPenalty ?? 0
         made.noRepeatNgramSize = asked.noRepeatNgramSize ?? 0
         made.minNewTokens = asked.minNewTokens ?? 0
+        made.minLength = asked.minLength ?? 0
         for (token, bias) in asked.logitBias ?? [:] { made.logitBias[Int32(token)!] = bias }
         made.suppress = asked.suppress ?? []
         made.beginSuppress = asked.beginSuppress ?? []

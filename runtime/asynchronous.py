@@ -1,0 +1,52 @@
+"""Answers as asynchronous iterators: a session's calls run in its own thread, one after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ssdevice.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Worked(Protocol):
+    @property
+    def worker(self) -> ThreadPoolExecutor: ...
+
+
+S = TypeVar("S", bound=_Worked)
+
+
+def in_worker(call: Callable[Concatenate[S, P], Iterator[str]]) -> Callable[Concatenate[S, P], AsyncIterator[str]]:
+    """A method that answers in the session's ``worker``, an executor of one thread.
+
+    A request is checked when its first piece is asked for. Cancelling the task, or closing the iterator, ends the
+    answer after the call of the model that is under way.
+    """
+
+    @wraps(call)
+    async def pieces(session: S, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[str]:
+        answer = await _done(session, partial(call, session, *args, **kwargs))
+        assert isinstance(answer, Generator)
+        try:
+            while (piece := await _done(session, partial(next, answer, None))) is not None:
+                yield piece
+        finally:
+            with suppress(InputError):  # closed meanwhile
+                await _done(session, answer.close)
+
+    return pieces
+
+
+async def _done(session: _Worked, call: Callable[[], T]) -> T:
+    try:
+        future = session.worker.submit(call)
+    except RuntimeError as error:
+        raise InputError("the session was closed") from error
+    return await asyncio.wrap_future(future)

@@ -1,0 +1,175 @@
+"""An open bundle: the engine and the cache of the app in use, and of those that were used before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ssdevice import arguments
+from ssdevice.errors import InputError
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.text.messages import Chat
+from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
+
+if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
+
+
+@dataclass(frozen=True)
+class OpenApp:
+    """An app that a session has used."""
+
+    engine: Engine
+    conversation: Conversation
+    instruction: str
+
+
+class OpenBundle:
+    """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it."""
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.instruction = instruction
+        self.bundle: Bundle | None = None
+        self._options = EngineOptions()
+        self._conversation = engine.new_conversation()
+        self._apps: dict[str, OpenApp] = {}
+        self._app = ""
+        self._chat = Chat()  # replaced by another whenever the conversation continues
+
+    @classmethod
+    def open(
+        cls,
+        bundle: str | Path | Bundle,
+        *,
+        app: str | None = None,
+        options: EngineOptions | None = None,
+        threads: int | None = None,
+        resume: str | Path | None = None,
+    ) -> Self:
+        """The session of a bundle. ``app``: one of its apps (default: its default app).
+
+        ``threads``: those of ``options`` (default: 0, for all cores). ``resume``: a file that ``save`` wrote.
+
+        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
+        bundle or app.
+        """
+        from ssdevice.bundle.folder import Bundle
+
+        app = arguments.text("app", app) if app is not None else None
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
+        if threads is not None:
+            options = replace(options, threads=threads)
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        found = opened.app(app)
+        tokenizer = tokenizer_of(opened)
+        with _closed_on_error(open_engine(opened, app, options)) as engine:
+            session = cls(engine, tokenizer, found.instruction)
+            session.bundle, session._options, session._app = opened, options, found.name
+            session._apps[found.name] = OpenApp(engine, session._conversation, found.instruction)
+            if resume is not None:
+                from ssdevice.runtime.saved import restore
+
+                session._chat = restore(resume, opened, found.name, session._conversation)
+        return session
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, as ``chat`` takes it: without the app's instruction."""
+        return [dict(message) for message in self._chat.messages]
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model drafts; otherwise drafts only repeat the text."""
+        return self.bundle is None or self.bundle.manifest.mode is not None
+
+    def use(self, app: str) -> None:
+        """Switch to another app of the bundle. Raises InputError for an unknown app.
+
+        The conversation starts over, because each adapter computes other keys and values. A session keeps the apps it
+        has used, so switching back takes microseconds; see ``preload``.
+        """
+        opened = self._opened(app)
+        self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
+        self._app = app
+        self.reset()
+
+    def preload(self, *apps: str) -> None:
+        """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
+        apps = arguments.texts("app", apps)
+        if self.bundle is None:
+            raise InputError("this session was not opened from a bundle")
+        for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
+            self._opened(app).engine.warm()
+
+    def _opened(self, app: str) -> OpenApp:
+        arguments.text("app", app)
+        if self.engine.closed:
+            raise InputError(f"app {app!r}: the session was closed")
+        if self.bundle is None:
+            raise InputError(f"app {app!r}: this session was not opened from a bundle")
+        if app not in self._apps:
+            instruction = self.bundle.app(app).instruction
+            with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
+                self._apps[app] = OpenApp(engine, engine.new_conversation(self._conversation), instruction)
+        return self._apps[app]
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._conversation.length = 0
+        self._chat = Chat()
+
+    def save(self, file: str | Path) -> None:
+        """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``.
+
+        What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
+        The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
+        """
+        from ssdevice.runtime.saved import save
+
+        if self.bundle is None:
+            raise InputError("this session was not opened from a bundle")
+        save(file, self.bundle, self._app, self._conversation, self._chat)
+
+    @cached_property
+    def worker(self) -> ThreadPoolExecutor:
+        """The thread of asynchronous answers."""
+        return ThreadPoolExecutor(1, "ssdevice")
+
+    def close(self) -> None:
+        """Release the target's memory."""
+        self.worker.shutdown()
+        for engine in (self.engine, *(opened.engine for opened in self._apps.values())):
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
+    """The tokenizer of a bundle, with its chat format."""
+    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
+
+
+@contextmanager
+def _closed_on_error(engine: Engine) -> Iterator[Engine]:
+    try:
+        yield engine
+    except BaseException:
+        engine.close()
+        raise

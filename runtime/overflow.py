@@ -1,0 +1,40 @@
+"""What becomes of a conversation that outgrows the context."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from ssdevice.errors import ContextOverflowError, InputError
+from ssdevice.text.messages import Chat
+
+ERROR, DROP_OLDEST = "error", "drop-oldest"
+OVERFLOWS = (ERROR, DROP_OLDEST)
+
+
+def check_overflow(overflow: object) -> None:
+    """Raise InputError for what is none of OVERFLOWS."""
+    if overflow not in OVERFLOWS:
+        raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
+
+
+def fitting(
+    chat: Chat, ids_of: Callable[[Chat], list[int]], context: int, overflow: str, max_tokens: int
+) -> tuple[list[int], Chat]:
+    """The tokens of a conversation, and what is left of it with DROP_OLDEST: it then fits together with its answer.
+
+    The answer has room for ``max_tokens``, at most half of the context. Only the oldest turns are dropped, and as few
+    of them as possible; the last one stays, whether it fits or not.
+    """
+    if overflow == ERROR:
+        return ids_of(chat), chat
+    room = min(max_tokens, context // 2)
+
+    def fits(turns: int) -> bool:
+        try:
+            return len(ids_of(chat.without(turns))) + room <= context
+        except ContextOverflowError:
+            return False
+
+    kept = chat.without(bisect_left(range(len(chat.turns) - 1), True, key=fits))
+    return ids_of(kept), kept

@@ -1,0 +1,204 @@
+"""Messages of a conversation in OpenAI's form, checked, and what a chat template is given besides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ssdevice import arguments, strict_json
+from ssdevice.errors import InputError
+from ssdevice.text.frames import Message
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+CALLS, CALL_ID = "tool_calls", "tool_call_id"
+CALLED = "tool calls"
+FOLLOWS = {
+    "": (SYSTEM, USER), SYSTEM: (USER,), USER: (ASSISTANT,), ASSISTANT: (USER,), CALLED: (TOOL,),
+    TOOL: (TOOL, ASSISTANT),
+}  # fmt: skip
+"""A role, or an assistant's tool calls -> the roles that may come after."""
+KEYS = {
+    SYSTEM: ("name",),
+    USER: ("name",),
+    ASSISTANT: ("name", CALLS, "reasoning_content"),
+    TOOL: ("name", CALL_ID),
+}
+"""A role -> the keys that its messages may have besides role and content."""
+OF_HOST = ("messages", "add_generation_prompt", "tools")
+"""What a template is given otherwise than as an argument."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation and what its template is given: ``tools`` (JSON schemas) and further ``template`` arguments.
+
+    Messages of the user are without an app's instruction.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Chat:
+        """With these tools and template arguments; no tools and None change nothing.
+
+        Raises InputError for what JSON cannot hold.
+        """
+        if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+            raise InputError(f"tools is {repr(tools)[:60]}, expected a list of JSON schemas of functions")
+        for number, tool in enumerate(tools):
+            _object(f"tools[{number}]", tool)
+        for name in _object("template", {} if template is None else template):
+            if arguments.text("a name in template", name) in OF_HOST:
+                raise InputError(f"template: {name!r} is no argument of it; give it as an option of its own")
+        return replace(
+            self,
+            tools=tuple(_json("tools", [dict(tool) for tool in tools])) or self.tools,
+            template=self.template if template is None else _json("template", dict(template)),
+        )
+
+    def instructed(self, system: str | None) -> Chat:
+        """With another system message; None changes nothing."""
+        if system is None:
+            return self
+        rest = self.messages[self.messages[:1] != () and self.messages[0]["role"] == SYSTEM :]
+        return replace(self, messages=({"role": SYSTEM, "content": arguments.text("system", system)}, *rest))
+
+    def asked(self, prompt: str) -> Chat:
+        """With the user's next message. Raises InputError for one without words."""
+        if not arguments.text("prompt", prompt).strip():
+            raise InputError("the prompt is empty")
+        return replace(self, messages=(*self.messages, {"role": USER, "content": prompt}))
+
+    def answered(self, text: str) -> Chat:
+        """With the model's answer."""
+        return replace(self, messages=(*self.messages, {"role": ASSISTANT, "content": text}))
+
+    @property
+    def turns(self) -> list[int]:
+        """Where the user's messages are."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == USER]
+
+    def without(self, turns: int) -> Chat:
+        """Without the oldest turns, each a user's message and all up to the next one; the system message stays."""
+        starts = self.turns
+        return replace(self, messages=(*self.messages[: starts[0]], *self.messages[starts[turns] :]))
+
+
+def requested(
+    before: Chat,
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    system: str | None,
+    tools: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any] | None,
+) -> Chat:
+    """What is to be answered: the next ``prompt`` of the conversation ``before``, or one that ``messages`` state whole.
+
+    The other arguments, if they are given, replace those of ``before``. Raises InputError.
+    """
+    if (prompt is None) == (messages is None):
+        raise InputError("give either the prompt, the user's next message, or messages, a whole conversation")
+    if messages is not None:
+        before = Chat(checked(messages))
+        if system is not None and before.messages[0]["role"] == SYSTEM:
+            raise InputError("system: the messages have a system message of their own")
+    chat = before.given(tools, template).instructed(system)
+    return chat if prompt is None else chat.asked(prompt)
+
+
+def checked(messages: Any) -> tuple[Message, ...]:
+    """The messages of a conversation that the model is to answer, as templates take them.
+
+    A content is a string, or a list of text parts, which become lines. Arguments of tool calls are an object, or its
+    JSON as OpenAI sends it. Raises InputError for a conversation in another form or order.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InputError(f"messages is {type(messages).__name__}, expected a list of objects with 'role' and 'content'")
+    last, ids = "", set[str]()
+    found = []
+    for number, given in enumerate(messages):
+        where = f"messages[{number}]"
+        message = _message(where, _object(where, given))
+        role = message["role"]
+        if role not in FOLLOWS[last]:
+            place = f"come after {last!r}" if last else "be the first"
+            raise InputError(f"{where}: role {role!r} cannot {place}; expected {' or '.join(FOLLOWS[last])}")
+        if role == TOOL and ids and message.get(CALL_ID, "") not in ids:
+            raise InputError(f"{where}: {CALL_ID} {message.get(CALL_ID)!r} is none of the calls {', '.join(ids)}")
+        if calls := message.get(CALLS):
+            ids = {call["id"] for call in calls if "id" in call}
+        last = CALLED if calls else role
+        found.append(message)
+    if last not in (USER, TOOL):
+        what = f"ends with {last!r}" if last else "is empty"
+        raise InputError(f"messages {what}; the last one must be of role user or tool, to be answered")
+    return tuple(found)
+
+
+def waiting(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """``checked`` messages of a conversation, maybe an empty one, in which the user is to speak next."""
+    return checked([*messages, {"role": USER, "content": "."}])[:-1]
+
+
+def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the keys that have no value."""
+    role = given.get("role")
+    if not isinstance(role, str) or role not in KEYS:
+        raise InputError(f"{where}: role {repr(role)[:60]}, expected {', '.join(KEYS)}")
+    message: dict[str, Any] = {"role": role, "content": _content(f"{where}: content", given.get("content"), role)}
+    for key, value in given.items():
+        if key in message or value is None or value == []:
+            continue
+        if key not in KEYS[role]:
+            known = ("role", "content", *KEYS[role])
+            raise InputError(f"{where}: {strict_json.unknown_key(str(key), known)}")
+        message[key] = _calls(f"{where}: {key}", value) if key == CALLS else arguments.text(f"{where}: {key}", value)
+    if not message["content"].strip() and role == USER:
+        raise InputError(f"{where}: the message of the user is empty")
+    return message
+
+
+def _content(what: str, value: Any, role: str) -> str:
+    if isinstance(value, list):
+        return "\n".join(_part(f"{what}[{number}]", part) for number, part in enumerate(value))
+    return "" if value is None and role == ASSISTANT else arguments.text(what, value)
+
+
+def _part(what: str, part: Any) -> str:
+    if (kind := _object(what, part).get("type")) != "text":
+        raise InputError(f"{what}: a part of type {repr(kind)[:60]}; the model reads text only")
+    return arguments.text(f"{what}: text", part.get("text"))
+
+
+def _calls(what: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{what} is {type(value).__name__}, expected a list of calls")
+    found = []
+    for number, call in enumerate(value):
+        where = f"{what}[{number}]"
+        function = dict(_object(f"{where}.function", _object(where, call).get("function")))
+        arguments.text(f"{where}.function.name", function.get("name"))
+        if isinstance(given := function.get("arguments", {}), str):
+            given = strict_json.parse(given, f"{where}.function.arguments", InputError)
+        function["arguments"] = _object(f"{where}.function.arguments", given)
+        if "id" in call:
+            arguments.text(f"{where}.id", call["id"])
+        found.append({**call, "function": function})
+    return list(_json(what, found))
+
+
+def _object(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{what} is {type(value).__name__} ({repr(value)[:60]}), expected an object")
+    return value
+
+
+def _json(what: str, value: Any) -> Any:
+    """A copy of a value that JSON can hold."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} cannot be written as JSON: {error}") from error
