@@ -70,9 +70,10 @@ class Adaptive:
         """The tokens after ``last``, from a step or from a plain call."""
         clear = self._gained > CLEAR * self._steps
         until = (LONGER * STALE if clear else STALE) if self._plain.known else CALIBRATED
-        self.speculated = self._paused == 0 and self._steps < until
+        certain = self._certain(conversation)
+        self.speculated = certain or (self._paused == 0 and self._steps < until)
         if self.speculated:
-            tokens = self._by_step(conversation, last)
+            tokens = self._by_step(conversation, last, certain)
             self.speculated = bool(tokens)
             return tokens or self._plainly(conversation, last)
         token = self._plainly(conversation, last)
@@ -83,18 +84,25 @@ class Adaptive:
             self._steps, self._gained = 0, 0.0
         return token
 
+    def _certain(self, conversation: Conversation) -> bool:
+        """Whether forced tokens alone make a step worth its time, however good the drafts are."""
+        forced = min(len(conversation.forced()), len(conversation.drafts))
+        return forced > 0 and self._plain.known and (forced + 1) * self._plain.seconds > self._step.seconds
+
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
         token = conversation.step_plain(last)
         self._plain.add(self._clock() - start)
         return (token,)
 
-    def _by_step(self, conversation: Conversation, last: int) -> Sequence[int]:
+    def _by_step(self, conversation: Conversation, last: int, certain: bool) -> Sequence[int]:
         start = self._clock()
         tokens = self._step_once(conversation, last)
         if not tokens:
             return tokens
         self._step.add(self._clock() - start)
+        if certain:  # it says nothing about the drafts
+            return tokens
         self._steps += 1
         if self._plain.known and self._steps > 1:  # the first draft after a plain call is an old one
             gained = len(tokens) - self._step.seconds / self._plain.seconds

@@ -47,7 +47,8 @@ class Conversation:
     prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
     them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
-    from logits; None: the graph does, greedily. ``beside``: a conversation whose memory this one may use, see
+    from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
+    place of drafts. ``beside``: a conversation whose memory this one may use, see
     ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
@@ -67,6 +68,7 @@ class Conversation:
         self.drafts = self.verified = self._inputs[DRAFTS]
         self.text: list[int] = []
         self.chooser: Callable[[NDArray[np.float32]], int] | None = None
+        self.forced: Callable[[], Sequence[int]] = tuple
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def prefill(self, chunk: Sequence[int]) -> int:
@@ -88,6 +90,8 @@ class Conversation:
         the next draft, which follows the last of these tokens.
         """
         if (choose := self.chooser) is not None:
+            for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):
+                self.propose(depth, token)
             logits = self.verify(last)
             path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]))
             self.keep(path, chosen)
@@ -115,6 +119,12 @@ class Conversation:
         self._keep(PLAIN, out, [token], 1)
         self.text[self.length :] = [last]
         return token
+
+    def propose(self, depth: int, token: int) -> None:
+        """Draft a token ``depth`` places after the next one; the candidate that it replaces becomes the next best."""
+        candidates = self.drafts[depth].tolist()
+        others = [each for each in candidates if each != token]
+        self.drafts[depth] = [token, *others][: len(candidates)]
 
     def verify(self, last: int) -> NDArray[np.float32]:
         """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it.

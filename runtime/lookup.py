@@ -68,8 +68,7 @@ class Lookup:
                 if self._differing is None:
                     self._differing = depth, found, best
                 if self.lead > 0:
-                    others = [token for token in candidates if token != found]
-                    conversation.drafts[depth] = [found, *others][: len(candidates)]
+                    conversation.propose(depth, found)
                     best = found
             text.append(best)
         del text[conversation.length :]
@@ -104,4 +103,5 @@ class LookupOnly(Lookup):
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""
         self._draft(conversation, last)
-        return conversation.step(last) if self._differing is not None and self._differing[0] == 0 else ()
+        drafted = self._differing is not None and self._differing[0] == 0
+        return conversation.step(last) if drafted or conversation.forced() else ()

@@ -23,6 +23,7 @@ from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.structure.grammar import open_grammar
 from ssdevice.text.messages import Chat, requested
 from ssdevice.text.stream import TextOutput
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -192,11 +193,13 @@ class Session(OpenBundle):
         if VERIFY_PLAIN not in self.engine.functions:
             raise InputError(
                 f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
-                "for sampling, penalties and log-probabilities export it with --choose host"
+                "for sampling, structures and log-probabilities export it with --choose host"
             )
         if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
-        return Chooser(sampling, prompt, self.tokenizer.stop_ids, self.engine.geometry.vocab)
+        vocab = self.engine.geometry.vocab
+        grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar)
 
     def _runs(
         self,
@@ -223,6 +226,7 @@ class Session(OpenBundle):
             len(prompt), cached_tokens=shared, dropped=turn.dropped if turn else 0
         )
         conversation.chooser = chooser
+        conversation.forced = chooser.forced if chooser else tuple
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:

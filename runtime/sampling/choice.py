@@ -23,6 +23,7 @@ from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.noise import Integers, sample
 from ssdevice.runtime.sampling.options import Sampling, Scores
 from ssdevice.runtime.sampling.processors import Processors
+from ssdevice.runtime.structure.grammar import Grammar
 from ssdevice.tree import Tree
 
 
@@ -38,16 +39,29 @@ class Logprobs:
 class Chooser:
     """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
 
-    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. Raises InputError for ids that the model does not have.
+    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. ``grammar``: that of ``sampling.structure``. Raises
+    InputError for ids that the model does not have.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        stops: Sequence[int],
+        vocab: int,
+        grammar: Grammar | None = None,
+    ) -> None:
         sampling.check_ids(vocab)
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
         self._vocab = vocab
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._position = len(prompt)
+        self._grammar = grammar
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that the structure leaves no choice for, in turn from the next one on."""
+        return self._grammar.forced if self._grammar else ()
 
     def __call__(self, logits: Scores) -> int:
         """The token after the text so far, which it then belongs to; ``logits [V] float32``.
@@ -56,6 +70,8 @@ class Chooser:
         """
         s = self.sampling
         scores = self._processors(logits) if s.processed else logits
+        if self._grammar:
+            scores = self._grammar.masked(scores)
         best = int(np.argmax(scores))
         highest = scores[best]
         if not np.isfinite(highest):
@@ -68,6 +84,8 @@ class Chooser:
         if s.logprobs is not None:
             self.logprobs.append(log_probabilities(logits, best, s.logprobs))
         self._processors.accept(best)
+        if self._grammar:
+            self._grammar.accept(best)
         self._position += 1
         return best
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ssdevice.errors import InputError
 from ssdevice.runtime.sampling.noise import SEEDS
+from ssdevice.runtime.structure.options import Structure
 
 Scores = NDArray[np.float32]
 Processor = Callable[[Sequence[int], Scores], Scores]
@@ -28,6 +29,9 @@ class Sampling:
     the latter for the first token only), ``logit_bias`` (added by token id), ``processors``; then, if ``temperature``
     is above 0, ``temperature``, ``top_k`` (0: all), ``top_p``, ``min_p`` and ``typical_p``. The token is the largest of
     these scores plus the noise of ``seed`` and position (``ssdevice.runtime.sampling.noise``).
+
+    ``structure``: the form that the answer must have; tokens that it does not allow are excluded after the processors
+    and before the temperature.
 
     ``logprobs``: how many log-probabilities to report for each token, None for none; they are of the model's own
     logits. Raises InputError for a value outside of its range.
@@ -50,6 +54,7 @@ class Sampling:
     seed: int = 0
     logprobs: int | None = None
     processors: tuple[Processor, ...] = ()
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         for name, low, high, what in _RANGES:
@@ -62,13 +67,15 @@ class Sampling:
             raise InputError(f"logprobs is {self.logprobs!r}, expected 0 to {MAX_LOGPROBS}")
         if not all(type(bias) in (int, float) and not math.isnan(bias) for bias in self.logit_bias.values()):
             raise InputError("logit_bias has a value that is no number")
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            raise InputError(f"structure is {type(self.structure).__name__}, expected Structure")
         if not all(self.bad_words):
             raise InputError("bad_words has a sequence without tokens")
 
     @property
     def greedy(self) -> bool:
         """Whether every token is the argmax of the model's own logits, and nothing else is asked for."""
-        return not self.temperature and not self.processed and self.logprobs is None
+        return not (self.temperature or self.processed or self.structure) and self.logprobs is None
 
     @property
     def processed(self) -> bool:
@@ -97,6 +104,6 @@ _RANGES = (
     ("min_new_tokens", 0, 1 << 31, "0 or more"),
     ("seed", 0, SEEDS - 1, "0 to 2^64 - 1"),
 )
-_AFTERWARDS = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs"))
+_AFTERWARDS = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs", "structure"))
 _PROCESSED = tuple(each.name for each in fields(Sampling) if each.name not in _AFTERWARDS)
 _PLAIN = Sampling()

@@ -20,7 +20,7 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.peers import PEERS_OPTIONS, add_peers, measure_peers
-from ssdevice.commands.sampling import HELP, add_sampling, sampling_of
+from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, sampling_of
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -101,7 +101,7 @@ def _check_options(args: argparse.Namespace) -> None:
         measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
     if args.peers is not None or args.profile:
-        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, "logit_bias")]
+        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, *STRUCTURES, "logit_bias")]
         refuse_ignored(args, "peers and profiles decode greedily", *choices)
     if args.peers is None:
         refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
@@ -155,7 +155,10 @@ def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
     from ssdevice.runtime.sampling.options import Sampling
 
     plain = vars(Sampling())
-    return {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
+    asked = {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
+    if asked and sampling and sampling.structure:
+        asked["structure"] = vars(sampling.structure)
+    return asked
 
 
 def _report(

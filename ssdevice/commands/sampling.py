@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.runtime.sampling.options import Sampling
+    from ssdevice.runtime.structure.options import Structure
 
 HELP = {
     "temperature": (float, "0 (default) chooses the likeliest token; above, tokens are sampled"),
@@ -24,6 +29,14 @@ HELP = {
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
 
+STRUCTURES = {
+    "json_schema": ("FILE", "answer in JSON that fits this JSON schema"),
+    "json_object": (None, "answer with a JSON object"),
+    "regex": ("RE", "answer with text that this regular expression matches as a whole"),
+    "grammar": ("FILE", "answer in the language of this Lark grammar, such as FILE.lark"),
+}
+MAX_STRUCTURE_BYTES = 4 << 20
+
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sampling_of``."""
@@ -34,6 +47,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
     )
+    form = group.add_mutually_exclusive_group()
+    for name, (what, text) in STRUCTURES.items():
+        option = f"--{name.replace('_', '-')}"
+        if what is None:
+            form.add_argument(option, action="store_true", help=text)
+        else:
+            form.add_argument(option, type=Path if what == "FILE" else str, metavar=what, help=text)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
@@ -42,8 +62,35 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
 
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
+    given["structure"] = _structure_of(args)
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     return Sampling(**asked) if asked else None
+
+
+def _structure_of(args: argparse.Namespace) -> Structure | None:
+    from ssdevice.runtime.structure.options import Structure
+
+    if args.json_schema is not None:
+        return _named(args.json_schema, Structure.json_schema)
+    if args.grammar is not None:
+        return _named(args.grammar, Structure.lark)
+    if args.json_object:
+        return Structure.json_object()
+    return Structure.regex(args.regex) if args.regex is not None else None
+
+
+def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
+    """The structure in a file; errors name it."""
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
+        return make(content.decode("utf-8"))
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text (byte {error.start})") from error
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,6 +26,7 @@ class Machine:
         self.calls: list[str] = []
         self.drafts = np.arange(4, dtype=np.int32)[:, None]
         self._draw = np.random.default_rng(seed)
+        self.forced: Callable[[], Sequence[int]] = tuple
 
     def clock(self) -> float:
         return self.now
@@ -131,3 +133,16 @@ def test_a_cost_that_was_measured_on_a_slow_machine_is_measured_again() -> None:
     machine.slowness = 1.0
     machine.decode(adaptive, 3000)
     assert machine.decode(adaptive, 3000) >= 0.97
+
+
+def test_forced_tokens_are_stepped_through_while_drafts_pause() -> None:
+    """As far as they pay by themselves; and they do not make drafts look better than they are."""
+    machine = Machine(step_seconds=2.5, accepted=0)
+    adaptive = adaptive_on(machine)
+    machine.decode(adaptive, 2000)
+    for forced, expected in (1, "plain"), (2, "step"), (9, "step"), (0, "plain"):
+        machine.forced = lambda count=forced: [0] * count  # type: ignore[misc]
+        machine.calls.clear()
+        for _ in range(20):
+            adaptive(cast(Conversation, machine), 0)
+        assert machine.calls == [expected] * 20

@@ -1,0 +1,148 @@
+"""The state of a structure while an answer grows: which tokens may come next, and which must.
+
+It advances only by accepted tokens, so there is nothing to take back where drafts are rejected.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ssdevice.errors import InputError, MissingExtraError, first_line
+from ssdevice.runtime.sampling.options import Scores
+from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
+from ssdevice.text.tokenizer import ChatTokenizer
+
+EXTRA = "structure"
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python writes JSON. A model that may write any white space can write nothing else for ever, and no text between
+two values is certain."""
+LIMITS = {"initial_lexer_fuel": 200_000, "verbose_errors": False}
+"""Beside llguidance's own limits of size, of states, and of work for a token. A grammar may take 0.5 s, not 4."""
+REMEMBERED = 32
+"""Compiled structures of a tokenizer."""
+
+
+class Grammar:
+    """A structure's state in one answer. ``stops``: the tokens that end it; after one, nothing is forbidden."""
+
+    def __init__(self, structure: Structure, matcher: Any, vocab: int, stops: Sequence[int]) -> None:
+        self._structure = structure
+        self._matcher = matcher
+        self._vocab = vocab
+        self._stops = tuple(stops)
+        self._ended = False
+        self._forced: list[int] | None = None
+
+    def masked(self, scores: Scores) -> Scores:
+        """A copy of scores ``[V] float32`` with ``-inf`` for the tokens that may not come next.
+
+        Raises InputError if the grammar took more work than its limits allow.
+        """
+        if self._ended:
+            return scores
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
+        return np.where(allowed, scores, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        """Take in the next token of the answer."""
+        self._forced = None
+        self._ended = self._ended or token in self._stops
+        if not self._ended:
+            self._matcher.consume_token(token)
+            self._check()
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, in turn, as far as the tokenizer would write them so."""
+        if self._forced is None:
+            self._forced = [] if self._ended else self._find_forced()
+        return self._forced
+
+    def _find_forced(self) -> list[int]:
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        after = self._matcher.deep_copy() if tokens else self._matcher
+        if after.consume_tokens(tokens) and after.is_stopped():
+            tokens.append(self._stops[0])  # the likeliest of several
+        return tokens
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InputError(f"the {self._structure.name} allows no answer: {_reason(self._matcher.get_error())}")
+
+
+class _Compiler:
+    """Compiles structures for one tokenizer and remembers the last ones."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab: int) -> None:
+        try:
+            import llguidance
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(EXTRA, error.name or "llguidance") from error
+        self._library: Any = llguidance
+        self._vocab = vocab
+        self._stops = tokenizer.stop_ids
+        try:
+            # Not its module for Hugging Face tokenizers, which imports transformers.
+            self._tokens = llguidance.LLTokenizer(
+                tokenizer.tokenizer_json.decode("utf-8"), n_vocab=vocab, eos_token=list(self._stops)
+            )
+        except ValueError as error:
+            raise InputError(f"no structures with this tokenizer: {first_line(error)}") from error
+        self._known: OrderedDict[Structure, Any] = OrderedDict()
+
+    def open(self, structure: Structure) -> Grammar:
+        """The structure at the beginning of an answer."""
+        if structure not in self._known:
+            self._known[structure] = self._compile(structure)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(structure)
+        return Grammar(structure, self._known[structure].deep_copy(), self._vocab, self._stops)
+
+    def _compile(self, structure: Structure) -> Any:
+        if structure.kind == JSON_SCHEMA:
+            check_multiples(structure.source)
+        matchers = self._library.LLMatcher
+        read = {
+            JSON_SCHEMA: partial(matchers.grammar_from_json_schema, defaults=SPACING),
+            REGEX: matchers.grammar_from_regex,
+            LARK: matchers.grammar_from_lark,
+        }[structure.kind]
+        try:
+            grammar = read(structure.source)
+        except ValueError as error:
+            raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
+        matcher = matchers(self._tokens, grammar, log_level=0, limits=self._library.LLParserLimits(**LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds that nothing matches, and what the first token of every answer needs
+        if matcher.is_error():
+            raise InputError(f"the {structure.name} cannot be used: {_reason(matcher.get_error())}")
+        return matcher
+
+
+_compilers: WeakKeyDictionary[ChatTokenizer, dict[int, _Compiler]] = WeakKeyDictionary()  # by vocabulary size
+
+
+def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> Grammar:
+    """A structure at the beginning of an answer of a model with ``vocab`` tokens.
+
+    Raises InputError for one that is wrong, too large or matches nothing, MissingExtraError without llguidance.
+    """
+    known = _compilers.setdefault(tokenizer, {})
+    if vocab not in known:
+        known[vocab] = _Compiler(tokenizer, vocab)
+    return known[vocab].open(structure)
+
+
+def _reason(message: str) -> str:
+    """The first line of what llguidance says, which names a text's place before and draws it after."""
+    reason = next((line.strip() for line in message.splitlines() if line.strip()), "unknown")
+    return "nothing matches it" if reason.startswith("NoExtension") else reason[:200]

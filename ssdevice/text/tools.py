@@ -1,0 +1,209 @@
+"""Calls of functions that a model writes: the schema of a Python function, and calls in an answer's text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ssdevice.errors import InputError
+from ssdevice.text.tokenizer import ChatTokenizer
+
+
+class ToolStyle(StrEnum):
+    """How a family's chat template writes calls.
+
+    HERMES, also Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``. LLAMA3: the whole answer is
+    ``{"name": .., "parameters": {..}}``, several separated by ``;``, perhaps after ``<|python_tag|>``. GEMMA:
+    ``call:NAME{key:value}`` between tokens of its own, other ones around strings.
+    """
+
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+    GEMMA = "gemma"
+
+    @classmethod
+    def of(cls, template: str | None) -> ToolStyle | None:
+        """The style of a chat template; None where it writes no calls, or in a way that is not read here."""
+        template = template or ""
+        if any(mark.opening in template for mark in _GEMMA):
+            return cls.GEMMA
+        if _HERMES[0] in template:
+            return None if any(other in template for other in ("<function=", "<arg_key>")) else cls.HERMES
+        return cls.LLAMA3 if _PYTHON_TAG in template or "ipython" in template else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the function ``name``."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Marks(typing.NamedTuple):
+    opening: str
+    quote: str
+    closing: str
+
+
+_HERMES = ("<tool_call>", "</tool_call>")
+_PYTHON_TAG = "<|python_tag|>"
+_GEMMA = (
+    _Marks("<start_function_call>", "<escape>", "<end_function_call>"),
+    _Marks("<|tool_call>", '<|"|>', "<tool_call|>"),
+)
+_BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
+_GEMMA_CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
+
+
+def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    """The text of an answer's ids with special tokens written out, as ``parse_calls`` needs it, without stop tokens."""
+    kept = [i for i in ids if i not in tokenizer.stop_ids]
+    return str(tokenizer.tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
+    """``text -> (content, calls)``: the calls in an answer, and its text without them.
+
+    What looks like a call and is none, such as broken JSON, stays in the content.
+    """
+    if style is ToolStyle.LLAMA3:
+        return _parse_llama(text)
+    marks = [(mark.opening, mark.closing) for mark in _GEMMA] if style is ToolStyle.GEMMA else [_HERMES]
+    read = _gemma_call if style is ToolStyle.GEMMA else _json_call
+    content, calls, at = "", [], 0
+    while found := min(((text.find(o, at), o, c) for o, c in marks if text.find(o, at) >= 0), default=None):
+        start, opening, closing = found
+        call, end = read(text, start + len(opening), closing)
+        if call is None:
+            end = start + len(opening)
+            content += text[at:end]
+        else:
+            content += text[at:start]
+            calls.append(call)
+        at = end
+    return (content + text[at:]).strip(), calls
+
+
+def _parse_llama(text: str) -> tuple[str, list[Call]]:
+    content, _, rest = text.rpartition(_PYTHON_TAG)
+    rest, calls, at = rest.strip(), [], 0
+    while at < len(rest):
+        call, at = _json_call(rest, at, ";")
+        if call is None:
+            return text.strip(), []
+        calls.append(call)
+    return content.strip(), calls
+
+
+def _json_call(text: str, at: int, closing: str) -> tuple[Call | None, int]:
+    """The call that begins there, and where the text after it begins; the JSON may have ``closing`` in its strings."""
+    try:
+        value, at = _JSON.raw_decode(text, _skip(text, at))
+    except (ValueError, RecursionError):
+        return None, at
+    at = _skip(text, at)
+    if not text.startswith(closing, at) and at < len(text):
+        return None, at
+    return _call(value), min(len(text), at + len(closing))
+
+
+def _gemma_call(text: str, at: int, closing: str) -> tuple[Call | None, int]:
+    end = text.find(closing, at)
+    body = _GEMMA_CALL.fullmatch(text[at : end if end >= 0 else len(text)])
+    if body is None:
+        return None, at
+    quote = next(mark.quote for mark in _GEMMA if mark.closing == closing)
+    # Every other piece is a string, the rest is JSON but for its keys.
+    pieces = body[2].split(quote)
+    pieces[::2] = [_BARE_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+    pieces[1::2] = map(json.dumps, pieces[1::2])
+    try:
+        value = _JSON.decode("".join(pieces))
+    except (ValueError, RecursionError):
+        return None, at
+    return Call(body[1], value), end + len(closing) if end >= 0 else len(text)
+
+
+def _call(value: Any) -> Call | None:
+    """The call in a JSON value: the families say ``arguments`` or ``parameters``."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = _JSON.decode(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return Call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _skip(text: str, at: int) -> int:
+    """Where the white space from there on ends."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^[ \t]+(\w+)(?: \(.*?\))?:[ \t]*(\S.*)$", re.MULTILINE)
+
+
+def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take.
+
+    The description is the first paragraph of its docstring, those of parameters come from lines ``name: text`` under
+    ``Args:``. Raises InputError for a parameter without a type that JSON has.
+    """
+    name, about = getattr(function, "__name__", "function"), inspect.getdoc(function) or ""
+    block = _ARGUMENTS.search(about)
+    told = dict(_ARGUMENT.findall(block[1])) if block else {}
+    properties: dict[str, Any] = {}
+    required = []
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise InputError(f"{name}: {error}") from error
+    for each in inspect.signature(function).parameters.values():
+        where = f"{name}, parameter {each.name}"
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) or each.name not in hints:
+            raise InputError(f"{where}: expected a named parameter with a type")
+        properties[each.name] = _schema(hints[each.name], where)
+        if each.name in told:
+            properties[each.name]["description"] = told[each.name].strip()
+        if each.default is each.empty:
+            required.append(each.name)
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    described = {"name": name, "description": " ".join(about.partition("\n\n")[0].split()), "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+def _schema(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a type."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if hint is type(None):
+        return {"type": "null"}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(each, where) for each in inner]}
+    if origin is list:
+        return {"type": "array", "items": _schema(inner[0], where)}
+    if origin is dict and inner[0] is str:
+        return {"type": "object", "additionalProperties": _schema(inner[1], where)}
+    raise InputError(f"{where}: {hint} is no type that JSON has; use {', '.join(each.__name__ for each in _TYPES)}")
