@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from ssdevice.commands.opening import add_bundle, add_engine, open_session, whole
+from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
 from ssdevice.errors import InputError, MissingExtraError
 
 PORT = 8000
@@ -28,7 +28,9 @@ LAST_WORDS_S = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice serve``."""
     add = parser.add_argument
-    add_bundle(parser)
+    add("bundle", type=Path, metavar="BUNDLE", help="bundle folder; its apps are the names of models")
+    add_signature(parser)
+    parser.set_defaults(app=None)
     add("--port", type=whole(0, 65535), default=PORT, metavar="N", help=f"default {PORT}; 0: any free one")
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"address to listen on (default {LOOPBACK}); needs a key")
     key = parser.add_mutually_exclusive_group()

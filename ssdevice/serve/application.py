@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 
 if TYPE_CHECKING:
+    from ssdevice.runtime.generation import Generation
     from ssdevice.runtime.session import Session
 
 DONE = "data: [DONE]\n\n"
@@ -97,7 +98,7 @@ class _Endpoints:
         raise AssertionError("an answer ends with a Generation")
 
 
-async def _events(pieces: AsyncIterator[Any], reply: Reply) -> AsyncIterator[str]:
+async def _events(pieces: AsyncGenerator[Piece | Generation, None], reply: Reply) -> AsyncIterator[str]:
     """A stream of server-sent events; an error is one of them."""
     async with aclosing(pieces):
         try:

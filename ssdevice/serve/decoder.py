@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Event
@@ -46,7 +46,7 @@ class Decoder:
         self.style = style_of(session.tokenizer)
         self._app = session.bundle.manifest.default_app
 
-    async def pieces(self, request: Request) -> AsyncIterator[Piece | Generation]:
+    async def pieces(self, request: Request) -> AsyncGenerator[Piece | Generation, None]:
         """An empty piece once the request has been checked, its answer's pieces, and the whole answer.
 
         Closing the iterator cancels the request; the thread then ends the call of the model that is under way.

@@ -92,9 +92,7 @@ async def _content(receive: Receive) -> bytes | None:
                 if not message.get("more_body"):
                     return bytes(content)
     except TimeoutError:
-        raise Refusal(
-            f"the request was not sent whole in {BODY_S:g} s", 408, headers={"Connection": "close"}
-        ) from None
+        raise Refusal(f"the request was not sent whole in {BODY_S:g} s", 408, headers={"Connection": "close"}) from None
 
 
 def _too_large() -> Refusal:

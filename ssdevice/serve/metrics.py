@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from ssdevice.runtime.generation import Generation, Reason
 
@@ -62,7 +63,7 @@ class Metrics:
         return self.sums["stepped_tokens"] / max(1, self.sums["steps"])
 
 
-def _family(name: str, kind: str, about: str, values: dict[str, float]) -> list[str]:
+def _family(name: str, kind: str, about: str, values: Mapping[str, float]) -> list[str]:
     name = f"ssdevice_{name}"
     rows = [f"{name}{label} {value:.10g}" for label, value in values.items()]
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *rows]

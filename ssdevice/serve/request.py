@@ -7,14 +7,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve.refusal import Refusal
 
-T = TypeVar("T")
 MAX_DEPTH = 128
 """Levels of lists and objects in a request."""
 MAX_STOPS = 16
@@ -42,9 +41,9 @@ NEUTRAL: dict[str, Any] = {
 class Request:
     """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a ``prompt``, text or ids.
 
-    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and always a seed. ``forced``: functions of which the
-    answer must call one. ``max_tokens``: None for as many as the context takes. ``logprobs``: None for none, else how
-    many alternatives. ``usage``: whether a stream ends with it.
+    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and always a seed. ``forced``:
+    functions of which the answer must call one. ``max_tokens``: None for as many as the context takes. ``logprobs``:
+    None for none, else how many alternatives. ``usage``: whether a stream ends with it.
     """
 
     app: str
@@ -83,7 +82,7 @@ class _Body:
             elif name not in known:
                 raise Refusal(strict_json.unknown_key(name, known), param=name[:60], code="unknown_parameter")
 
-    def get(self, name: str, check: Callable[[str, Any], T], default: T) -> T:
+    def get(self, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
         """The value of a parameter, checked by ``check(name, value)``."""
         if name not in self.given:
             return default
@@ -156,7 +155,7 @@ def _common(body: _Body, most: int | None, logprobs: int | None, structure: Stru
 
 def _tools(body: _Body) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...]]:
     """The tools that the model is told of, and the functions of which it must call one."""
-    tools = body.get("tools", _functions, ())
+    tools: tuple[Mapping[str, Any], ...] = body.get("tools", _functions, ())
     choice: Any = body.given.get("tool_choice", "auto")
     if choice != "auto" and choice != "none" and not tools:
         raise Refusal("tool_choice needs tools", param="tool_choice")
