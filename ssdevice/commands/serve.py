@@ -12,12 +12,9 @@ from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
 from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.serve.names import HOSTS, LOOPBACK
 
 PORT = 8000
-LOOPBACK = "127.0.0.1"
-NAMES = (LOOPBACK, "localhost", "[::1]")
-"""What requests may call this machine. Another name is that of a site whose address was changed to ours, so that its
-scripts could talk to us (DNS rebinding)."""
 WAITING = 16
 LEAST_KEY = 16
 """Characters of a key."""
@@ -56,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtraError("serve", error.name or "starlette") from error
     with closing(_listen(args.host, args.port)) as listening, open_session(args) as session:
-        app = application(session, waiting=args.queue, hosts=NAMES if local else None, key=key)
+        app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
         name = f"[{args.host}]" if ":" in args.host else args.host
         config = uvicorn.Config(
             app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,

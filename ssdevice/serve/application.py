@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ssdevice.errors import SSDeviceError
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.session import Session
 from ssdevice.serve import metrics
 from ssdevice.serve.decoder import Decoder, Piece
 from ssdevice.serve.guard import HEALTH, Guard
@@ -21,10 +24,7 @@ from ssdevice.serve.refusal import Refusal
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 
-if TYPE_CHECKING:
-    from ssdevice.runtime.generation import Generation
-    from ssdevice.runtime.session import Session
-
+Pieces: TypeAlias = AsyncGenerator[Piece | Generation, None]
 DONE = "data: [DONE]\n\n"
 
 
@@ -88,8 +88,7 @@ class _Endpoints:
         pieces = self.decoder.pieces(request)
         if request.stream:
             await anext(pieces)  # refusals come before the stream
-            headers = {"Cache-Control": "no-cache"}
-            return StreamingResponse(_events(pieces, reply), media_type="text/event-stream", headers=headers)
+            return _Stream(pieces, reply)
         async with aclosing(pieces):
             async for item in pieces:
                 if not isinstance(item, Piece):
@@ -98,18 +97,28 @@ class _Endpoints:
         raise AssertionError("an answer ends with a Generation")
 
 
-async def _events(pieces: AsyncGenerator[Piece | Generation, None], reply: Reply) -> AsyncIterator[str]:
+class _Stream(StreamingResponse):
     """A stream of server-sent events; an error is one of them."""
-    async with aclosing(pieces):
-        try:
-            for each in reply.begin():
+
+    def __init__(self, pieces: Pieces, reply: Reply) -> None:
+        super().__init__(_events(pieces, reply), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.pieces):  # a client that leaves cancels this, and thereby the answer
+            await super().__call__(scope, receive, send)
+
+
+async def _events(pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
+    try:
+        for each in reply.begin():
+            yield _event(each)
+        async for item in pieces:
+            for each in reply.piece(item) if isinstance(item, Piece) else reply.end(item):
                 yield _event(each)
-            async for item in pieces:
-                for each in reply.piece(item) if isinstance(item, Piece) else reply.end(item):
-                    yield _event(each)
-        except Exception as error:
-            yield _event(Refusal.of(error).body)
-        yield DONE
+    except Exception as error:
+        yield _event(Refusal.of(error).body)
+    yield DONE
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssdevice.serve.metrics import Metrics
+from ssdevice.serve.names import LOOPBACK, host_name
 from ssdevice.serve.refusal import Refusal
 
 MAX_BODY = 1 << 20
@@ -56,7 +57,7 @@ class Guard:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = [host_name(host) for host in headers.getlist("host")]
         if self.hosts is not None and (len(hosts) != 1 or hosts[0] not in self.hosts):
-            raise Refusal("this server answers to the names of this machine only: use http://127.0.0.1", 421)
+            raise Refusal(f"this server only answers to names of this machine: use http://{LOOPBACK}", 421)
         given = headers.get("authorization", "").encode()
         if self.key is not None and path != HEALTH and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise Refusal(
@@ -69,12 +70,6 @@ class Guard:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18 or int(length) > MAX_BODY:
             raise _too_large()
-
-
-def host_name(host: str) -> str:
-    """A header ``Host`` without its port: a tunnel may have another than the server."""
-    name, _, port = host.strip().lower().rpartition(":")
-    return name if name and port.isdecimal() and not name.endswith(":") else host.strip().lower()
 
 
 async def _content(receive: Receive) -> bytes | None:
