@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ssdevice.bundle.manifest import AdapterKind
-from ssdevice.contract import PLAIN
+from ssdevice.contract import ONE_ROW
 from ssdevice.export.exporter import AppResult, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 
@@ -18,7 +18,7 @@ Names = Mapping[str, str]
 def function_names(plan: ExportPlan) -> dict[str, Names]:
     """By app: its functions of the contract -> their names in the file.
 
-    A merged app uses the contract's names. Apps that do not change main rows share the base's plain step.
+    A merged app uses the contract's names. Apps that do not change main rows share the base's functions of one row.
     """
     if plan.merged:
         return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
@@ -29,7 +29,7 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
         own = plan.of(app).function_names
         while suffix and any(f"{name}{suffix}" in taken for name in own):
             suffix += "_"
-        names = {name: PLAIN if name == PLAIN and not app.has_lora else f"{name}{suffix}" for name in own}
+        names = {name: name if name in ONE_ROW and not app.has_lora else f"{name}{suffix}" for name in own}
         taken.update(names.values())
         table[app.name] = names
     return table

@@ -1,7 +1,7 @@
 """Drives a runtime engine for the parity gate, so that the gate checks what ships.
 
-Where a bundle has functions for a host that chooses, each step is made in two calls first: they must give its tokens,
-and every other time the gate sees their drafts instead of the step's.
+Where a bundle has functions for a host that chooses, each step is also made in two calls: they must give its tokens,
+and every other time the gate sees their drafts and rows instead of the step's.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class EngineDriver:
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         self.conversation.length = length
-        chosen = self._choose(last, drafts) if VERIFY in self.engine.functions else None
-        self.conversation.drafts[:] = drafts
-        out = StepOut(self.conversation.step(last), self._drafts())
-        if chosen is None:
-            return out
-        if chosen.tokens != out.tokens:
-            raise ParityError(f"{VERIFY} leads to the tokens {chosen.tokens}, {STEP} to {out.tokens}")
-        self._steps += 1
-        return chosen if self._steps % 2 and DRAFT in self.engine.functions else out
+        repeated = any(len(set(row)) < len(row) for row in drafts)  # a host's walk takes the first of equal candidates
+        if VERIFY not in self.engine.functions or repeated:
+            return self._step(last, drafts)
+        self._steps += DRAFT in self.engine.functions  # without it only the step's drafts are new
+        calls = {STEP: self._step, VERIFY: self._choose}
+        one, other = (STEP, VERIFY) if self._steps % 2 else (VERIFY, STEP)
+        first, second = calls[one](last, drafts), calls[other](last, drafts)
+        if first.tokens != second.tokens:
+            raise ParityError(f"{one} leads to the tokens {first.tokens}, {other} to {second.tokens}")
+        return second
 
     def plain(self, last: int, length: int) -> int:
         self.conversation.length = length
@@ -51,11 +52,14 @@ class EngineDriver:
                 raise ParityError(f"{VERIFY_PLAIN} leads to token {chosen}, plain decoding to {token}")
         return token
 
+    def _step(self, last: int, drafts: Drafts) -> StepOut:
+        self.conversation.drafts[:] = drafts
+        return StepOut(self.conversation.step(last), self._drafts())
+
     def _choose(self, last: int, drafts: Drafts) -> StepOut:
         """A step in two calls, whose host chooses greedily."""
-        self.conversation.drafts[:] = drafts
         with self._choosing():
-            return StepOut(self.conversation.step(last), self._drafts())
+            return self._step(last, drafts)
 
     @contextmanager
     def _choosing(self) -> Iterator[None]:

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Schedule
-from ssdevice.contract import DRAFT, PLAIN, PREFILL, STEP, VERIFY, VERIFY_PLAIN, Geometry
+from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geometry
 from ssdevice.model import attention
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, rotate, under
 from ssdevice.model.step import DraftModule, PrefillModule, StepModule, StreamModel, VerifyModule
 from ssdevice.tree import Tree
+
+FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
+"""What computes one of the contract's functions."""
 
 
 @torch.library.custom_op("ssdevice::heads", mutates_args=())
@@ -74,9 +77,7 @@ def exportable(model: StreamModel) -> StreamModel:
 class ExternalCacheForm(nn.Module):
     """One function of the contract with the cache as rows: its inputs, then keys and values ``[P, W]`` by layer."""
 
-    def __init__(
-        self, name: str, module: StepModule | PrefillModule | VerifyModule | DraftModule, kv_heads: int
-    ) -> None:
+    def __init__(self, name: str, module: FunctionModule, kv_heads: int) -> None:
         super().__init__()
         self.name, self.module, self.kv_heads = name, module, kv_heads
 
@@ -93,7 +94,7 @@ class ExternalCacheForm(nn.Module):
         if isinstance(module, DraftModule):
             token, state, length = tensors[:integers]
             return (module(token, state, length, past),)
-        if self.name in (PLAIN, VERIFY_PLAIN):
+        if self.name in ONE_ROW:
             last, length = tensors[:integers]
             drafts_in = torch.zeros(0, 1, dtype=torch.int32)
         else:
@@ -113,21 +114,15 @@ def stack(rows: Sequence[KeyValue]) -> Tensor:
     return torch.cat(flat, dim=0)
 
 
-def function_module(
-    name: str, model: StreamModel, geometry: Geometry, schedule: Schedule
-) -> StepModule | PrefillModule:
-    """The module that computes one of FUNCTIONS."""
+def function_module(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule) -> FunctionModule:
+    """The module that computes one of the contract's functions. Only ``step`` depends on the schedule."""
+    g = geometry
     if name == STEP:
-        return StepModule(model, geometry.tree, geometry.k, schedule)
+        return StepModule(model, g.tree, g.k, schedule)
     if name == PREFILL:
-        return PrefillModule(model, geometry.chunk, geometry.k)
-    return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
-
-
-def choosing_module(name: str, model: StreamModel, geometry: Geometry) -> VerifyModule | DraftModule:
-    """The module that computes one of CHOOSING."""
+        return PrefillModule(model, g.chunk, g.k)
+    if name == PLAIN:
+        return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
     if name == DRAFT:
-        return DraftModule(model, geometry.k)
-    if name == VERIFY:
-        return VerifyModule(model, geometry.tree, geometry.k)
-    return VerifyModule(model, Tree.root_only(), 1)
+        return DraftModule(model, g.k)
+    return VerifyModule(model, g.tree, g.k) if name == VERIFY else VerifyModule(model, Tree.root_only(), 1)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ssdevice.contract import KEYS, PLAIN, VALUES, Geometry
+from ssdevice.contract import KEYS, ONE_ROW, PLAIN, VALUES, FunctionSpec, Geometry
+from ssdevice.export.forms import FunctionModule
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import PrefillModule, Step, StepModule
+from ssdevice.model.step import DraftModule, PrefillModule, Step, VerifyModule
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 """``write(state [.., capacity, hd], rows [.., n, hd], length [1])``: put the rows at ``length`` of the last but one
@@ -55,7 +56,7 @@ class InternalCacheForm(nn.Module):
     def __init__(
         self,
         name: str,
-        module: StepModule | PrefillModule,
+        module: FunctionModule,
         geometry: Geometry,
         *,
         dtype: torch.dtype = torch.float32,
@@ -80,23 +81,53 @@ class InternalCacheForm(nn.Module):
             prefill = module(chunk, valid, length, past)
             self.commit(prefill.rows, length)
             return (prefill.token, *self._drafts(prefill.drafts))
-        if self.name == PLAIN:
+        if isinstance(module, DraftModule):
+            return (self.draft(module, past, *tensors),)
+        if self.name in ONE_ROW:
             last, length = tensors
-            step = module(last, torch.zeros(0, 1, dtype=torch.int32), length, past)
-            self.commit(step.rows, length)
-            return (step.tokens, *self._logits(step))
-        last, drafts, length = tensors
+            drafts = torch.zeros(0, 1, dtype=torch.int32)
+        else:
+            last, drafts, length = tensors
+        if isinstance(module, VerifyModule):
+            seen = module(last, drafts, length, past)
+            self.commit(seen.rows, length)
+            return seen.logits, seen.states
         step = module(last, drafts, length, past)
         self.commit(step.rows, length)
+        if self.name == PLAIN:
+            return (step.tokens, *self._logits(step))
         return step.tokens, step.count, *self._drafts(step.drafts), *self._logits(step)
+
+    def draft(
+        self,
+        module: DraftModule,
+        past: list[KeyValue],
+        path: Tensor,
+        count: Tensor,
+        token: Tensor,
+        state: Tensor,
+        length: Tensor,
+    ) -> Tensor:
+        """Draft after a verified ``path [A]``, whose ``count [1]`` rows move to the front: ``length`` counts them."""
+        start = length - count
+        rows = self.rows_at(start + path)
+        drafts = module.model.draft_after(state[None], token, start, count - 1, past, rows, module.k)
+        self.commit(rows, start)
+        return drafts
 
     def past(self) -> list[KeyValue]:
         """Per layer (keys, values) ``[1, kv_heads, capacity, head_dim]`` in float32."""
-        pairs = []
-        for layer in range(self.geometry.layers):
-            pair = self.keys[layer][None], self.values[layer][None]
-            pairs.append(pair if self.dtype is torch.float32 else (pair[0].float(), pair[1].float()))
-        return pairs
+        return [
+            (self._float(self.keys[i][None]), self._float(self.values[i][None])) for i in range(self.geometry.layers)
+        ]
+
+    def rows_at(self, at: Tensor) -> list[KeyValue]:
+        """Per layer (keys, values) ``[1, kv_heads, n, head_dim]`` in float32 of the positions ``at [n]``."""
+
+        def gather(state: Tensor) -> Tensor:
+            return self._float(state.index_select(1, at)[None])
+
+        return [(gather(self.keys[i]), gather(self.values[i])) for i in range(self.geometry.layers)]
 
     def commit(self, rows: Sequence[KeyValue], length: Tensor) -> None:
         """Write the new rows ``[1, kv_heads, n, head_dim]`` of every layer."""
@@ -106,6 +137,9 @@ class InternalCacheForm(nn.Module):
                     self.write(state[layer], pair[part][0].to(self.dtype), length)
             else:
                 self.write(state, torch.cat([pair[part] for pair in rows]).to(self.dtype), length)
+
+    def _float(self, rows: Tensor) -> Tensor:
+        return rows if self.dtype is torch.float32 else rows.float()
 
     def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
         """Without streams there are no drafts, and targets do not take tensors without elements."""
@@ -118,3 +152,8 @@ class InternalCacheForm(nn.Module):
 def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:
     """``[layers, kv_heads, capacity, head_dim]``, the contract's shape of ``keys`` and of ``values``."""
     return geometry.layers, geometry.kv_heads, geometry.capacity, geometry.head_dim
+
+
+def example_inputs(spec: FunctionSpec) -> tuple[Tensor, ...]:
+    """Inputs with which a function is traced."""
+    return tuple(torch.ones([int(size) for size in one.shape], dtype=getattr(torch, one.dtype)) for one in spec.inputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssdevice.adapters.slots import Variant
 from ssdevice.config import Mode, StreamConfig, StreamMLP
-from ssdevice.contract import PLAIN, PREFILL, VERIFY_PLAIN
+from ssdevice.contract import ONE_ROW, PREFILL
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
@@ -28,10 +28,6 @@ class Traced:
 
     variant: Variant
     functions: tuple[str, ...]
-
-
-ONE_ROW = (PLAIN, VERIFY_PLAIN)
-"""Functions on which streams have no influence."""
 
 
 def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]:

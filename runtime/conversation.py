@@ -13,16 +13,16 @@ from ssdevice.contract import (
     COUNT,
     DRAFT,
     DRAFTS,
+    LAST_STATE,
     LENGTH,
     LOGITS,
     NEXT_DRAFTS,
     NEXT_ROOT,
-    PAST,
+    PATH,
     PLAIN,
     PREFILL,
     ROOT,
     ROWS,
-    STATE,
     STATES,
     STEP,
     TOKEN,
@@ -59,9 +59,9 @@ class Conversation:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0
-        # What a function is given besides the cache does not depend on the cache's form.
-        specs = functions(engine.geometry, CacheForm.EXTERNAL, "").values()
-        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs if PAST not in tensor.shape}
+        # With an internal cache functions are given the same, or more.
+        specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
+        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs}
         self._inputs: dict[str, NDArray[Any]] = {
             name: np.zeros([int(size) for size in tensor.shape], tensor.dtype) for name, tensor in given.items()
         }
@@ -144,12 +144,15 @@ class Conversation:
         After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
         """
         out = self._seen  # along a chain the path's rows are the first ones already
-        self.cache.commit(out if self.geometry.tree.is_chain else {ROWS: out[ROWS][:, path]}, self.length, len(path))
+        there = self.geometry.tree.is_chain or ROWS not in out
+        self.cache.commit(out if there else {ROWS: out[ROWS][:, path]}, self.length, len(path))
         self.text[self.length :] = [int(self._inputs[ROOT][0]), *tokens[:-1]]
         if len(out[LOGITS]) == 1 or DRAFT not in self.engine.functions:
             return
+        self._inputs[PATH][: len(path)] = path
+        self._inputs[COUNT][0] = len(path)
         self._inputs[TOKEN][0] = tokens[-1]
-        self._inputs[STATE][0] = out[STATES][path[-1]]
+        self._inputs[LAST_STATE][0] = out[STATES][path[-1]]
         after = self._call(DRAFT, self.length + len(path))
         self._check(DRAFT, after[NEXT_DRAFTS].ravel().tolist())
         self.drafts[...] = after[NEXT_DRAFTS]

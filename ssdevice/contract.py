@@ -15,17 +15,18 @@ nothing, and what the caller chose decides which of its rows it commits::
 
     verify(root[1], drafts[γ,k], length[1], cache)      -> logits[T,V], states[T,D], rows of all T nodes
     verify_plain(root[1], length[1], cache)             -> logits[1,V], states[1,D], rows of the root
-    draft(token[1], state[1,D], length[1], cache)       -> next_drafts[γ,k]
+    draft([path[A], count[1],] token[1], last_state[1,D], length[1], cache)  -> next_drafts[γ,k] [, cache']
 
-``state`` is that of the last node on the chosen path and ``token`` what was chosen after it; ``length`` then counts the
-path. These three exist for the external form of the cache.
+``last_state`` is that of the last node on the chosen path and ``token`` what was chosen after it; ``length`` then
+counts the path. With an internal cache ``verify`` writes the rows of all nodes behind the committed ones, in the order
+of the nodes, and ``draft`` moves those of the ``count`` nodes in ``path`` to the front (along a chain they are there).
 
 The KV cache has one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
 ``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both by layer
 (``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the committed rows of each layer as
 ``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
 ``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
-writes at ``length``. Either way n rows are written, A, C or 1; those beyond the count are garbage and stay masked.
+writes at ``length``. Either way n rows are written, A, C, T or 1; those beyond the count are garbage and stay masked.
 
 The inputs for adapters, in graphs that several apps share, are not part of this contract: see
 ``ssdevice.adapters.slots``.
@@ -49,6 +50,8 @@ VERIFY_PLAIN = "verify_plain"
 DRAFT = "draft"
 CHOOSING = (VERIFY, VERIFY_PLAIN, DRAFT)
 """The functions for a caller that chooses tokens."""
+ONE_ROW = (PLAIN, VERIFY_PLAIN)
+"""Functions on which streams have no influence."""
 
 # Tensors.
 ROOT = "root"
@@ -67,8 +70,10 @@ PAST = "past"
 LOGITS = "logits"
 """An output ``[T, V]`` of ``verify``; beside the contract, a last output of ``step`` that a target may add."""
 STATES = "states"
-STATE = "state"
+LAST_STATE = "last_state"
+"""Not ``state``, a word of Core ML."""
 TOKEN = "token"
+PATH = "path"
 
 CAPACITY_MULTIPLE = 32
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -149,7 +154,7 @@ class Geometry:
     @property
     def capacity(self) -> int:
         """Cache rows: enough for every fixed-size write at a length within the context."""
-        rows = self.context + max(self.tree.emitted, self.chunk)
+        rows = self.context + max(self.tree.size if self.hidden else self.tree.emitted, self.chunk)
         return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     @property
@@ -205,13 +210,14 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
         ),
         function(PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), (int32(TOKENS, 1),), 1),
     ]
-    if g.hidden and cache is CacheForm.EXTERNAL:
-        state = TensorSpec(STATE, (1, g.hidden), "float32")
+    if g.hidden:
+        state = TensorSpec(LAST_STATE, (1, g.hidden), "float32")
+        chosen = (int32(PATH, g.tree.emitted), int32(COUNT, 1)) if cache is CacheForm.INTERNAL else ()
         specs += [
             function(
                 VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size
             ),
             function(VERIFY_PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), seen(1), 1),
-            function(DRAFT, (int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
+            function(DRAFT, (*chosen, int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
         ]
     return {spec.name: spec for spec in specs}

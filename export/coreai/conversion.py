@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from ssdevice.contract import LOGITS, PREFILL, FunctionSpec
+from ssdevice.contract import LOGITS, PLAIN, STEP, FunctionSpec
 from ssdevice.errors import SSDeviceError, first_line
 from ssdevice.export.forms import function_module
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
-from ssdevice.export.state_form import InternalCacheForm
+from ssdevice.export.state_form import InternalCacheForm, example_inputs
 from ssdevice.model.step import StreamModel
 
 with quiet("coreai_torch"):  # it takes torch's build "2.13.0+cpu" for a version that nobody has tried
@@ -25,9 +25,10 @@ def trace(spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedP
     """The exported program of a function of the contract, with one state tensor each for keys and values."""
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form = InternalCacheForm(spec.name, module, plan.geometry, logits=True)
-    inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
     with quiet("coreai_torch"), torch.no_grad():
-        program: ExportedProgram = torch.export.export(form, inputs).run_decompositions(get_decomp_table())
+        program: ExportedProgram = torch.export.export(form, example_inputs(spec)).run_decompositions(
+            get_decomp_table()
+        )
     return program
 
 
@@ -44,7 +45,7 @@ class Asset:
             self._converter.add_exported_program(
                 program,
                 input_names=[tensor.name for tensor in spec.inputs],
-                output_names=outputs if spec.name == PREFILL else [*outputs, LOGITS],
+                output_names=[*outputs, LOGITS] if spec.name in (STEP, PLAIN) else outputs,
                 state_names=[tensor.name for tensor in spec.states],
                 entrypoint_name=name,
             )

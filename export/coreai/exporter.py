@@ -36,6 +36,7 @@ class CoreAIExporter(Exporter):
     bits = {Quant.FP32: 32.0, Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.2}  # noqa: RUF012
     schedule = Schedule.FUSED
     several_apps = True
+    chooses = True
     calibrates = frozenset({Quant.INT4})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdevice.config import Schedule
@@ -18,7 +19,7 @@ from ssdevice.export.mlprogram.options import Deployment, KVWrite
 from ssdevice.export.mlprogram.program import to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct, quiet
 from ssdevice.export.quiet import without_stack_traces
-from ssdevice.export.state_form import InternalCacheForm, Write
+from ssdevice.export.state_form import InternalCacheForm, Write, example_inputs
 from ssdevice.model.step import StreamModel
 
 CACHE_DTYPE = "float16"
@@ -36,7 +37,7 @@ def convert(
     """One of the contract's functions as a coremltools program in float16, with the contract's tensor names."""
     coreml_ops.register()
     spec = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[name]
-    inputs = tuple(torch.zeros([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    inputs = example_inputs(spec)
     with quiet(), torch.no_grad(), without_stack_traces():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
@@ -45,7 +46,8 @@ def convert(
         simplify(program, (KEYS, VALUES))
         # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
-        return to_program(program, [ct.TensorType(name=tensor.name) for tensor in outputs], deployment)
+        types = [ct.TensorType(name=tensor.name, dtype=getattr(np, tensor.dtype)) for tensor in outputs]
+        return to_program(program, types, deployment)
 
 
 def save(programs: Mapping[str, Any], out: Path, default: str, deployment: Deployment = Deployment.IOS18) -> None:

@@ -58,6 +58,7 @@ class CoreMLExporter(Exporter):
     bits = BITS
     schedule = Schedule.FUSED
     several_apps = True
+    chooses = True
     calibrates = frozenset({Quant.INT4})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:

@@ -32,10 +32,11 @@ from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchE
 
 
 class CoreMLDelegateExporter(Exporter):
-    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``Exporter``."""
+    """All functions in one ``.pte``; see ``Exporter``."""
 
     bits = BITS
     schedule = Schedule.FUSED
+    chooses = True
     calibrates = frozenset({Quant.INT4})
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:

@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.lowering import finish, inputs_of, to_edge, traced
+from ssdevice.export.executorch.lowering import finish, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
@@ -31,7 +31,7 @@ from ssdevice.export.mlprogram.weights import Compressed, compress_for
 from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
-from ssdevice.export.state_form import InternalCacheForm
+from ssdevice.export.state_form import InternalCacheForm, example_inputs
 from ssdevice.model.step import StreamModel
 
 WRITE = "aten.index_put.default"
@@ -44,7 +44,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     # Every row is read, because Core ML's shapes are static.
     form = InternalCacheForm(name, module, plan.geometry, stacked=False, logits=logits).eval()
     with torch.no_grad():
-        return torch.export.export(form, inputs_of(spec), strict=False)
+        return torch.export.export(form, example_inputs(spec), strict=False)
 
 
 def lower(

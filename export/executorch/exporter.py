@@ -59,11 +59,12 @@ class ExecutorchResult(TargetResult):
 
 
 class ExecutorchExporter(Exporter):
-    """``step``, ``prefill`` and ``step_plain`` in one ``.pte``; see ``Exporter``."""
+    """All functions in one ``.pte``; see ``Exporter``."""
 
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
+    chooses = True
     calibrates = frozenset({Quant.INT4})
     smooths = frozenset({Quant.INT8})
 
@@ -174,7 +175,7 @@ def _write_app(
     plan: ExportPlan, layout: ProgramLayout, app: AppPlan, weights: AdapterWeights | None, folder: Path
 ) -> AppResult:
     """Write an app's tensors by slot as safetensors, which a host passes to ``set_adapter``."""
-    functions = functions_of(app.settings is not None)
+    functions = functions_of(plan.function_names, app.settings is not None)
     if weights is None:
         return AppResult(AdapterKind.BASE, functions=functions)
     own = f"{ADAPTERS}/{app.name}"

@@ -22,6 +22,7 @@ from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
+from ssdevice.export.state_form import example_inputs
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
 
@@ -46,12 +47,7 @@ def form_of(
 ) -> tuple[VisibleForm, tuple[torch.Tensor, ...]]:
     """The module of one function that is traced, and inputs for it."""
     logits = plan.options.chosen(ExecutorchOptions).logits
-    return VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval(), inputs_of(spec)
-
-
-def inputs_of(spec: FunctionSpec) -> tuple[torch.Tensor, ...]:
-    """Inputs with which a function is traced."""
-    return tuple(torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs)
+    return VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval(), example_inputs(spec)
 
 
 def lower(

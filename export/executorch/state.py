@@ -17,10 +17,10 @@ from ssdevice.config import Schedule
 from ssdevice.contract import Geometry
 from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.slots import touch
-from ssdevice.export.forms import function_module
+from ssdevice.export.forms import FunctionModule, function_module
 from ssdevice.export.state_form import InternalCacheForm, LayerStates
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import PrefillModule, StepModule, StreamModel
+from ssdevice.model.step import StepModule, StreamModel, TreeModule
 
 BUCKET = 64
 """The number of rows read is a multiple of this.
@@ -69,9 +69,9 @@ class VisibleForm(InternalCacheForm):
         return [(self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)]
 
 
-def span_of(module: StepModule | PrefillModule) -> int:
+def span_of(module: FunctionModule) -> int:
     """Number of positions from ``length`` on that a call's new rows take, each of which needs a visible column."""
-    if isinstance(module, PrefillModule):
+    if not isinstance(module, TreeModule):
         return 0
-    fused = module.model.streams is not None and module.schedule is Schedule.FUSED
+    fused = isinstance(module, StepModule) and module.model.streams is not None and module.schedule is Schedule.FUSED
     return module.tree.emitted + (module.model.gamma if fused else 0)

@@ -31,7 +31,7 @@ from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
-from ssdevice.export.forms import ExternalCacheForm, choosing_module, exportable, function_module
+from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.cache import half_cache
 from ssdevice.export.onnx.editor import Editor, tag
@@ -218,11 +218,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
     plan, model = job.plan, exportable(job.loaded.model)
-    module: torch.nn.Module
-    if spec.name in CHOOSING:
-        module = choosing_module(spec.name, model, plan.geometry)
-    else:
-        module = function_module(spec.name, model, plan.geometry, plan.schedule)
+    module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
     inputs = list(spec.inputs)
     if variant is not None and variant.mode is not None:

@@ -10,12 +10,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ssdevice.adapters.slots import Variant
-from ssdevice.contract import PREFILL, FunctionSpec
+from ssdevice.contract import ONE_ROW, PREFILL, FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.editor import CONTRIB
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
-from ssdevice.export.variants import ONE_ROW
 from ssdevice.runtime.onnx.kernels import ATTENTION, TREE_ATTENTION
 
 INLINE = 1024

@@ -11,7 +11,7 @@ import numpy as np
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
-from ssdevice.contract import KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
+from ssdevice.contract import CHOOSING, KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
 from ssdevice.runtime.coreai.asset import OpenAsset
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
 
@@ -71,7 +71,8 @@ class CoreAICache(Cache):
         clock = perf_counter()
         outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock
-        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or self.engine.shows_logits}
+        shown = self.engine.shows_logits or function in CHOOSING
+        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or shown}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
         keys, values = (self.state[name].numpy() for name in (KEYS, VALUES))

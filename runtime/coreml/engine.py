@@ -17,7 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.bundle.integrity import parse_strict
-from ssdevice.contract import KEYS, NEXT_DRAFTS, PREFILL, VALUES, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import (
+    KEYS,
+    LOGITS,
+    NEXT_DRAFTS,
+    PREFILL,
+    STATES,
+    VALUES,
+    CacheForm,
+    FunctionSpec,
+    Geometry,
+    functions,
+)
 from ssdevice.errors import BundleError, MissingExtraError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
@@ -73,7 +84,8 @@ class AppleProgram(Program):
 
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
-        return {name: array.astype(np.int32) for name, array in outputs.items()}  # a converter may widen integers
+        # A converter may widen integers.
+        return {n: array if n in (LOGITS, STATES) else array.astype(np.int32) for n, array in outputs.items()}
 
     def _model(self, function: str) -> Any:
         if function not in self._models:

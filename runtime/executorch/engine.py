@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from ssdevice.contract import FUNCTIONS, LOGITS, PLAIN, PREFILL, STEP, CacheForm, FunctionSpec, Geometry, functions
+from ssdevice.contract import (
+    CHOOSING,
+    DRAFT,
+    LOGITS,
+    ONE_ROW,
+    PLAIN,
+    PREFILL,
+    STEP,
+    VERIFY,
+    VERIFY_PLAIN,
+    CacheForm,
+    FunctionSpec,
+    Geometry,
+    functions,
+)
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
@@ -48,7 +62,8 @@ class ExecutorchEngine(Engine):
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
         self.adapter = adapter
         self.program.users += 1
-        self.new_rows = {STEP: geometry.tree.emitted, PREFILL: geometry.chunk, PLAIN: 1}
+        nodes, most = geometry.tree.size, geometry.tree.emitted
+        self.new_rows = {STEP: most, PREFILL: geometry.chunk, PLAIN: 1, VERIFY: nodes, VERIFY_PLAIN: 1, DRAFT: most}
         self._outputs: dict[str, list[str]] = {}
 
     @classmethod
@@ -70,7 +85,7 @@ class ExecutorchEngine(Engine):
         if function not in self._outputs:
             names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
             more = self.program.method(function).method_meta().num_outputs() - len(names)
-            self._outputs[function] = [*names, LOGITS] if more == 1 and function != PREFILL else names
+            self._outputs[function] = [*names, LOGITS] if more == 1 and function in (STEP, PLAIN) else names
         return self._outputs[function]
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
@@ -120,7 +135,8 @@ class ExecutorchCache(Cache):
                     f"{engine.source}: {function} returned {len(out)} tensors, expected {len(names)}; "
                     "export the bundle again"
                 )
-            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or engine.shows_logits}
+            shown = engine.shows_logits or function in CHOOSING
+            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or shown}
             self.native_seconds += perf_counter() - clock
             # The next call of the program, by any engine, overwrites its outputs.
             return {name: array.copy() for name, array in arrays.items()}
@@ -141,6 +157,6 @@ def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec
     return {name: every[name] for name in names}
 
 
-def functions_of(streams: bool) -> dict[str, str]:
-    """The contract's functions of an app -> their names in the program, which are the same."""
-    return {name: name for name in (FUNCTIONS if streams else (PREFILL, PLAIN))}
+def functions_of(names: Sequence[str], streams: bool) -> dict[str, str]:
+    """An app's part of the contract's functions ``names`` -> their names in the program, which are the same."""
+    return {name: name for name in names if streams or name in (PREFILL, *ONE_ROW)}

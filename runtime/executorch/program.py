@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ssdevice.adapters.safetensors_file import read_tensors
 from ssdevice.adapters.storage import restored
 from ssdevice.bundle.manifest import SCHEMA_VERSION
-from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
+from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry, TensorSpec
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.checks import check_program
@@ -147,7 +147,7 @@ class LoadedProgram:
         return self._methods[function]
 
     def _load(self, function: str) -> Any:
-        """The loaded method. Raises BundleError unless its inputs have the contract's shapes."""
+        """The loaded method. Raises BundleError unless its tensors have the contract's shapes."""
         if not self._methods:
             self._check_schema()
         try:
@@ -156,15 +156,20 @@ class LoadedProgram:
         except RuntimeError as error:
             raise BundleError(explain(self.file, function, error)) from error
         if function in self.specs:
-            meta = method.method_meta()
-            found = [tuple(meta.input_tensor_meta(i).sizes()) for i in range(meta.num_inputs())]
-            expected = [tuple(tensor.shape) for tensor in self.specs[function].inputs]
-            if found != expected:
-                raise BundleError(
-                    f"{self.file}: {function} takes tensors of shapes {found}, the manifest says {expected}; "
-                    "export the bundle again"
-                )
+            meta, spec = method.method_meta(), self.specs[function]
+            given = [meta.input_tensor_meta(i) for i in range(meta.num_inputs())]
+            self._check_shapes(f"{function} takes", given, spec.inputs)
+            made = [meta.output_tensor_meta(i) for i in range(meta.num_outputs())]
+            outputs = [tensor for tensor in spec.outputs if 0 not in tensor.shape]
+            self._check_shapes(f"{function} returns", made[: len(outputs)], outputs)  # logits may follow
         return method
+
+    def _check_shapes(self, what: str, metas: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
+        found, shapes = [tuple(meta.sizes()) for meta in metas], [tuple(tensor.shape) for tensor in expected]
+        if found != shapes:
+            raise BundleError(
+                f"{self.file}: {what} tensors of shapes {found}, the manifest says {shapes}; export the bundle again"
+            )
 
     def _check_schema(self) -> None:
         """Raise BundleError unless the program has the schema version that this runtime reads."""

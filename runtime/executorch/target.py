@@ -46,7 +46,7 @@ class ExecutorchTarget(RuntimeTarget):
                 f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
             )
         tensors = fill_program(weights, layout, bundle.geometry.gamma)
-        functions = functions_of(wanted.mode is not None)
+        functions = functions_of(list(bundle.functions), wanted.mode is not None)
         return NewApp(weights, wanted, functions, ADAPTERS, ADAPTER_FILE, tensors, write_tensors)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [1, 0]])
 CONTEXT, CHUNK = 24, 5
+QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
 
 
 @cache
@@ -54,8 +55,11 @@ def options(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportOp
     )
 
 
-def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
-    """The bundle of a combination, exported with its parity gate; it gives its logits."""
+def bundle(quant: Quant = QUICK[0], mode: Mode = QUICK[1], schedule: Schedule = QUICK[2]) -> Bundle:
+    """The bundle of a combination, exported with its parity gate; it gives its logits.
+
+    In all but the first, quick one the host can choose tokens.
+    """
     return _bundle(quant, mode, schedule)
 
 
@@ -63,6 +67,7 @@ def bundle(quant: Quant = Quant.FP32, mode: Mode = Mode.SHARED, schedule: Schedu
 def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
     def export(out: Path) -> None:
         asked = replace(options(quant, mode, schedule, out), target_options=(ExecutorchOptions(logits=True),))
+        asked = replace(asked, choose=(quant, mode, schedule) != QUICK)
         export_bundle(asked, lambda *_: None)
 
     return Bundle.open(made_once(f"executorch/{quant}-{mode}-{schedule}", export))
@@ -93,9 +98,13 @@ def two_apps(mode: Mode) -> tuple[tuple[str, Path], ...]:
 
 @cache
 def slots(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
-    """A bundle of the apps ``one`` and ``two`` over one base, which does not give its logits."""
+    """A bundle of the apps ``one`` and ``two`` over one base, whose host can choose tokens.
+
+    Its steps do not give their logits.
+    """
 
     def export(out: Path) -> None:
-        export_bundle(replace(options(quant, mode, schedule, out), adapters=two_apps(mode)), lambda *_: None)
+        asked = replace(options(quant, mode, schedule, out), adapters=two_apps(mode), choose=True)
+        export_bundle(asked, lambda *_: None)
 
     return Bundle.open(made_once(f"executorch/slots-{mode}-{quant}-{schedule}", export))

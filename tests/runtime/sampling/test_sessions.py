@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
-import numpy as np
 import pytest
 
+from ssdevice.bundle.folder import BundleWriter
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.cli import main
 from ssdevice.contract import DRAFT, VERIFY, VERIFY_PLAIN
 from ssdevice.errors import InputError
-from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE, Advance, decode, plain, speculative
-from ssdevice.runtime.sampling.choice import Chooser, Logprobs
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
-from ssdevice.text.stream import Emission
-from tests.runtime.tiny_bundle import CONTEXT, TREE, tiny_bundle
-
-SAMPLERS = (
-    Sampling(temperature=0.3, logprobs=2),
-    Sampling(temperature=0.8, logprobs=2),
-    Sampling(temperature=1.2, top_p=0.9, logprobs=2),
-    Sampling(temperature=0.9, min_p=0.05, repetition_penalty=1.3, logprobs=2),
-    Sampling(temperature=0.7, top_k=5, presence_penalty=0.5, frequency_penalty=0.5, logprobs=2),
-    Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3, logprobs=2),
-    Sampling(temperature=1.0, logit_bias={5: 3.0, 7: -3.0}, min_new_tokens=30, suppress=(9,), logprobs=2),
-)
-Force = Callable[[Conversation, Sequence[int]], None]
+from tests.runtime.sampling.promise import SAMPLERS, agree, check_forced_drafts
+from tests.runtime.tiny_bundle import tiny_bundle
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
@@ -38,60 +28,10 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
         yield opened
 
 
-def answer(
-    session: Session, sampling: Sampling, prompt: Sequence[int], advance: Advance, force: Force | None = None
-) -> tuple[list[int], Chooser, list[int]]:
-    """Tokens up to the end of the context, their chooser, and how many each call emitted; no token stops them."""
-    conversation = session.engine.new_conversation()
-    conversation.chooser = chooser = Chooser(sampling, prompt, [0], session.engine.geometry.vocab)
-    tokens: list[int] = []
-
-    def accept(run: Sequence[int]) -> Emission:
-        tokens.extend(run)
-        return Emission("", len(run), False)
-
-    def forced(held: Conversation, last: int) -> Sequence[int]:
-        if force is not None:
-            force(held, tokens)
-        return advance(held, last)
-
-    return tokens, chooser, [len(run.tokens) for run in decode(conversation, prompt, forced, accept, 1000)]
-
-
-def agree(found: list[Logprobs], expected: list[Logprobs], exactly: bool = False) -> None:
-    if exactly:
-        assert found == expected
-    for one, other in zip(found, expected, strict=True):
-        assert one.ids == other.ids and one.values == pytest.approx(other.values, abs=1e-3)
-        assert one.chosen == pytest.approx(other.chosen, abs=1e-3)
-
-
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
 def test_forced_drafts_end_at_every_node_and_change_nothing(session: Session, sampling: Sampling) -> None:
-    """The tokens of plain decoding are planted on one path after another, with wrong ids around them."""
-    vocab, ends = session.engine.geometry.vocab, set()
-    for seed in range(3):
-        draw = np.random.default_rng(seed)
-        prompt = draw.integers(1, vocab, int(draw.integers(1, 20))).tolist()
-        chosen = Sampling(**{**vars(sampling), "seed": seed})
-        truth, expected, _ = answer(session, chosen, prompt, plain)
-        assert len(prompt) + len(truth) == CONTEXT + 1
-
-        def force(held: Conversation, so_far: Sequence[int]) -> None:
-            path = TREE.paths[draw.integers(TREE.size)]  # noqa: B023  called in this turn
-            right = [*truth[len(so_far) :], 1, 1, 1]  # noqa: B023
-            held.drafts[...] = draw.integers(0, vocab, held.drafts.shape)  # noqa: B023
-            for depth, rank in enumerate(path):
-                held.drafts[depth] = (right[depth] + 1) % vocab
-                held.drafts[depth, rank] = right[depth]
-
-        for how in (force, None):
-            tokens, chooser, counts = answer(session, chosen, prompt, speculative, how)
-            assert tokens == truth
-            # Without our kernels a node's ancestors stand in other columns than in plain decoding.
-            agree(chooser.logprobs[: len(truth)], expected.logprobs)
-            ends |= set(counts)
-    assert ends == {1, 2, 3, 4}
+    # Without our kernels a node's ancestors stand in other columns than in plain decoding.
+    assert check_forced_drafts(session.engine, sampling) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "lookup"])
@@ -155,6 +95,36 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--logit-bias", "x"], ["--logit-bias", "99999=1"]):
         assert main([*asked, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_not_asked_for_is_as_the_model_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelSampling(True, temperature=0.6, top_k=9, repetition_penalty=1.4, suppress=(4,))
+    bundle = tiny_bundle("int8", choose=True)
+    with BundleWriter(tmp_path / "b") as writer:
+        writer.add_bundle(bundle)
+        writer.commit(replace(bundle.manifest, sampling=model))
+    with Session.open(tmp_path / "b", threads=1) as opened:
+        expected = Sampling(temperature=0.6, top_k=0, repetition_penalty=1.4, suppress=(4,), seed=5)
+        assert opened.sampling(top_k=0, seed=5) == expected
+    with Session.open(bundle, threads=1) as opened:
+        assert opened.sampling(top_p=0.9) == Sampling(temperature=1.0, top_p=0.9)
+
+    def run(*more: str) -> list[int]:
+        call = ["run", str(tmp_path / "b"), "--prompt", "1 2", "--max-tokens", "20", "--threads", "1", "--json"]
+        assert main([*call, *more]) == 0
+        said = capsys.readouterr()
+        assert ("temperature=0.6" in said.err) is not bool(more)
+        tokens: list[int] = json.loads(said.out)["tokens"]
+        return tokens
+
+    named = ["--temperature", "0.6", "--top-k", "9", "--repetition-penalty", "1.4"]
+    assert run("--sample") == run("--seed", "0") == run(*named) != run("--top-k", "0") != run("--seed", "1")
+    assert run("--temperature", "0") == run("--logprobs", "1") == run()
+    assert main(["inspect", str(tmp_path / "b")]) == 0
+    assert "recommends sampling: temperature 0.6" in " ".join(capsys.readouterr().out.split())
+    for off in (["--sample"], ["--top-p", "0.5"], ["--seed", "3"]):
+        assert main(["run", str(tmp_path / "b"), "--prompt", "1", "--temperature", "0", *off]) == 2
+        assert f"{off[0]} has no effect: --temperature 0" in capsys.readouterr().err
 
 
 def test_bench_measures_sampling() -> None:
