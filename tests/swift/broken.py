@@ -67,7 +67,8 @@ def _write_whole(folder: Path) -> None:
 
 def _manifest() -> Manifest:
     sample = sample_manifest()
-    specs = functions(sample.geometry.geometry, CacheForm.INTERNAL, "float16")
+    geometry = dataclasses.replace(sample.geometry, hidden=sample.model.hidden_size)
+    specs = functions(geometry.geometry, CacheForm.INTERNAL, "float16")
     apps = (
         App("base", AdapterKind.BASE, sample.model.sha256, functions={"prefill": "p", "step_plain": "q"}),
         App(
@@ -76,7 +77,7 @@ def _manifest() -> Manifest:
     )
     return dataclasses.replace(
         sample, target="coreml", cache=CacheForm.INTERNAL, cache_dtype=CacheDtype.FP16, apps=apps,
-        functions=tuple(specs.values()),
+        geometry=geometry, functions=tuple(specs.values()),
     )  # fmt: skip
 
 
@@ -125,7 +126,9 @@ def _geometry(rng: Random, file: Path) -> str:
 
     document = json.loads(file.read_text("utf-8"))
     values = document["geometry"]
-    name = rng.choice(["layers", "kv_heads", "head_dim", "vocab", "gamma", "k", "context", "chunk", "tree", "tree"])
+    name = rng.choice(
+        ["layers", "kv_heads", "head_dim", "vocab", "gamma", "k", "context", "chunk", "hidden", "tree", "tree"]
+    )
     trees = (
         [],
         [[0]],
