@@ -1,5 +1,5 @@
 # make demo | demo-smollm2 | test | swift-test | web | web-test | lowering | check | conformance | readme | fuzz | soak |
-# bench | bench-peers | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
+# bench | bench-peers | wheel | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -22,7 +22,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers web web-test clean
+.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers web web-test wheel clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -92,6 +92,10 @@ bench-peers: $(VENV)/peers.stamp
 	  { echo "make bench-peers BUNDLE=FOLDER MODEL=FOLDER DATA=FILE.jsonl [OUT=out/bench.json]" >&2; exit 2; }
 	mkdir -p '$(dir $(OUT))'
 	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
+
+# A wheel of this platform with the kernels compiled in; for other platforms see [tool.cibuildwheel].
+wheel: $(BIN)/python
+	$(PIP) wheel -q --no-deps -w dist .
 
 # The packages of `ssdevice web`: the runtime, and for web-test a type checker and what drives a browser.
 WEB := apps/web_demo

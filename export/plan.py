@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, Precision
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import (
     DRAFT,
@@ -141,6 +142,7 @@ class ExportPlan:
     attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
     ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
     calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
+    ``sampling``: as in the manifest.
     """
 
     options: ExportOptions
@@ -157,6 +159,7 @@ class ExportPlan:
     tokenizer_folder: Path
     calibration: tuple[Example, ...]
     notes: tuple[str, ...]
+    sampling: ModelSampling | None
 
     @property
     def settings(self) -> AdapterSettings | None:
@@ -229,7 +232,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
-    from ssdevice.export.crosscheck.generation import check_settings
+    from ssdevice.export.crosscheck.generation import check_settings, model_sampling
     from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
     from ssdevice.model.tokenizer import shared_tokenizer
 
@@ -271,7 +274,8 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
-        (*check_settings(tokenizer, folder), *base.notes, *notes),
+        (*check_settings(tokenizer, folder, options.choose), *base.notes, *notes),
+        model_sampling(folder, identity.vocab) if options.choose else None,
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")

@@ -130,6 +130,7 @@ def make_manifest(
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=calibrated_rows,
+        sampling=plan.sampling,
         notes=(
             *notes,
             *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),

@@ -27,7 +27,7 @@ from ssdevice.contract import ROWS, CacheForm
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import check_prompt
-from ssdevice.text.messages import USER, Chat, checked
+from ssdevice.text.messages import Chat, waiting
 
 DESCRIPTION, HASH = "description", "sha256"
 MAX_DESCRIPTION = 1 << 24
@@ -89,9 +89,7 @@ def restore(file: str | Path, bundle: Bundle, app: str, conversation: Conversati
         raise InputError(f"{file}: rows are {rows.dtype} {list(rows.shape)}, expected {dtype} {list(expected)}")
     if not np.isfinite(rows).all():
         raise InputError(f"{file}: rows have values that are not finite")
-    # A saved conversation waits for the user.
-    messages = checked([*saved.messages, {"role": USER, "content": "."}])[:-1] if saved.messages else ()
-    chat = Chat(messages).given(saved.tools, saved.template)
+    chat = Chat(waiting(saved.messages)).given(saved.tools, saved.template)
     conversation.cache.commit({ROWS: rows}, 0, len(saved.text))
     conversation.text, conversation.length = list(saved.text), len(saved.text)
     return chat

@@ -150,6 +150,10 @@ class Session(OpenBundle):
     def _ids(self, chat: Chat) -> list[int]:
         return self.tokenizer.chat_ids(chat, self.instruction, self.engine.geometry.context)
 
+    def sampling(self, **asked: Any) -> Sampling:
+        """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
+        return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
+
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
         if arguments.flag("speculate", speculate) and STEP in self.engine.functions:

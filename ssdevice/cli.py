@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train an app's adapter: LoRA and streams",
     "export": "export a model and its adapters to a bundle for Core ML, ExecuTorch or ONNX",
     "run": "decode prompts with a bundle",
+    "chat": "talk with a bundle in the terminal",
     "bench": "measure a bundle: speed, acceptance, equality, quality",
     "verify": "check a bundle: integrity, then numbers against the reference",
     "inspect": "show what is in a bundle, its sizes and its memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before any test module can import torch, onnxruntime or transformers: they read these at import.
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return TOGETHER not in parts, parts[0] not in FIRST
 
     items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    """From now on no search for garbage goes over the loaded modules: five in an export took a third of its time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from ssdevice import targets
 from ssdevice.commands.web import SOURCES
+from ssdevice.runtime.onnx import kernels
 
 FOLDERS = {"ssdevice": "ssdevice", "export": "ssdevice/export", "runtime": "ssdevice/runtime"}
 LINKS = ("export", "runtime")
@@ -38,16 +40,22 @@ def modules(root: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built, without network and without the links, from a copy of the sources."""
+    """A wheel built without network, links and compiler from a copy of the sources."""
+    return build(repository, tmp_path_factory, SSDEVICE_PURE_WHEEL="1")
+
+
+def build(repository: Path, tmp_path_factory: pytest.TempPathFactory, **environment: str) -> zipfile.ZipFile:
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in FOLDERS:
         skip = shutil.ignore_patterns("__pycache__", *(LINKS if name == "ssdevice" else ()))
         shutil.copytree(repository / name, copy / name, ignore=skip)
     shutil.copytree(repository / PAGE, copy / PAGE, ignore=shutil.ignore_patterns("node_modules"))
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(repository / name, copy)
-    build = f"import setuptools.build_meta as backend; backend.build_wheel({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
+    code = f"import setuptools.build_meta as backend; backend.build_wheel({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=copy, env=os.environ | environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     [path] = out.glob("*.whl")
     return zipfile.ZipFile(path)
@@ -59,6 +67,38 @@ def test_wheel_holds_every_module_once(repository: Path, wheel: zipfile.ZipFile)
     missing = sorted(modules(repository) - set(names))
     assert not missing, f"not in the wheel, add their packages to [tool.setuptools] in pyproject.toml: {missing}"
     assert set(names) == modules(repository), "the wheel holds modules that the tree does not"
+
+
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo library > "$2"
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the kernels are for Linux and macOS")
+def test_a_wheel_of_a_platform_holds_the_kernels_where_engines_look(
+    repository: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    wheel = build(repository, tmp_path_factory, CXX=str(compiler))
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", str(wheel.filename))
+    [name] = [name for name in wheel.namelist() if name.endswith(kernels.SUFFIX)]
+    place = tmp_path / "kernels"
+    place.mkdir()
+    file = place / Path(name).name
+    file.write_bytes(wheel.read(name))
+    assert Path(name).parent.as_posix() == "ssdevice/runtime/onnx/kernels" and file.read_text() == "library\n"
+    monkeypatch.delenv(kernels.FOLDER, raising=False)
+    monkeypatch.setattr(kernels, "SOURCES", place)
+    monkeypatch.setattr(kernels, "_name", lambda: file.name[: file.name.rindex("-") + 1])
+    assert kernels.library() == file
+
+
+def test_a_wheel_without_kernels_is_for_every_platform(wheel: zipfile.ZipFile) -> None:
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
+    assert not any(name.endswith(kernels.SUFFIX) for name in wheel.namelist())
 
 
 def test_wheel_puts_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:

@@ -45,13 +45,18 @@ def check_export(job: ExportJob) -> tuple[str, ...]:
 
 
 def check_model(
-    folder: Path, adapter: Path | None, tokenizer: ChatTokenizer, context: int, model: Callable[[], StreamModel]
+    folder: Path,
+    adapter: Path | None,
+    tokenizer: ChatTokenizer,
+    context: int,
+    choose: bool,
+    model: Callable[[], StreamModel],
 ) -> tuple[str, ...]:
     """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors.
 
-    ``model``: loads ours, when that of transformers is gone from memory.
+    ``choose``: the host can choose tokens. ``model``: loads ours, when that of transformers is gone from memory.
     """
-    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder))
+    notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder, choose))
     lora = adapter if adapter is not None and AdapterFolder.open(adapter).has_lora else None
     (expected,) = expected_of(folder, [lora], _prompts(tokenizer), context, None)
     for text in expected:

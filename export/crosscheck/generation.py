@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssdevice.bundle.manifest import NOT_APPLIED
+from ssdevice.bundle.sampling import ModelSampling
+from ssdevice.config import load_strict
 from ssdevice.errors import InputError, first_line
 from ssdevice.text.chat_template import CONFIG_FILE, GENERATION_CONFIG_FILE
 
@@ -33,6 +35,14 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
 }  # fmt: skip
 """Values that switch a setting off, beside None, False and nothing in a list."""
+APPLIED = {
+    **{name: name for name in (
+        "temperature", "top_k", "top_p", "min_p", "typical_p",
+        "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "min_length",
+    )},
+    "suppress_tokens": "suppress", "begin_suppress_tokens": "begin_suppress", "bad_words_ids": "bad_words",
+}  # fmt: skip
+"""Settings that a host applies, and their names in the manifest."""
 
 
 def generation_config(folder: Path) -> GenerationConfig:
@@ -48,14 +58,17 @@ def generation_config(folder: Path) -> GenerationConfig:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
 
 
-def check_settings(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
-    """Notes on what ``generate`` does otherwise; raises InputError for a token that ends only its answers."""
+def check_settings(tokenizer: ChatTokenizer, folder: Path, choose: bool) -> tuple[str, ...]:
+    """Notes on what ``generate`` does otherwise; raises InputError for a token that ends only its answers.
+
+    ``choose``: the host can choose tokens as the model asks.
+    """
     config = generation_config(folder)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     for end in ends:
         if end is not None and end not in tokenizer.stop_ids:
             raise InputError(f"{folder}: token {end} ends answers of generate() of transformers, but not the bundle's")
-    return generation_notes(config)
+    return generation_notes(config, choose)
 
 
 def neutral(config: GenerationConfig) -> GenerationConfig:
@@ -66,10 +79,25 @@ def neutral(config: GenerationConfig) -> GenerationConfig:
     return cast("GenerationConfig", made(eos_token_id=config.eos_token_id))
 
 
-def unapplied(config: GenerationConfig) -> list[str]:
+def model_sampling(folder: Path, vocab: int) -> ModelSampling | None:
+    """The settings of a model that a host applies, None without any; raises InputError for one out of its range."""
+    from ssdevice.runtime.sampling.options import Sampling
+
+    config = generation_config(folder)
+    values = {APPLIED[name]: value for name in APPLIED if (value := getattr(config, name, None)) is not None}
+    values = {name: value for name, value in values.items() if value != getattr(Sampling, name, None) and value != []}
+    try:
+        asked = load_strict(ModelSampling, {**values, "do_sample": bool(config.do_sample)}, GENERATION_CONFIG_FILE)
+        Sampling.sampled(asked).check_ids(vocab)
+    except InputError as error:
+        raise InputError(f"{folder}: {GENERATION_CONFIG_FILE}, which --choose host applies: {error}") from error
+    return asked if asked.do_sample or asked.named() else None
+
+
+def unapplied(config: GenerationConfig, choose: bool = False) -> list[str]:
     """The settings that can change a greedy answer and that bundles do not apply, as ``name=value``."""
     # Names that transformers does not know mean nothing to it either.
-    names = sorted(set(neutral(config).to_dict()) - HARMLESS)
+    names = sorted(set(neutral(config).to_dict()) - HARMLESS - (APPLIED.keys() if choose else set()))
     values = {name: getattr(config, name) for name in names}
     return [
         _shown(name, value)
@@ -78,15 +106,22 @@ def unapplied(config: GenerationConfig) -> list[str]:
     ]
 
 
-def generation_notes(config: GenerationConfig) -> tuple[str, ...]:
-    """One sentence for settings that are not applied, one for sampling, as far as the model asks for them."""
+def generation_notes(config: GenerationConfig, choose: bool = False) -> tuple[str, ...]:
+    """One sentence for settings that are not applied, one for sampling, as far as the model asks for them.
+
+    ``choose``: the host can choose tokens, so that the manifest has the settings that it applies.
+    """
     found = []
-    if names := unapplied(config):
+    if names := unapplied(config, choose):
         found.append(f"{NOT_APPLIED}: {', '.join(names)}: generate() of transformers gives other answers")
-    if config.do_sample:
-        chosen = [_shown(name, value) for name in SAMPLING if (value := getattr(config, name)) is not None]
+    names = [name for name in SAMPLING if getattr(config, name) is not None]
+    if choose:
+        names = [name for name in names if name not in APPLIED]
+    if config.do_sample and (names or not choose):
+        chosen = [_shown(name, getattr(config, name)) for name in names]
         asked = f" ({', '.join(chosen)})" if chosen else ""
-        found.append(f"{GENERATION_CONFIG_FILE} asks for sampling{asked}; the bundle decodes greedily")
+        does = "does not apply this" if choose else "decodes greedily"
+        found.append(f"{GENERATION_CONFIG_FILE} asks for sampling{asked}; the bundle {does}")
     return tuple(found)
 
 

@@ -2,12 +2,6 @@
 
 A choice is a pure function of the text before it, the row's logits, and the seed. So a draft only decides whether the
 token after next is known already, never which token is chosen.
-
-Hosts in other languages choose the same tokens, so precisions are part of the definition. Processors and the division
-by the temperature are in float32, rounded after every operation. All that follows is in float64, of float32 scores z
-whose largest is h: a token weighs exp(z - h); top-p keeps the fewest likeliest tokens (of equal ones those with the
-lowest ids) that weigh ``top_p`` times the sum of all or more; min-p keeps z >= h + log(min_p). Libraries' exp and log
-differ in the last bit: a choice can differ only where two sums are that close.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.noise import Integers, sample
+from ssdevice.runtime.sampling.noise import Integers, peaks, sample, sample_all
 from ssdevice.runtime.sampling.options import Sampling, Scores
 from ssdevice.runtime.sampling.processors import Processors
 from ssdevice.runtime.structure.grammar import Grammar
@@ -34,6 +28,18 @@ class Logprobs:
     chosen: float
     ids: tuple[int, ...]
     values: tuple[float, ...]
+
+
+NEAR = 1e-5
+"""More than rounding changes of a score or a probability."""
+NEARBY = 4.0
+"""How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
+LIKELY = 1e-3
+"""A probability that few tokens have."""
+LOWEST = np.finfo(np.float32).min
+"""Of all scores that may be chosen."""
+MUCH = 1e4
+"""More surprise than that of any possible token."""
 
 
 class Chooser:
@@ -55,6 +61,7 @@ class Chooser:
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
         self._vocab = vocab
+        self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._position = len(prompt)
         self._grammar = grammar
@@ -69,18 +76,16 @@ class Chooser:
         Raises BundleError for logits with NaN, InputError if every token is forbidden.
         """
         s = self.sampling
-        scores = self._processors(logits) if s.processed else logits
+        scores = self._processors(logits) if self._processed else logits
         if self._grammar:
             scores = self._grammar.masked(scores)
-        best = int(np.argmax(scores))
-        highest = scores[best]
+        tops = peaks(scores)
+        highest = np.max(tops)
         if not np.isfinite(highest):
             if np.isnan(highest) or not np.isfinite(np.max(logits)):
                 raise BundleError("the model returned logits that are not numbers")
             raise InputError("the request forbids every token that the model could choose")
-        if s.temperature:
-            kept, ids = truncated(scores / np.float32(s.temperature), s)
-            best = sample(kept, ids, s.seed, self._position, self._vocab)
+        best = self._sampled(scores, tops) if s.temperature else int(np.argmax(scores))
         if s.logprobs is not None:
             self.logprobs.append(log_probabilities(logits, best, s.logprobs))
         self._processors.accept(best)
@@ -88,6 +93,29 @@ class Chooser:
             self._grammar.accept(best)
         self._position += 1
         return best
+
+    def _sampled(self, logits: Scores, tops: Scores) -> int:
+        """The token of a row of processed ``logits``; ``tops``: their ``peaks``."""
+        s, t, at = self.sampling, np.float32(self.sampling.temperature), (self.sampling.seed, self._position)
+        if (ids := self._hopeful(logits, tops)) is not None:
+            scores, kept = truncated(logits[ids] / t, s)
+            return sample(scores, ids if kept is None else ids[kept], *at, self._vocab)
+        best = sample_all(logits, tops, s.temperature, *at)
+        if not s.truncates or _stays(logits, best, s):
+            return best
+        scores, kept = truncated(logits / t, s)
+        return best if kept is None else sample(scores, kept, *at, self._vocab)
+
+    def _hopeful(self, logits: Scores, tops: Scores) -> Integers | None:
+        """A few tokens among which are all that truncation leaves, and all that it needs to know of; None: unknown."""
+        s = self.sampling
+        if 0 < s.top_k < len(tops):
+            bound = _largest(tops, s.top_k)
+        elif s.min_p > 0 and s.top_p == 1 and not 0 < s.top_k < len(logits):
+            bound = np.max(tops) + np.float32((math.log(s.min_p) - NEAR) * s.temperature)
+        else:
+            return None
+        return np.flatnonzero(logits >= max(bound - NEAR * abs(bound), LOWEST))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -109,6 +137,18 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
+def _stays(logits: Scores, token: int, s: Sampling) -> bool:
+    """Whether top-p and min-p certainly leave a token of a row, which few tokens often show; else unknown."""
+    if s.top_k or s.typical_p < 1:
+        return False
+    t, own = np.float32(s.temperature), logits[token]
+    few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
+    p = np.exp((few - np.max(few)) / t)
+    most, mine = np.sum(p), np.exp((own - np.max(few)) / t)
+    likelier = np.sum(p[few >= own]) - mine
+    return bool(mine >= s.min_p and likelier < (s.top_p - NEAR) * most)
+
+
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
     """What tokens weigh, the one of the ``highest`` score 1."""
     found: NDArray[np.float64] = np.exp(scores.astype(np.float64) - float(highest))
@@ -125,14 +165,19 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
     """The likeliest tokens that have ``mass`` together, ids ascending."""
     highest = np.max(scores)
     total = float(np.sum(np.exp(scores - highest)))  # in float32, which nearly always decides
-    # All tokens below this bound together have less than 1 - mass.
-    likely = np.flatnonzero(scores > highest + np.float32(math.log((1 - mass) / len(scores) * total) - 1e-3))
-    falling = likely[np.argsort(-scores[likely], kind="stable")]
-    reached = np.cumsum(weights(scores[falling], highest))
+    # Sorting takes longest. All tokens below the last bound have less than 1 - mass together.
+    bounds = (LIKELY, (1 - mass) / len(scores))
+    for least in bounds[len(scores) * LIKELY < 1 :]:
+        likely = np.flatnonzero(scores > highest + np.float32(math.log(least * total) - 1e-3))
+        weight = weights(scores[likely], highest)
+        if np.sum(weight) > (mass + NEAR) * total:
+            break
+    order = np.argsort(-weight, kind="stable")
+    reached = np.cumsum(weight[order])
     last = int(np.searchsorted(reached, mass * total))
-    if np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass * total), initial=np.inf) < 1e-5 * total:
+    if np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass * total), initial=np.inf) < NEAR * total:
         last = int(np.searchsorted(reached, mass * float(np.sum(weights(scores, highest)))))
-    return np.sort(falling[: 1 + last])
+    return np.sort(likely[order[: 1 + last]])
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
@@ -145,22 +190,27 @@ def _typical(scores: Scores, mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
     highest = np.max(scores)
     weight = weights(scores, highest)
-    possible = np.flatnonzero(weight)
     total = np.sum(weight)
-    q = weight[possible] / total
-    surprise = np.log(total) + float(highest) - scores[possible]
-    far = np.abs(surprise - np.sum(q * surprise))
-    order = np.argsort(far)
-    last = min(int(np.searchsorted(np.cumsum(q[order]), mass)), len(q) - 1)
-    near: Integers = possible[far <= far[order[last]]]
+    surprise = np.log(total) + float(highest) - scores.astype(np.float64)
+    entropy = np.sum(weight * np.minimum(surprise, MUCH)) / total
+    for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
+        likely = np.flatnonzero(weight > least * total)
+        far = np.abs(surprise[likely] - entropy)
+        order = np.argsort(far)
+        last = int(np.searchsorted(np.cumsum(weight[likely][order] / total), mass))
+        if last < len(order) and least and far[order[last]] < -math.log(least) - entropy:
+            break  # all others are farther
+    near: Integers = likely[far <= far[order[min(last, len(order) - 1)]]]
     return near
 
 
 def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
     """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
-    highest = np.max(logits)
+    tops = peaks(logits)
+    highest = np.max(tops)
     total = float(highest) + float(np.log(np.sum(np.exp(logits - highest), dtype=np.float64)))
-    likely = np.flatnonzero(logits >= _largest(logits, min(best, len(logits)))).tolist() if best else []
+    some = tops if best <= len(tops) else logits  # as many tokens are at least as likely as the best of these
+    likely = np.flatnonzero(logits >= _largest(some, min(best, len(some)))).tolist() if best else []
     ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]
     return Logprobs(float(logits[token]) - total, tuple(ids), tuple(float(logits[i]) - total for i in ids))
 

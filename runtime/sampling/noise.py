@@ -16,7 +16,9 @@ of it an exponential one, in float64. A score plus its noise is a float64, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,84 +28,112 @@ GROUP = 256
 SEEDS = 1 << 64
 AHEAD = 16
 """Positions whose groups are computed at once, which takes NumPy little longer than those of one."""
-
-LEAST = -4.0
-"""No noise is below, as -log(37) is not: 52 bits make no exponential number above 36.8."""
+FEW = 256
+"""Tokens whose noise large integers give sooner than arrays do."""
+SLACK = 1e-5
+"""More than rounding changes of a score."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Scores = NDArray[np.float32]
+Words = NDArray[np.uint64]
 
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
-_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
-
-
-def philox(numbers: NDArray[np.uint64], positions: NDArray[np.uint64], kind: int, seed: int) -> NDArray[np.uint64]:
-    """``[n], [n] -> [4, n]``: the 32-bit words of Philox 4x32-10 for counters (number, position, kind, 0)."""
-    # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: two rows of each.
-    even = np.stack([numbers, np.full_like(numbers, kind)])
-    odd = np.stack([positions, np.zeros_like(positions)])
-    key = np.array([[seed & 0xFFFFFFFF], [seed >> 32]], np.uint64)
-    for _ in range(10):
-        product = even * _MULTIPLIERS
-        even, odd = (product >> _HIGH)[::-1] ^ odd ^ key, (product & _LOW)[::-1]
-        key = (key + _WEYL) & _LOW
-    return np.stack([even[0], odd[0], even[1], odd[1]])
+LOW = 0xFFFFFFFF
 
 
-def exponential(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> Floats:
-    """Exponential numbers of two words each."""
-    bits = (high << np.uint64(20)) | (low >> np.uint64(12))
-    return -np.log((bits.astype(np.float64) + 0.5) * 2.0**-52)
+def philox(number: Any, position: Any, kind: int, seed: int, ones: int = 1) -> tuple[Any, Any, Any, Any]:
+    """The 32-bit words of Philox 4x32-10 for counters (number, position, kind, 0).
+
+    ``number``, ``position``: arrays of uint64. Or integers that each hold one number in every 64 bits; ``ones`` then
+    holds a 1 in each of these: a product with 32 bits does not leave its 64, and calls take less time than arrays'.
+    """
+    low, c, d = LOW * ones, kind * ones, 0
+    a, b = number, position
+    for k, m in _keys(seed, ones):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = q >> 32 & low ^ b ^ k, q & low, p >> 32 & low ^ d ^ m, p & low
+    return a, b, c, d
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, ones: int) -> tuple[tuple[int, int], ...]:
+    """The keys of the ten rounds."""
+    of_round = [((seed + i * 0x9E3779B9) & LOW, ((seed >> 32) + i * 0xBB67AE85) & LOW) for i in range(10)]
+    return tuple((k * ones, m * ones) for k, m in of_round)
+
+
+def exponential(high: Any, low: Any) -> Any:
+    """Exponential numbers of two words each, in float64."""
+    return -np.log(((high << 20 | low >> 12) + 0.5) * 2.0**-52)
 
 
 @lru_cache(maxsize=8)
-def _block(seed: int, first: int, groups: int) -> tuple[Floats, Integers]:
-    """``[AHEAD, groups]`` twice: the smallest number of each group, and the token that has it, from ``first`` on."""
+def _block(seed: int, first: int, groups: int) -> tuple[Floats, Floats, Integers]:
+    """``[AHEAD, groups]`` each, from position ``first`` on: the smallest number of a group, its noise, its token."""
     numbers = np.tile(np.arange(groups, dtype=np.uint64), AHEAD)
     positions = np.repeat(np.arange(first, first + AHEAD, dtype=np.uint64), groups)
-    words = philox(numbers, positions, 0, seed)
-    tokens = numbers.astype(np.int64) * GROUP + (words[2] % np.uint64(GROUP)).astype(np.int64)
-    return (exponential(words[0], words[1]) / GROUP).reshape(AHEAD, groups), tokens.reshape(AHEAD, groups)
+    high, low, which, _ = philox(numbers, positions, 0, seed)
+    smallest = (exponential(high, low) / GROUP).reshape(AHEAD, groups)
+    lucky = (numbers * GROUP + (which & (GROUP - 1))).astype(np.int64).reshape(AHEAD, groups)
+    return smallest, -np.log(smallest), lucky
 
 
-def _groups(seed: int, position: int, vocab: int) -> tuple[Floats, Integers]:
-    """``[groups]`` twice: the smallest number of each group at a position, and the token that has it."""
-    first = position - position % AHEAD
-    smallest, lucky = _block(seed, first, -(-vocab // GROUP))
-    return smallest[position - first], lucky[position - first]
+def _groups(seed: int, position: int, vocab: int) -> tuple[Floats, Floats, Integers]:
+    """``[groups]`` each, at a position: see ``_block``."""
+    at = position % AHEAD
+    smallest, most, lucky = _block(seed, position - at, -(-vocab // GROUP))
+    return smallest[at], most[at], lucky[at]
 
 
 def gumbel(seed: int, position: int, ids: Integers, vocab: int) -> Floats:
     """The noise of tokens ``ids [n]`` at a position."""
-    smallest, lucky = _groups(seed, position, vocab)
-    group = ids // GROUP
-    words = philox((ids >> 1).astype(np.uint64), np.full(ids.shape, position, np.uint64), 1, seed)
+    smallest, _, lucky = _groups(seed, position, vocab)
+    group, words = ids // GROUP, _words(seed, position, (ids >> 1).astype("<u8"))
     odd = (ids & 1).astype(bool)
     more = exponential(np.where(odd, words[2], words[0]), np.where(odd, words[3], words[1]))
-    return -np.log(smallest[group] + np.where(lucky[group] == ids, 0.0, more))
+    noise: Floats = -np.log(smallest[group] + np.where(lucky[group] == ids, 0.0, more))
+    return noise
 
 
-def sample(scores: NDArray[np.float32], ids: Integers | None, seed: int, position: int, vocab: int) -> int:
-    """The token with the largest score plus noise; ties go to the lowest id.
+def _words(seed: int, position: int, numbers: Words) -> Sequence[Words]:
+    """The words of kind 1 for ``numbers [n]``."""
+    count = len(numbers)
+    if count > FEW:
+        return philox(numbers, np.full(count, position, np.uint64), 1, seed)
+    ones = ((1 << 64 * count) - 1) // ((1 << 64) - 1)
+    words = philox(int.from_bytes(numbers.tobytes(), "little"), int(position) * ones, 1, seed, ones)
+    return [np.frombuffer(word.to_bytes(8 * count, "little"), "<u8") for word in words]
 
-    ``scores [n]``: logits divided by the temperature, ``-inf`` for what must not be chosen; of tokens ``ids [n]`` in
-    ascending order, None: of all ``vocab``.
+
+def peaks(scores: Scores) -> Scores:
+    """``[V] -> [groups]``: the largest score of each group."""
+    highest: Scores = np.maximum.reduceat(scores, np.arange(0, len(scores), GROUP))
+    return highest
+
+
+def sample(scores: Scores, ids: Integers, seed: int, position: int, vocab: int) -> int:
+    """The token of ``ids [n]`` (ascending) with the largest ``scores [n]`` plus noise; ties go to the lowest id.
+
+    ``scores``: logits divided by the temperature, ``-inf`` for what must not be chosen.
     """
-    if ids is None:
-        ids = _hopeful(scores, seed, position)
-        scores = scores[ids]
-    total = scores.astype(np.float64) + gumbel(seed, position, ids, vocab)
-    return int(ids[int(np.argmax(total))])
+    return int(ids[np.argmax(scores + gumbel(seed, position, ids, vocab))])
 
 
-def _hopeful(scores: NDArray[np.float32], seed: int, position: int) -> Integers:
-    """The ids of tokens that would have the largest sum, were the noise of each the largest of its group."""
-    smallest, lucky = _groups(seed, position, len(scores))
-    size = len(smallest) * GROUP
-    rows = scores if len(scores) == size else np.concatenate([scores, np.full(size - len(scores), -np.inf, np.float32)])
-    most = -np.log(smallest)
-    reached = max(np.max(rows[lucky] + most), np.max(scores) + LEAST) - 1e-6  # by one token of each group, or the best
-    groups = np.flatnonzero(np.max(rows.reshape(-1, GROUP), axis=1) + most >= reached)
-    row, place = np.nonzero(rows.reshape(-1, GROUP)[groups] + most[groups, None] >= reached)
-    return groups[row] * GROUP + place
+def sample_all(logits: Scores, highest: Scores, temperature: float, seed: int, position: int) -> int:
+    """``sample`` of all tokens of ``logits [V]`` divided by the temperature; ``highest``: their ``peaks``.
+
+    The noise is computed for the likeliest token, and for those that could win over it with the luck of their group.
+    """
+    vocab, t = len(logits), np.float32(temperature)
+    group = int(np.argmax(highest))
+    top = group * GROUP + int(np.argmax(logits[group * GROUP : (group + 1) * GROUP]))
+    smallest, luck, lucky = _groups(seed, position, vocab)
+    words = philox(top >> 1, int(position), 1, seed)
+    more = 0.0 if lucky[group] == top else exponential(*words[2:] if top & 1 else words[:2])
+    floor = (logits[top] / t - np.log(smallest[group] + more) - luck) * temperature
+    floor = (floor - SLACK * (1 + np.abs(floor))).astype(np.float32)
+    whole = vocab // GROUP
+    ids = np.flatnonzero(logits[: whole * GROUP].reshape(whole, GROUP) >= floor[:whole, None])
+    if vocab % GROUP:
+        ids = np.append(ids, whole * GROUP + np.flatnonzero(logits[whole * GROUP :] >= floor[whole]))
+    return sample(logits[ids] / t, ids, seed, position, vocab)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.errors import InputError
 from ssdevice.runtime.sampling.noise import SEEDS
 from ssdevice.runtime.structure.options import Structure
@@ -25,10 +27,11 @@ class Sampling:
 
     Meaning and order are those of ``transformers``' logits processors: ``repetition_penalty`` (of prompt and answer),
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, of the answer), ``no_repeat_ngram_size``, ``bad_words``
-    (sequences of token ids), ``min_new_tokens`` (no stop token before), ``suppress`` and ``begin_suppress`` (token ids;
-    the latter for the first token only), ``logit_bias`` (added by token id), ``processors``; then, if ``temperature``
-    is above 0, ``temperature``, ``top_k`` (0: all), ``top_p``, ``min_p`` and ``typical_p``. The token is the largest of
-    these scores plus the noise of ``seed`` and position (``ssdevice.runtime.sampling.noise``).
+    (sequences of token ids), ``min_new_tokens`` (no stop token before) and ``min_length`` (the same, of prompt and
+    answer), ``suppress`` and ``begin_suppress`` (token ids; the latter for the first token only), ``logit_bias`` (added
+    by token id), ``processors``; then, if ``temperature`` is above 0, ``temperature``, ``top_k`` (0: all), ``top_p``,
+    ``min_p`` and ``typical_p``. The token is the largest of these scores plus the noise of ``seed`` and position
+    (``ssdevice.runtime.sampling.noise``).
 
     ``structure``: the form that the answer must have; tokens that it does not allow are excluded after the processors
     and before the temperature.
@@ -47,6 +50,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
+    min_length: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     suppress: tuple[int, ...] = ()
     begin_suppress: tuple[int, ...] = ()
@@ -63,6 +67,8 @@ class Sampling:
             kind = isinstance(value, int) if whole else isinstance(value, (int, float))
             if not kind or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
                 raise InputError(f"{name} is {value!r}, expected {what}")
+        if 0 < self.temperature < 1e-6:
+            raise InputError(f"temperature is {self.temperature!r}, expected 0 (greedy), or 1e-6 to 100")
         if self.logprobs is not None and (type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS):
             raise InputError(f"logprobs is {self.logprobs!r}, expected 0 to {MAX_LOGPROBS}")
         if not all(type(bias) in (int, float) and not math.isnan(bias) for bias in self.logit_bias.values()):
@@ -71,6 +77,11 @@ class Sampling:
             raise InputError(f"structure is {type(self.structure).__name__}, expected Structure")
         if not all(self.bad_words):
             raise InputError("bad_words has a sequence without tokens")
+
+    @classmethod
+    def sampled(cls, model: ModelSampling | None, **asked: Any) -> Sampling:
+        """Sampling as asked for; what is not, as the model recommends; else with the defaults, at temperature 1."""
+        return cls(**{"temperature": 1.0, **(model.named() if model is not None else {}), **asked})
 
     @property
     def greedy(self) -> bool:
@@ -81,6 +92,11 @@ class Sampling:
     def processed(self) -> bool:
         """Whether anything changes the logits before the temperature does."""
         return any(getattr(self, name) != getattr(_PLAIN, name) for name in _PROCESSED)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling leaves out tokens for their probability."""
+        return bool(self.top_k or self.min_p) or self.top_p < 1 or self.typical_p < 1
 
     def check_ids(self, vocab: int) -> None:
         """Raise InputError for a token id that the model does not have."""
@@ -102,6 +118,7 @@ _RANGES = (
     ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
     ("no_repeat_ngram_size", 0, 1 << 31, "0 (no ban) or more"),
     ("min_new_tokens", 0, 1 << 31, "0 or more"),
+    ("min_length", 0, 1 << 31, "0 or more"),
     ("seed", 0, SEEDS - 1, "0 to 2^64 - 1"),
 )
 _AFTERWARDS = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs", "structure"))

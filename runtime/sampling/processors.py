@@ -26,6 +26,8 @@ class Processors:
         self.ids = list(prompt)
         self._prompt = len(self.ids)
         self._stops = list(stops)
+        # As in transformers, where a stop token is not banned: no answer would end.
+        self._bad = [word for word in sampling.bad_words if len(word) > 1 or word[0] not in stops]
         self._seen = np.zeros(vocab, bool)
         self._seen[self.ids] = True
         self._counts = np.zeros(vocab, np.float32)
@@ -47,16 +49,18 @@ class Processors:
     def __call__(self, logits: Scores) -> Scores:
         """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are."""
         s, scores = self.sampling, logits.copy()
-        scores[self._bias[0]] += self._bias[1]
+        if s.logit_bias:
+            scores[self._bias[0]] += self._bias[1]
         if s.repetition_penalty != 1.0:
             penalty, at = np.float32(s.repetition_penalty), np.flatnonzero(self._seen)
             seen = scores[at]
             scores[at] = np.where(seen < 0, seen * penalty, seen / penalty)
         if s.presence_penalty or s.frequency_penalty:
-            at = np.flatnonzero(self._counts)
+            at = np.flatnonzero(self._counts != 0)  # sooner than of numbers
             presence, frequency = np.float32(s.presence_penalty), np.float32(s.frequency_penalty)
             scores[at] -= presence + frequency * self._counts[at]
-        scores[self._banned()] = NEVER
+        if banned := self._banned():
+            scores[banned] = NEVER
         for processor in s.processors:
             scores = processor(self.ids, scores)
         return scores
@@ -67,11 +71,11 @@ class Processors:
         banned = list(s.suppress)
         if new == 0:
             banned += s.begin_suppress
-        if new < s.min_new_tokens:
+        if new < s.min_new_tokens or len(ids) < s.min_length:
             banned += self._stops
         if s.no_repeat_ngram_size and len(ids) >= s.no_repeat_ngram_size - 1:
             banned += self._followers.get(self._end(len(ids), s.no_repeat_ngram_size - 1), ())
-        for *before, last in s.bad_words:
+        for *before, last in self._bad:
             if len(before) <= len(ids) and ids[len(ids) - len(before) :] == before:
                 banned.append(last)
         return banned

@@ -16,6 +16,7 @@ from itertools import zip_longest
 
 from ssdevice import targets
 from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, Ruled, check_paths, parse_strict, repeated_name, within
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import (
     CHOOSING,
@@ -189,13 +190,14 @@ class FileEntry(Ruled):
 class Manifest(Ruled):
     """The contents of ``manifest.json``.
 
-    ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps that are not merged
-    may differ. ``functions``: the contract's functions that the bundle has. ``calibrated_rows``: how many rows of the
-    apps' data were used to round weights; 0: rounded to nearest. ``notes``: how the bundle differs from the request,
-    one sentence each. ``parity``: the largest differences from the reference that the export measured. ``roles``:
-    role -> the file or folder with it. ``files``: path -> size and hash of all files except the manifest and its
-    signature. Paths are relative and use slashes. ``BundleWriter.commit`` fills ``files`` and ``roles``. Raises
-    ConfigError for values that contradict each other.
+    ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps that are not merged may
+    differ. ``functions``: the contract's functions that the bundle has. ``calibrated_rows``: how many rows of the apps'
+    data were used to round weights; 0: rounded to nearest. ``sampling``: what the model's ``generation_config.json``
+    asks of hosts that choose tokens; None: nothing. ``notes``: how the bundle differs from the request, one sentence
+    each. ``parity``: the largest differences from the reference that the export measured. ``roles``: role -> the file
+    or folder with it. ``files``: path -> size and hash of all files except the manifest and its signature. Paths are
+    relative and use slashes. ``BundleWriter.commit`` fills ``files`` and ``roles``. Raises ConfigError for values that
+    contradict each other.
     """
 
     tools: dict[str, str] = field(
@@ -215,6 +217,7 @@ class Manifest(Ruled):
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
     calibrated_rows: int = field(default=0, metadata=COUNT)
+    sampling: ModelSampling | None = None
     notes: tuple[str, ...] = field(default=(), metadata={"maxItems": 1000, "items": TEXT})
     parity: dict[str, float] = field(default_factory=dict, metadata={"maxProperties": 1000, "propertyNames": SHORT})
     roles: dict[str, str] = field(

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
-    sampling = sampling_of(args)
+    sampling_of(args)
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from ssdevice.bench.runner import BenchOptions
     from ssdevice.commands.progress import Progress
 
-    options = BenchOptions(args.rounds or ROUNDS, args.max_tokens, args.skip_long, sampling)
+    options = BenchOptions(args.rounds or ROUNDS, args.max_tokens, args.skip_long)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     if args.peers is not None:
         from ssdevice.bench.peers.table import as_markdown
@@ -101,7 +102,7 @@ def _check_options(args: argparse.Namespace) -> None:
         measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
     if args.peers is not None or args.profile:
-        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, *STRUCTURES, "logit_bias")]
+        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, *STRUCTURES, "logit_bias", "sample")]
         refuse_ignored(args, "peers and profiles decode greedily", *choices)
     if args.peers is None:
         refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
@@ -125,6 +126,7 @@ def _measure(
         check_plot(args.plot)
     with ExitStack() as stack:
         sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
+        options = replace(options, sampling=sampling_of(args, sessions[0].bundle))
         progress = stack.enter_context(Progress(args.quiet))
         results = measure_beside(sessions, examples, options, progress.report)
         reports = [_report(args, *measured, options) for measured in zip(folders, sessions, results, strict=True)]

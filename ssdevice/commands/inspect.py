@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.config import to_json
 from ssdevice.errors import MissingExtraError
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
@@ -66,6 +67,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "functions": [spec.name for spec in manifest.functions],
         "apps": app_rows(manifest),
         "stop_ids": list(manifest.chat.stop_ids),
+        "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": manifest.total_bytes,
         "calibrated_rows": manifest.calibrated_rows,
@@ -127,6 +129,10 @@ def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
     }
     if found["parity"]:
         rows["parity"] = ", ".join(f"{name} {value:.3g}" for name, value in found["parity"].items())
+    if (sampling := found["sampling"]) is not None:
+        asks = "recommends sampling" if sampling["do_sample"] else "names"
+        named = ", ".join(f"{name} {value}" for name, value in sampling.items() if value and name != "do_sample")
+        rows["sampling"] = f"generation_config.json {asks}{': ' * bool(named)}{named[:500]} (run with --sample)"
     for i, note in enumerate(found["notes"], 1):
         rows[f"note {i}"] = note
     for name, text in rows.items():

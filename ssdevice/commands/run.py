@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.conversation import add_template, read_messages, template_of
 from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_sampling, sampling_of
-from ssdevice.data import Example, read_examples
+from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
+from ssdevice.text.frames import Message
+from ssdevice.text.messages import checked
 
 if TYPE_CHECKING:
     from ssdevice.runtime.generation import Generation
@@ -30,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from standard input")
     source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
-    add("--system", metavar="TEXT", help="system message before the prompt")
+    source.add_argument("--messages", type=Path, metavar="FILE", help="JSON list of the messages of a conversation")
+    add("--system", metavar="TEXT", help="system message before the prompt or the messages")
+    add_template(parser)
     add("--limit", type=positive, metavar="N", help="the first N prompts of --data")
     add("--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
@@ -45,17 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
-        raise InputError("--system goes with --prompt; a data file names its own system messages")
+        raise InputError("--system goes with --prompt and --messages; a data file names its own system messages")
     if args.data is None:
         refuse_ignored(args, "it goes with --data", "--limit")
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
-    sampling, examples = sampling_of(args), _examples(args)
+    sampling_of(args)
+    template, requests = template_of(args), _requests(args)
     with open_session(args) as session:
+        sampling = sampling_of(args, session.bundle)
         mode = session.mode(speculate=not args.no_speculate)
-        for number, example in enumerate(examples, 1):
+        for number, asked in enumerate(requests, 1):
             try:
-                _answer(args, session, mode, sampling, example)
+                ids = session.prompt_ids(asked.prompt, messages=asked.messages, system=asked.system, template=template)
+                _answer(args, session, mode, sampling, asked, ids)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -63,8 +72,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, example: Example) -> None:
-    ids = session.prompt_ids(example.prompt, system=example.system)
+@dataclass(frozen=True)
+class _Request:
+    """A prompt, or the messages of a conversation. ``shown``: what the user said last."""
+
+    shown: str
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    system: str | None = None
+
+
+def _answer(
+    args: argparse.Namespace,
+    session: Session,
+    mode: str,
+    sampling: Sampling | None,
+    asked: _Request,
+    ids: Sequence[int],
+) -> None:
     runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
     if args.trace:
         from ssdevice.commands.trace import Trace
@@ -75,7 +100,7 @@ def _answer(args: argparse.Namespace, session: Session, mode: str, sampling: Sam
     elif args.json:
         for _ in runs:
             pass
-        print(json.dumps(as_json(example.prompt, session.last), ensure_ascii=False), flush=True)
+        print(json.dumps(as_json(asked.shown, session.last), ensure_ascii=False), flush=True)
         return
     else:
         for step in runs:
@@ -114,10 +139,18 @@ def summary(answer: Generation) -> str:
     return f"[{', '.join(parts)}; {answer.reason}]"
 
 
-def _examples(args: argparse.Namespace) -> list[Example]:
+def _requests(args: argparse.Namespace) -> list[_Request]:
     if args.data is not None:
-        return read_examples(args.data, args.limit, require_completion=False)
-    return [Example(_stdin() if args.prompt == STDIN else args.prompt, system=args.system)]
+        examples = read_examples(args.data, args.limit, require_completion=False)
+        return [_Request(example.prompt, example.prompt, system=example.system) for example in examples]
+    if args.messages is not None:
+        try:
+            messages = checked(read_messages(args.messages))
+        except InputError as error:
+            raise InputError(f"--messages {args.messages}: {error}") from error
+        return [_Request(messages[-1]["content"], messages=messages, system=args.system)]
+    prompt = _stdin() if args.prompt == STDIN else args.prompt
+    return [_Request(prompt, prompt, system=args.system)]
 
 
 def _stdin() -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.opening import refuse_ignored
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
+    from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.sampling.options import Sampling
     from ssdevice.runtime.structure.options import Structure
 
 HELP = {
-    "temperature": (float, "0 (default) chooses the likeliest token; above, tokens are sampled"),
+    "temperature": (float, "0 chooses the likeliest token; above, tokens are sampled"),
     "top_k": (int, "sample among the N likeliest tokens"),
     "top_p": (float, "sample among the likeliest tokens that have this probability together"),
     "min_p": (float, "sample among tokens of at least this part of the likeliest one's probability"),
@@ -38,12 +41,22 @@ STRUCTURES = {
 MAX_STRUCTURE_BYTES = 4 << 20
 
 
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+"""Options that ask for sampling."""
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sampling_of``."""
-    group = parser.add_argument_group("choice of tokens", "for bundles that were exported with --choose host")
+    group = parser.add_argument_group(
+        "choice of tokens",
+        "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
+        f"one of --sample, {', '.join(map(_flag, SAMPLED))} is given, what the others do not say is as the model's "
+        "generation_config.json recommends, and the temperature 1 where it names none",
+    )
+    group.add_argument("--sample", action="store_true", help="sample as the model recommends")
     for name, (kind, text) in HELP.items():
         metavar = "N" if kind is int else "X"
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+        group.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
     )
@@ -56,14 +69,25 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
             form.add_argument(option, type=Path if what == "FILE" else str, metavar=what, help=text)
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling | None:
-    """What was asked for; None for nothing, which is greedy decoding. Raises InputError for a value out of range."""
+def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
+    """What was asked for; None for nothing, which is greedy decoding. Without a ``bundle`` it only checks the options.
+
+    Raises InputError for a value out of range, and for options that would have no effect.
+    """
     from ssdevice.runtime.sampling.options import Sampling
 
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
     given["structure"] = _structure_of(args)
     asked = {name: value for name, value in given.items() if value not in (None, {})}
+    model = bundle.manifest.sampling if bundle is not None else None
+    if args.temperature == 0:
+        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(_flag, SAMPLED[1:]))
+    elif args.sample or asked.keys() & set(SAMPLED):
+        return Sampling.sampled(model, **asked)
+    elif not asked and model is not None and not args.quiet:
+        named = ", ".join(f"{name}={value}" for name, value in model.named().items())
+        print(f"ssdevice: the model recommends sampling ({named[:200]}); --sample does so", file=sys.stderr)
     return Sampling(**asked) if asked else None
 
 
@@ -91,6 +115,10 @@ def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
         raise InputError(f"{file}: not UTF-8 text (byte {error.start})") from error
     except InputError as error:
         raise InputError(f"{file}: {error}") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _bias(text: str) -> tuple[int, float]:

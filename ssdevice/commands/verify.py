@@ -230,8 +230,9 @@ class _Checks:
         from ssdevice.export.crosscheck.check import check_model
 
         try:
-            context = self.bundle.geometry.context
-            notes = check_model(folder, self.args.adapter, session.tokenizer, context, model)
+            geometry = self.bundle.geometry
+            choose = bool(geometry.hidden)
+            notes = check_model(folder, self.args.adapter, session.tokenizer, geometry.context, choose, model)
         except ParityError as error:
             self.faults.append(str(error))
             return

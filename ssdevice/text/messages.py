@@ -138,6 +138,11 @@ def checked(messages: Any) -> tuple[Message, ...]:
     return tuple(found)
 
 
+def waiting(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """``checked`` messages of a conversation, maybe an empty one, in which the user is to speak next."""
+    return checked([*messages, {"role": USER, "content": "."}])[:-1]
+
+
 def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """A message without the keys that have no value."""
     role = given.get("role")

@@ -1,4 +1,4 @@
-"""Kernels of our own for ONNX Runtime, compiled on the machine that runs them: ``ssdevice kernels``.
+"""Kernels of our own for ONNX Runtime: compiled in the wheels of a platform, elsewhere by ``ssdevice kernels``.
 
 Graphs call their operators by name in ``DOMAIN`` and hold, for each, an ONNX function of standard operators that
 computes the same up to rounding (``ssdevice.export.onnx.functions``). ONNX Runtime takes the kernel where it is
@@ -106,7 +106,10 @@ _opening = Lock()
 
 
 def library() -> Path | None:
-    """The compiled kernels of this version, if they were built for this machine."""
+    """The compiled kernels of this version, if they were built for this machine: in the package, or afterwards."""
+    if not os.environ.get(FOLDER):
+        for file in SOURCES.glob(f"{_name()}*{SUFFIX}"):
+            return file
     try:
         folder = _folder()
     except InputError:  # then nobody has built any
@@ -120,11 +123,6 @@ def library() -> Path | None:
 
 def build() -> Path:
     """Compile the kernels and put them where ``library`` finds them. Raises InputError."""
-    chosen = os.environ.get("CXX")
-    compiler = chosen or next((name for name in COMPILERS if shutil.which(name)), None)
-    if compiler is None or shutil.which(compiler) is None:
-        wanted = f"CXX is {chosen}, which is not there" if chosen else f"there is no {', '.join(COMPILERS)}"
-        raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
     folder = _folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,6 +132,20 @@ def build() -> Path:
     if not os.environ.get(FOLDER) and status.st_uid == os.getuid():  # may be older, and made with a umask of 002
         folder.chmod(status.st_mode & ~OTHERS)
     _check_owner(folder)
+    file = compiled(folder)
+    for old in folder.glob(f"{PREFIX}*"):
+        if old != file:
+            old.unlink(missing_ok=True)
+    return file
+
+
+def compiled(folder: Path) -> Path:
+    """The library, compiled into a folder. Raises InputError if it cannot be compiled."""
+    chosen = os.environ.get("CXX")
+    compiler = chosen or next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None or shutil.which(compiler) is None:
+        wanted = f"CXX is {chosen}, which is not there" if chosen else f"there is no {', '.join(COMPILERS)}"
+        raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         made = Path(unfinished) / f"made{SUFFIX}"
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
@@ -141,11 +153,7 @@ def build() -> Path:
         if done.returncode:
             said = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
             raise InputError(f"{compiler} cannot compile the kernels ({said})")
-        file = put(made, folder)
-    for old in folder.glob(f"{PREFIX}*"):
-        if old != file:
-            old.unlink(missing_ok=True)
-    return file
+        return put(made, folder)
 
 
 def put(made: Path, folder: Path) -> Path:
@@ -193,7 +201,7 @@ def _check(file: Path) -> None:
     """Raise InputError unless a library is what was compiled here: half of one would end the process."""
     try:
         real = file.resolve(strict=True)
-        for path in (real, real.parent):
+        for path in () if real.parent == SOURCES.resolve() else (real, real.parent):  # as safe as this file
             _check_owner(path)
         same = file.name.endswith(f"-{_sha256(file)}{SUFFIX}")
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import NOT_APPLIED
@@ -26,6 +27,7 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.model import loading
+from ssdevice.runtime.session import Session
 from ssdevice.text.tokenizer import ChatTokenizer
 from tests.export.models import write_base
 from tests.once import made_once
@@ -107,10 +109,10 @@ def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_token_that_ends_only_the_answers_of_transformers_is_refused(base: Path) -> None:
     tokenizer = ChatTokenizer.open(base)
-    assert check_settings(tokenizer, base) == ()
+    assert check_settings(tokenizer, base, False) == ()
     tokenizer.chat = replace(tokenizer.chat, stop_ids=(9,))
     with pytest.raises(InputError, match=r"token 1 ends answers of generate"):
-        check_settings(tokenizer, base)
+        check_settings(tokenizer, base, False)
 
 
 def test_the_second_model_is_gone_afterwards(base: Path, plain_lora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +186,34 @@ def test_settings_that_a_bundle_does_not_apply_are_said_wherever_it_answers(
     assert len(opened) == 2  # ours, and the untouched one that generates
     said = capsys.readouterr().out
     assert "prompt ids, logits and first tokens are those of the torch reference" in said and note in said
+
+
+def test_a_host_that_chooses_gives_the_answers_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With all settings of generation_config.json that it applies; greedily, because generators differ."""
+    base = write_base(tmp_path / "base")
+    asked = {
+        "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 30, "suppress_tokens": [9],
+        "begin_suppress_tokens": [12], "bad_words_ids": [[20], [21, 22], [1]], "eos_token_id": 1,
+    }  # fmt: skip
+    (base / "generation_config.json").write_text(json.dumps(asked))
+    assert export(base, tmp_path / "bundle", "--choose", "host", "--no-cross-check") == 0
+    hf = AutoModelForCausalLM.from_pretrained(base)
+    with Session.open(tmp_path / "bundle", threads=1) as session:
+        ids = session.prompt_ids("a b c b c")
+        for _ in session.runs(ids, max_tokens=40, mode="plain", sampling=session.sampling(temperature=0)):
+            pass
+        theirs = hf.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
+        assert session.last.tokens == theirs and len(theirs) > 30
+    capsys.readouterr()
+    call = ["run", str(tmp_path / "bundle"), "--prompt", "a b c b c", "--max-tokens", "40"]
+    assert main([*call, "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tokens"] != theirs and "the model recommends sampling (repetition_pen" in said.err
+    assert main([*call, "--json", "--sample", "--temperature", "1e-6", "--no-speculate"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tokens"] == theirs and not said.err
+    assert main(["inspect", str(tmp_path / "bundle"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sampling"]["repetition_penalty"] == 1.3
 
 
 def test_without_the_comparison_a_bundle_says_so_and_verify_still_makes_it(

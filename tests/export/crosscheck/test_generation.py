@@ -10,8 +10,14 @@ import pytest
 from transformers import GenerationConfig
 
 from ssdevice.bundle.manifest import NOT_APPLIED
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.errors import InputError
-from ssdevice.export.crosscheck.generation import generation_config, generation_notes, unapplied
+from ssdevice.export.crosscheck.generation import (
+    generation_config,
+    generation_notes,
+    model_sampling,
+    unapplied,
+)
 from tests.export.models import write_base
 
 
@@ -92,3 +98,42 @@ def test_the_settings_are_those_with_which_transformers_opens_the_folder(tmp_pat
     file.write_text("{")
     with pytest.raises(InputError, match=r"generation_config\.json: transformers cannot read it"):
         generation_config(tmp_path)
+
+
+ALL = {
+    "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9,
+    "repetition_penalty": 1.1, "no_repeat_ngram_size": 4, "min_new_tokens": 2, "min_length": 9,
+    "suppress_tokens": [5], "begin_suppress_tokens": [6, 7], "bad_words_ids": [[1], [2, 3]],
+}  # fmt: skip
+
+
+def folder_that_asks(folder: Path, asked: dict[str, Any]) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    return folder
+
+
+def test_what_a_host_applies_is_in_the_manifest_and_not_in_notes(tmp_path: Path) -> None:
+    """Values that switch a setting off, and those of other settings, are not in it."""
+    assert model_sampling(folder_that_asks(tmp_path, ALL), 300) == ModelSampling(
+        True, 0.6, 20, 0.95, 0.01, 0.9, 1.1, 4, 2, 9, (5,), (6, 7), ((1,), (2, 3))
+    )
+    assert generation_notes(GenerationConfig(**ALL), choose=True) == ()
+    left = GenerationConfig(**ALL, num_beams=2, top_h=0.3)
+    assert [note.split(" asks for ")[1] for note in generation_notes(left, choose=True)] == [
+        "settings that a bundle does not apply: num_beams=2: generate() of transformers gives other answers",
+        "sampling (top_h=0.3); the bundle does not apply this",
+    ]
+    for off in ({"eos_token_id": 2}, {"top_k": 0, "top_p": 1.0, "suppress_tokens": [], "repetition_penalty": 1.0}):
+        assert model_sampling(folder_that_asks(tmp_path, off), 300) is None
+    assert model_sampling(folder_that_asks(tmp_path, {"do_sample": True}), 300) == ModelSampling(True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"top_p": 0.0}, {"temperature": -1.0}, {"temperature": "hot"}, {"suppress_tokens": [300]}, {"bad_words_ids": [[]]},
+     {"top_k": 1.5}, {"temperature": 1e9}],
+    ids=str,
+)  # fmt: skip
+def test_what_no_host_could_apply_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"generation_config\.json"):
+        model_sampling(folder_that_asks(tmp_path, {"do_sample": True, **wrong}), 300)

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.choice import Chooser, truncated, walk
+from ssdevice.runtime.sampling.noise import gumbel
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.tree import Tree
 
@@ -55,6 +56,25 @@ def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
         assert np.array_equal(found, scores if ids is None else scores[ids])
 
 
+@given(st.integers(0, 10_000), st.sampled_from((7, 256, 300, 5000, 20_000)), st.floats(0.2, 6))
+def test_short_cuts_lead_to_the_best_of_what_truncation_leaves(seed: int, size: int, spread: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = scores_of(seed, size, spread)
+    logits[rng.integers(0, size, size // 3)] = -np.inf
+    logits[rng.integers(0, size)] = spread  # one is possible
+    asked = {
+        "top_k": int(rng.choice([0, 1, 5, 50, 5000])), "top_p": float(rng.choice([1, 0.2, 0.9, 0.999])),
+        "min_p": float(rng.choice([0, 0.05, 0.5])), "typical_p": float(rng.choice([1, 1, 0.3, 0.95])),
+    }  # fmt: skip
+    sampling = Sampling(temperature=float(rng.choice([0.3, 1.0, 2.5])), seed=seed, **asked)  # type: ignore[arg-type]
+    kept, ids = truncated(logits / np.float32(sampling.temperature), sampling)
+    ids = np.arange(size) if ids is None else ids
+    for position in range(3):
+        chooser = Chooser(sampling, [1] * position, [0], size)
+        expected = ids[np.argmax(kept.astype(np.float64) + gumbel(seed, position, ids, size))]
+        assert chooser(logits) == expected
+
+
 PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
     ({"repetition_penalty": 1.3}, [hf.RepetitionPenaltyLogitsProcessor(1.3)]),
     ({"no_repeat_ngram_size": 1}, [hf.NoRepeatNGramLogitsProcessor(1)]),
@@ -63,6 +83,11 @@ PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
         {"bad_words": ((5,), (7, 8), (1, 2, 3))},
         [hf.NoBadWordsLogitsProcessor([[5], [7, 8], [1, 2, 3]], eos_token_id=0)],
     ),
+    (  # a stop token among bad words is not banned
+        {"bad_words": ((0,), (5,))},
+        [hf.NoBadWordsLogitsProcessor([[0], [5]], eos_token_id=0)],
+    ),
+    ({"min_length": 15}, [hf.MinLengthLogitsProcessor(15, 0, device="cpu")]),
     ({"min_new_tokens": 9}, [hf.MinNewTokensLengthLogitsProcessor(6, 9, 0, device="cpu")]),
     ({"suppress": (4, 9)}, [hf.SuppressTokensLogitsProcessor([4, 9], device="cpu")]),
     ({"begin_suppress": (4, 9)}, [hf.SuppressTokensAtBeginLogitsProcessor([4, 9], 6, device="cpu")]),
@@ -199,7 +224,8 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
     ("asked", "named"),
     [
         ({"temperature": -0.1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": True}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0.0}, "top_p"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.0}, "top_k"), ({"min_p": 2.0}, "min_p"),
         ({"seed": 1 << 64}, "seed"), ({"seed": -1}, "seed"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"logprobs": -1}, "logprobs"), ({"bad_words": ((),)}, "bad_words"),

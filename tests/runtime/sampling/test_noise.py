@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.runtime.sampling.noise import GROUP, gumbel, philox, sample
+from ssdevice.runtime.sampling.noise import GROUP, gumbel, peaks, philox, sample_all
 
 LOW = 0xFFFFFFFF
 
@@ -45,7 +45,9 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tu
 @given(st.integers(0, LOW), st.integers(0, LOW), st.integers(0, 1), st.integers(0, 2**64 - 1))
 def test_philox(number: int, position: int, kind: int, seed: int) -> None:
     words = philox(np.array([number], np.uint64), np.array([position], np.uint64), kind, seed)
-    assert tuple(words[:, 0].tolist()) == philox_by_hand((number, position, kind, 0), (seed & LOW, seed >> 32))
+    assert tuple(int(word[0]) for word in words) == philox_by_hand(
+        (number, position, kind, 0), (seed & LOW, seed >> 32)
+    )
 
 
 def noise_by_hand(seed: int, position: int, token: int) -> float:
@@ -70,15 +72,17 @@ def test_noise_is_a_function_of_seed_position_and_token(seed: int, position: int
 
 @given(st.integers(1, 1200), st.floats(0.1, 30), st.integers(0, 100))
 def test_the_best_of_all_tokens_is_found_without_computing_them(vocab: int, spread: float, position: int) -> None:
-    scores = (np.random.default_rng(position).normal(size=vocab) * spread).astype(np.float32)
-    everything = scores.astype(np.float64) + gumbel(5, position, np.arange(vocab), vocab)
-    assert sample(scores, None, 5, position, vocab) == int(np.argmax(everything))
+    logits = (np.random.default_rng(position).normal(size=vocab) * spread).astype(np.float32)
+    for temperature in (0.3, 1.0, 2.5):
+        scores = (logits / np.float32(temperature)).astype(np.float64)
+        best = int(np.argmax(scores + gumbel(5, position, np.arange(vocab), vocab)))
+        assert sample_all(logits, peaks(logits), temperature, 5, position) == best
 
 
 def test_a_token_that_must_not_be_chosen_is_not() -> None:
     scores = np.full(700, -np.inf, np.float32)
     scores[[3, 650]] = 0, -20
-    assert {sample(scores, None, 1, position, 700) for position in range(300)} == {3}
+    assert {sample_all(scores, peaks(scores), 1.0, 1, position) for position in range(300)} == {3}
 
 
 def test_numbers_are_those_of_a_gumbel_distribution() -> None:

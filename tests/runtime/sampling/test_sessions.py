@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from ssdevice.bundle.folder import BundleWriter
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.cli import main
 from ssdevice.contract import DRAFT, VERIFY, VERIFY_PLAIN
 from ssdevice.errors import InputError
@@ -91,6 +95,36 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--logit-bias", "x"], ["--logit-bias", "99999=1"]):
         assert main([*asked, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_not_asked_for_is_as_the_model_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelSampling(True, temperature=0.6, top_k=9, repetition_penalty=1.4, suppress=(4,))
+    bundle = tiny_bundle("int8", choose=True)
+    with BundleWriter(tmp_path / "b") as writer:
+        writer.add_bundle(bundle)
+        writer.commit(replace(bundle.manifest, sampling=model))
+    with Session.open(tmp_path / "b", threads=1) as opened:
+        expected = Sampling(temperature=0.6, top_k=0, repetition_penalty=1.4, suppress=(4,), seed=5)
+        assert opened.sampling(top_k=0, seed=5) == expected
+    with Session.open(bundle, threads=1) as opened:
+        assert opened.sampling(top_p=0.9) == Sampling(temperature=1.0, top_p=0.9)
+
+    def run(*more: str) -> list[int]:
+        call = ["run", str(tmp_path / "b"), "--prompt", "1 2", "--max-tokens", "20", "--threads", "1", "--json"]
+        assert main([*call, *more]) == 0
+        said = capsys.readouterr()
+        assert ("temperature=0.6" in said.err) is not bool(more)
+        tokens: list[int] = json.loads(said.out)["tokens"]
+        return tokens
+
+    named = ["--temperature", "0.6", "--top-k", "9", "--repetition-penalty", "1.4"]
+    assert run("--sample") == run("--seed", "0") == run(*named) != run("--top-k", "0") != run("--seed", "1")
+    assert run("--temperature", "0") == run("--logprobs", "1") == run()
+    assert main(["inspect", str(tmp_path / "b")]) == 0
+    assert "recommends sampling: temperature 0.6" in " ".join(capsys.readouterr().out.split())
+    for off in (["--sample"], ["--top-p", "0.5"], ["--seed", "3"]):
+        assert main(["run", str(tmp_path / "b"), "--prompt", "1", "--temperature", "0", *off]) == 2
+        assert f"{off[0]} has no effect: --temperature 0" in capsys.readouterr().err
 
 
 def test_bench_measures_sampling() -> None:

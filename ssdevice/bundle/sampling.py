@@ -1,0 +1,48 @@
+"""What a model's ``generation_config.json`` asks of the choice of tokens, as far as hosts can apply it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ssdevice.bundle.integrity import Rule, Ruled, within
+from ssdevice.errors import ConfigError
+
+MOST = 1 << 31
+TOKEN: Rule = within(0, (1 << 24) - 1)
+TOKENS: Rule = {"maxItems": 1 << 16, "items": TOKEN}
+
+
+@dataclass(frozen=True)
+class ModelSampling(Ruled):
+    """The settings of a model, with the names of ``ssdevice.runtime.sampling.options.Sampling``; None: not named.
+
+    ``do_sample``: whether ``generate`` of transformers samples with them. ``min_length``: of prompt and answer.
+    """
+
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = field(default=None, metadata=within(0, MOST))
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = field(default=None, metadata=within(0, MOST))
+    min_new_tokens: int | None = field(default=None, metadata=within(0, MOST))
+    min_length: int | None = field(default=None, metadata=within(0, MOST))
+    suppress: tuple[int, ...] = field(default=(), metadata=TOKENS)
+    begin_suppress: tuple[int, ...] = field(default=(), metadata=TOKENS)
+    bad_words: tuple[tuple[int, ...], ...] = field(
+        default=(), metadata={"maxItems": 1 << 16, "items": {"minItems": 1, "maxItems": 64, "items": TOKEN}}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.named().items():
+            if isinstance(value, float) and not 0 <= value <= 100:
+                raise ConfigError(f"{name} is {value}, expected 0 to 100")
+
+    def named(self) -> dict[str, Any]:
+        """The settings that the model names, without ``do_sample``."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "do_sample"}
+        return {name: value for name, value in values.items() if value not in (None, ())}
