@@ -155,6 +155,6 @@ def _other_template(whole: Path, folder: Path) -> bool:
     """Whether the chat template is another one. Hosts that do not render templates cannot judge them."""
     try:
         one, other = (json.loads((at / MANIFEST).read_bytes())["chat"]["template"] for at in (whole, folder))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return bool(one != other)
