@@ -31,6 +31,7 @@ COMMANDS = {
     "kernels": "compile faster kernels for ONNX bundles on this machine",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
     "web": "run a bundle in a browser: serve the page, or write it for a static host",
+    "serve": "answer requests in OpenAI's form on this machine",
     "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130

@@ -6,17 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.conversation import add_template, read_messages, template_of
+from ssdevice.commands.conversation import add_template
 from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_sampling, sampling_of
-from ssdevice.data import read_examples
+from ssdevice.config import read_json
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
-from ssdevice.text.frames import Message
 from ssdevice.text.messages import checked
 
 if TYPE_CHECKING:
@@ -57,14 +57,18 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
     sampling_of(args)
-    template, requests = template_of(args), _requests(args)
+    messages = None if args.messages is None else checked(read_json(args.messages))
+    examples = _examples(args) if messages is None else [Example(messages[-1]["content"], system=args.system)]
     with open_session(args) as session:
         sampling = sampling_of(args, session.bundle)
         mode = session.mode(speculate=not args.no_speculate)
-        for number, asked in enumerate(requests, 1):
+        for number, example in enumerate(examples, 1):
+            prompt = example.prompt if messages is None else None
             try:
-                ids = session.prompt_ids(asked.prompt, messages=asked.messages, system=asked.system, template=template)
-                _answer(args, session, mode, sampling, asked, ids)
+                ids = session.prompt_ids(
+                    prompt, messages=messages, system=example.system, template=dict(args.template_arg)
+                )
+                _answer(args, session, mode, sampling, example.prompt, ids)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -72,23 +76,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A prompt, or the messages of a conversation. ``shown``: what the user said last."""
-
-    shown: str
-    prompt: str | None = None
-    messages: Sequence[Message] | None = None
-    system: str | None = None
-
-
 def _answer(
-    args: argparse.Namespace,
-    session: Session,
-    mode: str,
-    sampling: Sampling | None,
-    asked: _Request,
-    ids: Sequence[int],
+    args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, shown: str, ids: Sequence[int]
 ) -> None:
     runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
     if args.trace:
@@ -100,7 +89,7 @@ def _answer(
     elif args.json:
         for _ in runs:
             pass
-        print(json.dumps(as_json(asked.shown, session.last), ensure_ascii=False), flush=True)
+        print(json.dumps(as_json(shown, session.last), ensure_ascii=False), flush=True)
         return
     else:
         for step in runs:
@@ -139,18 +128,10 @@ def summary(answer: Generation) -> str:
     return f"[{', '.join(parts)}; {answer.reason}]"
 
 
-def _requests(args: argparse.Namespace) -> list[_Request]:
+def _examples(args: argparse.Namespace) -> list[Example]:
     if args.data is not None:
-        examples = read_examples(args.data, args.limit, require_completion=False)
-        return [_Request(example.prompt, example.prompt, system=example.system) for example in examples]
-    if args.messages is not None:
-        try:
-            messages = checked(read_messages(args.messages))
-        except InputError as error:
-            raise InputError(f"--messages {args.messages}: {error}") from error
-        return [_Request(messages[-1]["content"], messages=messages, system=args.system)]
-    prompt = _stdin() if args.prompt == STDIN else args.prompt
-    return [_Request(prompt, prompt, system=args.system)]
+        return read_examples(args.data, args.limit, require_completion=False)
+    return [Example(_stdin() if args.prompt == STDIN else args.prompt, system=args.system)]
 
 
 def _stdin() -> str:

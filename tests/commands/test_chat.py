@@ -81,7 +81,7 @@ def test_a_conversation_is_saved_reset_and_loaded(
     saved = json.loads(Path("a.json").read_text())
     assert saved == [system, user("hello"), {"role": "assistant", "content": one}]
     Path("b.json").write_text(json.dumps([*saved, user("b")]))
-    assert talk(monkeypatch, bundle, "/load b.json", "/quit", "never said") == 0
+    assert talk(monkeypatch, bundle, "/load a.json", "b", "/quit", "never said") == 0
     assert capsys.readouterr().out == f"{two}\n"
     assert call("run", bundle, "--messages", "b.json", "--max-tokens", "9", "--json") == 0
     row = json.loads(capsys.readouterr().out)
@@ -94,18 +94,19 @@ def test_a_conversation_is_saved_reset_and_loaded(
     ("lines", "message"),
     [
         (["/nonsense"], "unknown command /nonsense; /help lists them"),
-        (["/app"], "/app NAME: the apps are letters"),
+        (["/app"], "/app: a name is missing; /help says what it names"),
         (["/app sql"], "has no app 'sql'; it has letters"),
-        (["/save"], "/save FILE: give the name of a JSON file"),
+        (["/save"], "/save: a name is missing"),
         (["/save there.json"], "there.json: it exists; choose another name"),
         (["/save no/folder.json"], "its folder does not exist"),
         (["/load none.json"], "none.json: no such file"),
         (["/load ."], "cannot be read"),
-        (["/load there.json"], "expected a list of messages"),
+        (["/load there.json"], "messages is dict, expected a list"),
+        (["/load asked.json"], "messages ends with 'user'; the last one must be of role system or assistant"),
         (["/load wrong.json"], "role 'assistant' cannot be the first"),
         (["/load text.json"], "not JSON"),
         (["x" * 200], "context of 96"),
-        (["\udcff"], "standard input is not UTF-8 text"),
+        (["\udcff"], "standard input, line 1: not UTF-8 text (byte 0)"),
     ],
 )
 def test_what_is_wrong_in_a_pipe_ends_it_with_a_line(
@@ -114,6 +115,7 @@ def test_what_is_wrong_in_a_pipe_ends_it_with_a_line(
     Path("there.json").write_text("{}")
     Path("wrong.json").write_text('[{"role": "assistant", "content": "x"}]')
     Path("text.json").write_text("hello")
+    Path("asked.json").write_text(json.dumps([user("x")]))
     said = "\n".join(lines).encode("utf-8", "surrogateescape")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
     assert call("chat", bundle, "--quiet") == 2
@@ -124,14 +126,13 @@ def test_what_is_wrong_in_a_pipe_ends_it_with_a_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--messages", "none.json"], "--messages none.json: none.json: no such file"),
+        (["--messages", "none.json"], "none.json: no such file"),
         (["--messages", "said.json"], "messages ends with 'assistant'"),
         (["--messages", "whole.json", "--system", "x"], "the messages have a system message of their own"),
         (["--messages", "whole.json", "--limit", "3"], "--limit has no effect: it goes with --data"),
         (["--messages", "whole.json", "--prompt", "x"], "not allowed with argument"),
         (["--prompt", "x", "--template-arg", "x"], "'x' is not NAME=JSON"),
         (["--prompt", "x", "--template-arg", "x=no"], "not JSON; write a text as x='\"text\"'"),
-        (["--prompt", "x", "--template-arg", "x=1", "--template-arg", "x=2"], "--template-arg x is given twice"),
         (["--prompt", "x", "--template-arg", "x=1"], "there are no tools and no template arguments"),
     ],
 )

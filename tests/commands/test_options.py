@@ -27,6 +27,7 @@ REQUIRED = {
     "verify": ["b"],
     "tune": ["b", "--data", "d"],
     "web": ["b"],
+    "serve": ["b"],
 }
 """A call of each command with what it cannot do without: names of files that do not exist."""
 OWN_PROMPTS = ["--model", "m", "--app", "a", "--out", "o"]
@@ -43,6 +44,7 @@ SIGNED = {"--presence-penalty", "--frequency-penalty"}
 ZERO = {
     "--threads",  # all cores
     "--port",  # any free one
+    "--queue",  # nobody waits
     "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
     "--alpha-main", "--alpha-stream", "--soft-labels", "--weight-decay", "--warmup", "--keep-gb", "--seed",

@@ -16,7 +16,8 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
-from ssdevice.commands.page_server import LOOPBACK, PageServer, Site
+from ssdevice.commands.page_server import PageServer, Site
+from ssdevice.serve.names import LOOPBACK
 from tests.apps.web_demo import host, shipped
 
 pytestmark = pytest.mark.slow  # exports the shipped model and starts a browser
@@ -78,6 +79,18 @@ def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
     # What was checked once is kept: of the bundle, the second visit asks only for the manifest.
     assert [asked for asked in found["again"] if "/bundle/" in asked] == [f"{address}bundle/manifest.json"]
     assert (tmp_path / SCREENSHOT).stat().st_size < 150_000
+
+
+def test_a_seed_decides_what_the_page_samples() -> None:
+    request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
+    seeds = ("7", "1234567890123456789", "7")
+    sampled = [{**request, "temperature": "1.5", "seed": seed} for seed in seeds]
+    with serving(PageServer(site(shipped.bundle()), 0)) as address:
+        found = visited(address, request, *sampled)
+    assert not found["errors"]
+    assert all(seen["status"] == "Both answers have the same tokens." for seen in found["answers"])
+    greedy, one, other, again = [seen["tokens"]["speculative"] for seen in found["answers"]]
+    assert one == again and len({tuple(tokens) for tokens in (greedy, one, other)}) == 3
 
 
 def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
