@@ -29,6 +29,7 @@ def measure_memory(
         "app": app,
         "mode": mode,
         "options": asdict(options),
+        "sampling": {},
         "stops": [],
     }
     with Worker(Arm("the process that measures memory", ours.__name__, settings, disk_bytes=0)) as worker:
