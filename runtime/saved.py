@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from ssdevice import arguments, strict_json
 from ssdevice.adapters.safetensors_file import read_tensors, write_tensors
 from ssdevice.bundle.folder import Bundle
-from ssdevice.bundle.integrity import MANIFEST_FILE
+from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, read_bounded
 from ssdevice.bundle.staging import Stage, disk_errors
 from ssdevice.config import load_strict
 from ssdevice.contract import ROWS, CacheForm
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import check_prompt
-from ssdevice.text.messages import USER, Chat, checked
+from ssdevice.text.messages import WAITING, Chat, checked
 
 DESCRIPTION, HASH = "description", "sha256"
 MAX_DESCRIPTION = 1 << 24
@@ -89,9 +89,7 @@ def restore(file: str | Path, bundle: Bundle, app: str, conversation: Conversati
         raise InputError(f"{file}: rows are {rows.dtype} {list(rows.shape)}, expected {dtype} {list(expected)}")
     if not np.isfinite(rows).all():
         raise InputError(f"{file}: rows have values that are not finite")
-    # A saved conversation waits for the user.
-    messages = checked([*saved.messages, {"role": USER, "content": "."}])[:-1] if saved.messages else ()
-    chat = Chat(messages).given(saved.tools, saved.template)
+    chat = Chat(checked(saved.messages, WAITING)).given(saved.tools, saved.template)
     conversation.cache.commit({ROWS: rows}, 0, len(saved.text))
     conversation.text, conversation.length = list(saved.text), len(saved.text)
     return chat
@@ -99,7 +97,9 @@ def restore(file: str | Path, bundle: Bundle, app: str, conversation: Conversati
 
 def _tensors(file: Path, most: int) -> dict[str, NDArray[Any]]:
     """The three tensors of a file of at most so many bytes."""
-    if file.is_file() and file.stat().st_size > most:
+    if not file.is_file():  # opening a pipe would block
+        raise InputError(f"{file}: no such file")
+    if file.stat().st_size > most:
         raise InputError(f"{file} has {file.stat().st_size} bytes, a conversation of this bundle has at most {most}")
     tensors = read_tensors(file)
     if tensors.keys() != {DESCRIPTION, ROWS, HASH} or tensors[DESCRIPTION].nbytes > MAX_DESCRIPTION:
@@ -114,7 +114,7 @@ def _digest(description: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int8]:
 
 
 def _identity(bundle: Bundle) -> str:
-    return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
+    return hashlib.sha256(read_bounded(bundle.folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)).hexdigest()
 
 
 def _check_target(bundle: Bundle) -> None:

@@ -226,7 +226,9 @@ class Session(OpenBundle):
         conversation.length = shared = conversation.shared(prompt)
         if turn is None or turn.before is None:
             self._chat = Chat()
-        answer = self._last = self._running = Generation(len(prompt), dropped=turn.dropped if turn else 0)
+        answer = self._last = self._running = Generation(
+            len(prompt), cached_tokens=shared, dropped=turn.dropped if turn else 0
+        )
         conversation.chooser = chooser
         conversation.forced = chooser.forced if chooser else tuple
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None

@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train an app's adapter: LoRA and streams",
     "export": "export a model and its adapters to a bundle for Core ML, ExecuTorch or ONNX",
     "run": "decode prompts with a bundle",
+    "chat": "talk with a bundle in the terminal",
     "bench": "measure a bundle: speed, acceptance, equality, quality",
     "verify": "check a bundle: integrity, then numbers against the reference",
     "inspect": "show what is in a bundle, its sizes and its memory",
@@ -30,6 +31,7 @@ COMMANDS = {
     "kernels": "compile faster kernels for ONNX bundles on this machine",
     "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
     "web": "run a bundle in a browser: serve the page, or write it for a static host",
+    "serve": "answer requests in OpenAI's form on this machine",
     "demo": "export, decode and compare with the shipped checkpoint",
 }
 INTERRUPTED = 130

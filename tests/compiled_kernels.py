@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -41,11 +42,30 @@ def preloaded() -> str | None:
     return " ".join(files) if all(Path(file).is_absolute() for file in files) else None
 
 
+def compiled_objects(sources: Iterable[Path], compiler: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The sources compiled, each once a run for all flags with which the preprocessor makes the same text of it."""
+    flags = [flag for flag in flags if flag not in ("-shared", "-static")]  # for the linker
+    shared = [flag for flag in flags if not flag.startswith("-D")]
+
+    def of(source: Path) -> str:
+        given = [*compiler, *flags, "-I", str(kernels.SOURCES), str(source)]
+        text = subprocess.run([*given, "-E", "-P"], check=True, capture_output=True).stdout
+        key = hashlib.sha256(repr((compiler, shared, text)).encode()).hexdigest()
+
+        def make(file: Path) -> None:
+            subprocess.run([*given, "-c", "-o", str(file)], check=True)
+
+        return str(made_once(f"kernels/objects/{source.stem}-{key}.o", make))
+
+    return [of(source) for source in sources]
+
+
 def _compiled(name: str, flags: Sequence[str]) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir(mode=0o755)
-        sources = [str(path) for path in kernels.SOURCES.glob("*.cpp")]
-        subprocess.run([str(COMPILER), *kernels.FLAGS, *flags, "-o", str(folder / "made.so"), *sources], check=True)
+        given = [*kernels.FLAGS, *flags]
+        objects = compiled_objects(sorted(kernels.SOURCES.glob("*.cpp")), [str(COMPILER)], given)
+        subprocess.run([str(COMPILER), *given, "-o", str(folder / "made.so"), *objects], check=True)
         kernels.put(folder / "made.so", folder)
 
     return next(made_once(f"kernels/{name}", make).iterdir())

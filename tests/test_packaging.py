@@ -139,8 +139,8 @@ def test_script_and_extras_are_declared(repository: Path) -> None:
     project = project_of(repository)
     assert project["scripts"] == {"ssdevice": "ssdevice.cli:main"}
     assert set(project["optional-dependencies"]) == {
-        "export", "train", "coreml", "executorch", "coreai", "bench", "sign", "smollm2", "peers", "structure", "all",
-        "dev",
+        "export", "train", "coreml", "executorch", "coreai", "bench", "sign", "smollm2", "peers", "structure", "serve",
+        "all", "dev",
     }  # fmt: skip
 
 

@@ -14,11 +14,8 @@ from threading import BoundedSemaphore
 from typing import Any, BinaryIO
 
 from ssdevice.errors import InputError
+from ssdevice.serve.names import HOSTS, LOOPBACK, host_name
 
-LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")
-"""What requests may call this machine. Another name is that of a site whose address was changed to ours, so that its
-scripts could read the bundle (DNS rebinding)."""
 IDLE_S = 30.0
 """How long a connection may send and take nothing."""
 CONNECTIONS = 64
@@ -96,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def _answer(self, body: bool) -> None:
-        if [_name(host) for host in self.headers.get_all("Host", [])] not in [[host] for host in HOSTS]:
+        if [host_name(host) for host in self.headers.get_all("Host", [])] not in [[host] for host in HOSTS]:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, f"open this page as http://{LOOPBACK}")
             return
         path = self.path.partition("?")[0].removeprefix("/") or "index.html"
@@ -146,8 +143,3 @@ def part_of(wanted: str | None, size: int) -> range | None:
     else:
         part = range(int(first), min(int(last) + 1, size) if last else size)
     return part or None
-
-
-def _name(host: str) -> str:
-    """A header ``Host`` without its port: a tunnel may have another than the server."""
-    return re.sub(r":[0-9]+$", "", host.strip()).lower()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.conversation import add_template
 from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_sampling, sampling_of
+from ssdevice.config import read_json
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
+from ssdevice.text.messages import checked
 
 if TYPE_CHECKING:
     from ssdevice.runtime.generation import Generation
@@ -30,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from standard input")
     source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
-    add("--system", metavar="TEXT", help="system message before the prompt")
+    source.add_argument("--messages", type=Path, metavar="FILE", help="JSON list of the messages of a conversation")
+    add("--system", metavar="TEXT", help="system message before the prompt or the messages")
+    add_template(parser)
     add("--limit", type=positive, metavar="N", help="the first N prompts of --data")
     add("--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
@@ -45,19 +51,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
-        raise InputError("--system goes with --prompt; a data file names its own system messages")
+        raise InputError("--system goes with --prompt and --messages; a data file names its own system messages")
     if args.data is None:
         refuse_ignored(args, "it goes with --data", "--limit")
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
     sampling_of(args)
-    examples = _examples(args)
+    messages = None if args.messages is None else checked(read_json(args.messages))
+    examples = _examples(args) if messages is None else [Example(messages[-1]["content"], system=args.system)]
     with open_session(args) as session:
         sampling = sampling_of(args, session.bundle)
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
+            prompt = example.prompt if messages is None else None
             try:
-                _answer(args, session, mode, sampling, example)
+                ids = session.prompt_ids(
+                    prompt, messages=messages, system=example.system, template=dict(args.template_arg)
+                )
+                _answer(args, session, mode, sampling, example.prompt, ids)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -65,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, example: Example) -> None:
-    ids = session.prompt_ids(example.prompt, system=example.system)
+def _answer(
+    args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, shown: str, ids: Sequence[int]
+) -> None:
     runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
     if args.trace:
         from ssdevice.commands.trace import Trace
@@ -77,7 +89,7 @@ def _answer(args: argparse.Namespace, session: Session, mode: str, sampling: Sam
     elif args.json:
         for _ in runs:
             pass
-        print(json.dumps(as_json(example.prompt, session.last), ensure_ascii=False), flush=True)
+        print(json.dumps(as_json(shown, session.last), ensure_ascii=False), flush=True)
         return
     else:
         for step in runs:

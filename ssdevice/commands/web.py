@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from ssdevice.bundle.folder import check_outside
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
-from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer, Site
+from ssdevice.commands.page_server import HEADERS, PageServer, Site
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.target import runtime_target
+from ssdevice.serve.names import LOOPBACK
 from ssdevice.text.frames import NO_FRAMES
 
 if TYPE_CHECKING:

@@ -109,8 +109,12 @@ def requested(
     return chat if prompt is None else chat.asked(prompt)
 
 
-def checked(messages: Any) -> tuple[Message, ...]:
-    """The messages of a conversation that the model is to answer, as templates take them.
+ANSWERED, WAITING = (USER, TOOL), ("", SYSTEM, ASSISTANT)
+"""What a conversation ends with that the model is to answer, and one in which the user speaks next."""
+
+
+def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...]:
+    """The messages of a conversation, as templates take them. ``ends``: ANSWERED or WAITING.
 
     A content is a string, or a list of text parts, which become lines. Arguments of tool calls are an object, or its
     JSON as OpenAI sends it. Raises InputError for a conversation in another form or order.
@@ -132,9 +136,9 @@ def checked(messages: Any) -> tuple[Message, ...]:
             ids = {call["id"] for call in calls if "id" in call}
         last = CALLED if calls else role
         found.append(message)
-    if last not in (USER, TOOL):
+    if last not in ends:
         what = f"ends with {last!r}" if last else "is empty"
-        raise InputError(f"messages {what}; the last one must be of role user or tool, to be answered")
+        raise InputError(f"messages {what}; the last one must be of role {' or '.join(filter(None, ends))}")
     return tuple(found)
 
 
@@ -157,15 +161,12 @@ def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(what: str, value: Any, role: str) -> str:
-    if isinstance(value, list):
-        return "\n".join(_part(f"{what}[{number}]", part) for number, part in enumerate(value))
-    return "" if value is None and role == ASSISTANT else arguments.text(what, value)
-
-
-def _part(what: str, part: Any) -> str:
-    if (kind := _object(what, part).get("type")) != "text":
-        raise InputError(f"{what}: a part of type {repr(kind)[:60]}; the model reads text only")
-    return arguments.text(f"{what}: text", part.get("text"))
+    if not isinstance(value, list):
+        return "" if value is None and role == ASSISTANT else arguments.text(what, value)
+    for number, part in enumerate(value):
+        if (kind := _object(f"{what}[{number}]", part).get("type")) != "text":
+            raise InputError(f"{what}[{number}]: a part of type {repr(kind)[:60]}; the model reads text only")
+    return "\n".join(arguments.text(f"{what}[{i}]: text", part.get("text")) for i, part in enumerate(value))
 
 
 def _calls(what: str, value: Any) -> list[Any]:

@@ -221,18 +221,19 @@ class ChatTokenizer:
     def _closing_stops(self) -> bool:
         return any(i in self.stop_ids for i in self.encode(self._closing))
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a text, without added special tokens; raises InputError for halves of characters.
+    def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
+        """Ids of a text; raises InputError for halves of characters.
 
-        ``most``: tokens there is room for. A text that cannot have so few raises ContextOverflowError unread: tokens
-        take many times the memory of a text.
+        ``special``: with the tokens that the tokenizer adds to a text that no template wrote. ``most``: tokens there
+        is room for. A text that cannot have so few raises ContextOverflowError unread: tokens take many times the
+        memory of a text.
         """
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
             raise ContextOverflowError(
                 f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
             )
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
         except Exception as error:  # the library raises plain Exception where a tokenizer.json lacks what it needs

@@ -34,7 +34,7 @@ class ToolStyle(StrEnum):
         template = template or ""
         if any(mark.opening in template for mark in _GEMMA):
             return cls.GEMMA
-        if _HERMES[0] in template:
+        if HERMES_MARKS[0] in template:
             return None if any(other in template for other in ("<function=", "<arg_key>")) else cls.HERMES
         return cls.LLAMA3 if _PYTHON_TAG in template or "ipython" in template else None
 
@@ -53,7 +53,7 @@ class _Marks(typing.NamedTuple):
     closing: str
 
 
-_HERMES = ("<tool_call>", "</tool_call>")
+HERMES_MARKS = ("<tool_call>", "</tool_call>")
 _PYTHON_TAG = "<|python_tag|>"
 _GEMMA = (
     _Marks("<start_function_call>", "<escape>", "<end_function_call>"),
@@ -76,7 +76,7 @@ def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
     """
     if style is ToolStyle.LLAMA3:
         return _parse_llama(text)
-    marks = [(mark.opening, mark.closing) for mark in _GEMMA] if style is ToolStyle.GEMMA else [_HERMES]
+    marks = [(mark.opening, mark.closing) for mark in _GEMMA] if style is ToolStyle.GEMMA else [HERMES_MARKS]
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
     content, calls, at = "", [], 0
     while found := min(((text.find(o, at), o, c) for o, c in marks if text.find(o, at) >= 0), default=None):

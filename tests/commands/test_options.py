@@ -22,10 +22,12 @@ REQUIRED = {
     "train": ["--model", "m", "--data", "d", "--app", "a", "--out", "o"],
     "export": ["--model", "m", "--target", "onnx"],
     "run": ["b", "--data", "d"],
+    "chat": ["b"],
     "bench": ["b", "--data", "d", "--peers", "m"],
     "verify": ["b"],
     "tune": ["b", "--data", "d"],
     "web": ["b"],
+    "serve": ["b"],
 }
 """A call of each command with what it cannot do without: names of files that do not exist."""
 OWN_PROMPTS = ["--model", "m", "--app", "a", "--out", "o"]
@@ -42,6 +44,7 @@ SIGNED = {"--presence-penalty", "--frequency-penalty"}
 ZERO = {
     "--threads",  # all cores
     "--port",  # any free one
+    "--queue",  # nobody waits
     "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
     "--alpha-main", "--alpha-stream", "--soft-labels", "--weight-decay", "--warmup", "--keep-gb", "--seed",
@@ -61,7 +64,7 @@ def numeric() -> list[tuple[str, str, str]]:
             option = action.option_strings[-1] if action.option_strings else ""
             if action.type in (int, float) or "whole.<locals>" in getattr(action.type, "__qualname__", ""):
                 wrong = ["nan", "inf", "-inf", "1e999", "0.5.", ""] + ([] if option in SIGNED else ["-1"])
-                may_be_0 = option in ZERO or (name in ("run", "bench") and option in CHOICE - POSITIVE)
+                may_be_0 = option in ZERO or (name in ("run", "chat", "bench") and option in CHOICE - POSITIVE)
                 found += [(name, option, value) for value in (wrong if may_be_0 else [*wrong, "0"])]
             found += [(name, option, value) for value in TEXTS.get(option, ())]
     return found
@@ -94,7 +97,7 @@ def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("run b", "one of the arguments --prompt --data is required; see ssdevice run --help"),
+        ("run b", "one of the arguments --prompt --data --messages is required; see ssdevice run --help"),
         ("run b --prompt a --nonsense", "unrecognized arguments: --nonsense; see ssdevice --help"),
         ("nonsense", "invalid choice: 'nonsense'"),
         ("bundle", "the following arguments are required: ACTION; see ssdevice bundle --help"),
@@ -128,6 +131,7 @@ def filled(text: str, **more: str) -> str:
     ("given", "message"),
     [
         ("run BUNDLE --prompt a --limit 3", "--limit has no effect: it goes with --data"),
+        ("chat BUNDLE --logprobs 3", "--logprobs has no effect: it goes with ssdevice run --json"),
         ("bench BUNDLE --data DATA --profile --json x.json", "--json has no effect: --profile"),
         ("bench BUNDLE --data DATA --profile --rounds 3", "--rounds has no effect: --profile"),
         ("bench BUNDLE --data DATA --gguf x", "--gguf has no effect: it goes with --peers"),

@@ -95,7 +95,7 @@ def test_standard_input_that_is_no_text_is_refused(
         (["--prompt", "a", "--stop", ""], "stop string is empty"),
         (["--prompt", "\udcff"], "not valid Unicode"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        ([], "one of the arguments --prompt --data is required"),
+        ([], "one of the arguments --prompt --data --messages is required"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

@@ -19,8 +19,9 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.cli import main
 from ssdevice.commands import page_server, web
-from ssdevice.commands.page_server import HEADERS, LOOPBACK, PageServer
+from ssdevice.commands.page_server import HEADERS, PageServer
 from ssdevice.contract import CacheForm, functions
+from ssdevice.serve.names import LOOPBACK
 from ssdevice.text.chat_template import ChatFormat
 from tests.bundle.samples import fill, sample_manifest, write_sample
 

@@ -16,7 +16,8 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
-from ssdevice.commands.page_server import LOOPBACK, PageServer, Site
+from ssdevice.commands.page_server import PageServer, Site
+from ssdevice.serve.names import LOOPBACK
 from tests.apps.web_demo import host, shipped
 
 pytestmark = pytest.mark.slow  # exports the shipped model and starts a browser

@@ -32,7 +32,7 @@ from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import LANES
 from ssdevice.runtime.onnx.engine import OnnxCache, app_graphs
 from ssdevice.runtime.session import Session
-from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, built
+from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, built, compiled_objects
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
 
@@ -250,9 +250,10 @@ def says(
 ) -> tuple[int, str]:
     """What a program beside this file returns and prints, ``under`` an emulator; ``beside``: sources of kernels."""
     flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
-    command = [*compiler, *flags, "-Wall", "-Wextra", "-Werror", *options, "-I", str(kernels.SOURCES)]
-    sources = [str(Path(__file__).with_name(source)), *(str(kernels.SOURCES / name) for name in beside)]
-    subprocess.run([*command, "-o", str(folder / "program"), *sources], check=True)
+    flags += ["-Wall", "-Wextra", "-Werror", *options]
+    sources = [Path(__file__).with_name(source), *(kernels.SOURCES / name for name in beside)]
+    objects = compiled_objects(sources, compiler, flags)
+    subprocess.run([*compiler, *flags, "-o", str(folder / "program"), *objects], check=True)
     done = subprocess.run([*under, str(folder / "program")], capture_output=True, text=True)
     return done.returncode, done.stdout
 

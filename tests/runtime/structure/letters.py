@@ -14,15 +14,15 @@ from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime.scripted import SPECIAL, TEMPLATE
 
 MERGES = [("n", "a"), ("m", "e"), ("na", "me"), ("{", '"'), ('"', ":"), ("Ġ", '"'), ('"', ",")]
-RARE = "~`^|@#$"
-"""Characters that give their place to the merged tokens."""
+RARE = "~`^|@#$%"
+"""Characters that give their place to the merged tokens and to the line break."""
 
 
 @cache
 def letters() -> ChatTokenizer:
     """As many tokens as ``make_tokenizer`` of the scripted target has; ``</s>`` and ``<system>`` stop."""
     characters = [chr(code) for code in range(33, 127) if chr(code) not in RARE]
-    tokens = [*SPECIAL, "Ġ", *characters, *("".join(pair) for pair in MERGES)]
+    tokens = [*SPECIAL, "Ġ", "Ċ", *characters, *("".join(pair) for pair in MERGES)]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, MERGES))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = Bytes()

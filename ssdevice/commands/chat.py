@@ -1,0 +1,165 @@
+"""``ssdevice chat``: a conversation with a bundle in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdevice.bundle.staging import write_json
+from ssdevice.commands.conversation import add_template
+from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive, refuse_ignored
+from ssdevice.commands.run import summary
+from ssdevice.commands.sampling import add_sampling, sampling_of
+from ssdevice.config import read_json
+from ssdevice.errors import InputError
+from ssdevice.progress import count
+from ssdevice.runtime.overflow import DROP_OLDEST, OVERFLOWS
+from ssdevice.text.messages import SYSTEM, USER, WAITING, checked
+
+if TYPE_CHECKING:
+    from ssdevice.runtime.session import Session
+
+PROMPT, DRAFTED = "> ", "green"
+HELP = """\
+/app NAME     switch to another app of the bundle; the conversation starts over
+/system TEXT  another system message, from now on; without TEXT none
+/save FILE    write the messages to a new JSON file
+/load FILE    go on with the messages of a JSON file
+/reset        start over, with the same system message
+/help         this text
+/quit         end, as Ctrl-D does
+A message that begins with / is written with //. Ctrl-C ends an answer. Accepted drafts are green."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice chat BUNDLE``."""
+    add = parser.add_argument
+    add_bundle(parser)
+    add("--system", metavar="TEXT", help="system message of the conversation")
+    add_template(parser)
+    add("--max-tokens", type=positive, default=1024, metavar="N", help="end an answer here (default 1024)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
+    full = f"when the context is full: an error, or forget the oldest turns (default {DROP_OLDEST})"
+    add("--overflow", choices=OVERFLOWS, default=DROP_OLDEST, help=full)
+    add("--no-speculate", action="store_true", help="plain decoding: the same answers, token by token")
+    add_sampling(parser)
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer lines of standard input until it ends: at a terminal, or one message a line from a pipe or file."""
+    refuse_ignored(args, "it goes with ssdevice run --json", "--logprobs")
+    sampling_of(args)
+    with open_session(args) as session:
+        _Talk(args, session).hold()
+    return 0
+
+
+class _Talk:
+    """A conversation, whose messages are kept here: commands change them between answers."""
+
+    def __init__(self, args: argparse.Namespace, session: Session) -> None:
+        from rich.console import Console
+
+        self._args, self._session, self._sampling = args, session, sampling_of(args, session.bundle)
+        self._console = Console(highlight=False)  # heeds NO_COLOR, and a file gets no colours
+        self._interactive = sys.stdin is not None and sys.stdin.isatty()
+        self._messages: list[dict[str, Any]] = []
+        self._command("system", args.system or "")
+
+    def hold(self) -> None:
+        """Take lines until there are no more. An error ends what comes from a pipe; at a terminal the user goes on."""
+        if self._interactive and not self._args.quiet:
+            _say(f"{self._args.bundle}: /help lists the commands")
+        for line in filter(None, map(str.strip, _lines(self._interactive))):
+            try:
+                if line == "/quit":
+                    return
+                if line.startswith("/") and not line.startswith("//"):
+                    name, _, argument = line[1:].partition(" ")
+                    self._command(name, argument.strip())
+                else:
+                    self._answer(line.removeprefix("/"))
+            except InputError as error:
+                if not self._interactive:
+                    raise
+                _say(f"error: {error}")
+
+    def _answer(self, prompt: str) -> None:
+        session, args = self._session, self._args
+        pieces = session.chat(
+            messages=[*self._messages, {"role": USER, "content": prompt}], template=dict(args.template_arg),
+            overflow=args.overflow, max_tokens=args.max_tokens, stop=args.stop, speculate=not args.no_speculate,
+            sampling=self._sampling,
+        )  # fmt: skip
+        with closing(pieces), suppress(KeyboardInterrupt):  # type: ignore[type-var]
+            for piece in pieces:
+                self._show(piece)
+        print(flush=True)
+        self._messages = session.messages or self._messages  # none if it was interrupted before its first token
+        if dropped := session.last.dropped:
+            _say(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
+        if not args.quiet:
+            _say(summary(session.last))
+
+    def _show(self, piece: str) -> None:
+        """Print a piece; what comes before the last token of a step are accepted drafts."""
+        answer, own = self._session.last, piece
+        if answer.accepted and answer.accepted[-1] > 1:
+            last = str(self._session.tokenizer.tokenizer.decode([answer.tokens[-1]]))
+            own = last if piece.endswith(last) else ""
+        self._console.out(piece.removesuffix(own), style=DRAFTED, end="")
+        self._console.out(own, end="")
+
+    def _command(self, name: str, argument: str) -> None:
+        system = [message for message in self._messages if message["role"] == SYSTEM]
+        if name == "help":
+            _say(HELP)
+        elif name == "reset":
+            self._messages = system
+        elif name == "system":
+            new = [{"role": SYSTEM, "content": argument}] if argument else []
+            self._messages = [*new, *self._messages[len(system) :]]
+        elif name not in ("app", "save", "load"):
+            raise InputError(f"unknown command /{name}; /help lists them, and // begins a message with /")
+        elif not argument:
+            raise InputError(f"/{name}: a name is missing; /help says what it names")
+        elif name == "app":
+            self._session.use(argument)
+            self._messages = system
+        elif name == "save":
+            file = Path(os.path.expanduser(argument))
+            check_new_file(file, "/save")
+            if file.exists():
+                raise InputError(f"/save {file}: it exists; choose another name")
+            write_json(file, self._messages)
+        else:
+            messages = read_json(Path(os.path.expanduser(argument)))
+            self._messages = [dict(message) for message in checked(messages, WAITING)]
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    if sys.stdin is None:
+        raise InputError("standard input is closed")
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then edits lines and remembers them
+        with suppress(EOFError):
+            while True:
+                yield input(PROMPT)
+        print()
+    for number, raw in enumerate(() if interactive else sys.stdin.buffer, 1):
+        try:
+            line = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input, line {number}: not UTF-8 text (byte {error.start})") from error
+        yield line
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

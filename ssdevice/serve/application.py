@@ -1,0 +1,133 @@
+"""OpenAI's endpoints over one session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ssdevice.errors import SSDeviceError
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.session import Session
+from ssdevice.serve import metrics
+from ssdevice.serve.decoder import Decoder, Piece
+from ssdevice.serve.guard import HEALTH, Guard
+from ssdevice.serve.refusal import Refusal
+from ssdevice.serve.reply import Reply
+from ssdevice.serve.request import Request, chat_request, text_request
+
+Pieces: TypeAlias = AsyncGenerator[Piece | Generation, None]
+DONE = "data: [DONE]\n\n"
+
+
+def application(session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None) -> Guard:
+    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; see Guard."""
+    counts = metrics.Metrics()
+    endpoints = _Endpoints(Decoder(session, counts, waiting))
+    routes = [
+        Route(HEALTH, endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name}", endpoints.model),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.text, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: _http_error, SSDeviceError: _error}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), counts, hosts, key)
+
+
+class _Endpoints:
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.session.bundle is not None
+        self.decoder = decoder
+        self.bundle = decoder.session.bundle
+        self.created = int(self.bundle.folder.stat().st_mtime)
+        self.fingerprint = f"fp_{self.bundle.manifest.model.sha256[:12]}"
+
+    async def health(self, _: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return PlainTextResponse(self.decoder.metrics.text(self.decoder.pending), media_type=metrics.TYPE)
+
+    async def models(self, _: HttpRequest) -> Response:
+        found = [self._model(app.name) for app in self.bundle.manifest.apps]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def model(self, request: HttpRequest) -> Response:
+        return JSONResponse(self._model(self._known(request.path_params["name"])))
+
+    async def chat(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat_request)
+
+    async def text(self, request: HttpRequest) -> Response:
+        return await self._answer(request, text_request)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "ssdevice"}
+
+    def _known(self, name: str) -> str:
+        names = [app.name for app in self.bundle.manifest.apps]
+        if name not in names:
+            what = f"there is no model {name[:100]!r}; the bundle's apps are {', '.join(names)}"
+            raise Refusal(what, 404, code="model_not_found", param="model")
+        return name
+
+    async def _answer(self, http: HttpRequest, parse: Callable[[bytes], Request]) -> Response:
+        request = parse(await http.body())
+        self._known(request.app)
+        reply = Reply(request, self.decoder.session.tokenizer, self.fingerprint)
+        pieces = self.decoder.pieces(request)
+        if request.stream:
+            await anext(pieces)  # refusals come before the stream
+            return _Stream(pieces, reply)
+        async with aclosing(pieces):
+            async for item in pieces:
+                if not isinstance(item, Piece):
+                    return JSONResponse(reply.whole(item))
+                reply.show(item)
+        raise AssertionError("an answer ends with a Generation")
+
+
+class _Stream(StreamingResponse):
+    """A stream of server-sent events; an error is one of them."""
+
+    def __init__(self, pieces: Pieces, reply: Reply) -> None:
+        super().__init__(_events(pieces, reply), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.pieces):  # a client that leaves cancels this, and thereby the answer
+            await super().__call__(scope, receive, send)
+
+
+async def _events(pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
+    try:
+        for each in reply.begin():
+            yield _event(each)
+        async for item in pieces:
+            for each in reply.piece(item) if isinstance(item, Piece) else reply.end(item):
+                yield _event(each)
+    except Exception as error:
+        yield _event(Refusal.of(error).body)
+    yield DONE
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _error(_: HttpRequest, error: Exception) -> Response:
+    return Refusal.of(error).response
+
+
+async def _http_error(_: HttpRequest, error: HTTPException) -> Response:
+    return Refusal(str(error.detail), error.status_code, headers=error.headers).response
