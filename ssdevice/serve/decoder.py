@@ -123,9 +123,7 @@ class Decoder:
             asked["structure"] = call_structure(request.forced, self.style)
         elif request.tools and self.style is None:
             raise InputError(NO_STYLE)
-        if not request.samples:
-            return Sampling(**asked)
-        return Sampling(**{"temperature": 1.0, **asked})
+        return self.session.sampling(**asked) if request.samples else Sampling(**asked)
 
 
 class _Shown:
