@@ -8,10 +8,10 @@
 #include <limits>
 
 #include "contract.h"
+#include "processors.h"
 #include "sha256.h"
 
 namespace fs = std::filesystem;
-using Ids = std::vector<int32_t>;
 
 // ssdevice/bundle/manifest.schema.json, whose bounds the readers in all languages share.
 constexpr auto kManifestSchema =
@@ -126,19 +126,24 @@ class Bundle {
     if ((streams() && !geometry_.gamma) || (msa_layers && !streams()) || msa_layers >= geometry_.layers) {
       refuse("geometry.gamma, msa_layers and mode contradict each other or the layers");
     }
+    const Json sampling = manifest_.value("sampling", Json());
+    for (const auto& [name, value] : sampling.items()) {
+      if (value.is_number_float() && !(value >= 0 && value <= 100)) refuse("sampling: " + safe(name) + " is not 0 to 100");
+    }
+    if (geometry_.hidden && geometry_.hidden != model.at("hidden_size")) refuse("model and geometry have other hidden sizes");
     std::vector<std::string> names, ordered;
     for (const Json& spec : manifest_.at("functions")) {
-      if (kChoosing.count(spec.at("name").get<std::string>())) continue;  // for hosts that choose tokens; this one opens none
       names.push_back(spec.at("name"));
       functions_.insert(names.back());
       if (!(function_of(spec) == geometry_.function(names.back()))) {
         refuse("function " + safe(names.back()) + " does not follow from the geometry");
       }
     }
-    for (const char* name : {kStep, kPrefill, kPlain}) {
-      if (has(name)) ordered.emplace_back(name);
+    for (const char* name : kFunctions) {
+      const bool chooses = name == kVerify || name == kVerifyPlain || name == kDraft;
+      if (has(name) && (geometry_.hidden || !chooses)) ordered.emplace_back(name);
     }
-    if (names != ordered || !has(kPrefill) || names.size() < 2 || (has(kStep) && !geometry_.gamma)) {
+    if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) || (has(kStep) && !geometry_.gamma)) {
       refuse("functions: expected prefill, and step (with streams) or step_plain, in the contract's order");
     }
   }

@@ -11,8 +11,9 @@ using Type = ONNXTensorElementDataType;
 
 constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-const std::set<std::string> kChoosing{"verify", "verify_plain", "draft"};
 constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain";
+constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain", kDraft = "draft";  // for hosts that choose tokens
+constexpr auto kFunctions = {kStep, kPrefill, kPlain, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 
 constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
@@ -37,24 +38,26 @@ struct Function {
   std::string name;
   std::vector<TensorSpec> inputs, outputs;
 
-  // The cache's new rows, the last output.
-  const TensorSpec& rows() const { return outputs.back(); }
+  // How many rows of the cache it returns, in its last output.
+  int64_t rows() const { return outputs.back().name == kRows ? outputs.back().shape[1] : 0; }
 
   bool operator==(const Function& other) const {
     return name == other.name && inputs == other.inputs && outputs == other.outputs;
   }
 };
 
-// `emitted`: the most tokens of a step.
+// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for hosts that choose tokens.
 struct Geometry {
-  int64_t layers, width, vocab, gamma, k, context, chunk, emitted;
-  Type type;  // of the cache
+  int64_t layers, width, vocab, gamma, k, context, chunk, hidden, emitted;
+  Type type;                 // of the cache
+  std::vector<Shape> nodes;  // of the tree: the ranks of the drafts on the way to each, the root first
 
   // Throws an Error if the numbers of a manifest, whose bounds have been checked, contradict each other.
   Geometry(const Json& numbers, Type cache_type) : type(cache_type) {
     const auto number = [&](const char* name) { return numbers.at(name).get<int64_t>(); };
     layers = number("layers"), width = number("kv_heads") * number("head_dim"), vocab = number("vocab");
     gamma = number("gamma"), k = number("k"), context = number("context"), chunk = number("chunk");
+    hidden = numbers.value("hidden", int64_t{0});
     const auto tree = numbers.at("tree").get<std::vector<Shape>>();
     std::set<Shape> known{{}};
     Shape last;
@@ -65,6 +68,8 @@ struct Geometry {
       }
       known.insert(last = path);
     }
+    nodes = tree;
+    nodes.insert(nodes.begin(), Shape());
     emitted = static_cast<int64_t>(last.size()) + 1;
     if (emitted > gamma + 1 || k > vocab || context <= static_cast<int64_t>(known.size())) {
       throw Error("geometry: gamma, k, vocab, context and tree contradict each other");
@@ -76,24 +81,36 @@ struct Geometry {
 
   Function function(const std::string& name) const {
     Function made{name, {}, {}};
-    const TensorSpec root{"root", {1}, kInt32}, length{"length", {1}, kInt32}, next{"next_drafts", {gamma, k}, kInt32};
+    const auto size = static_cast<int64_t>(nodes.size());
+    const TensorSpec root{"root", {1}, kInt32}, drafts{"drafts", {gamma, k}, kInt32}, length{"length", {1}, kInt32};
+    const TensorSpec next{"next_drafts", {gamma, k}, kInt32};
+    int64_t rows = 1;
     if (name == kStep) {
-      made.inputs = {root, {"drafts", {gamma, k}, kInt32}, length};
+      made.inputs = {root, drafts, length};
       made.outputs = {{"tokens", {emitted}, kInt32}, {"count", {1}, kInt32}, next};
+      rows = emitted;
     } else if (name == kPrefill) {
       made.inputs = {{"chunk", {chunk}, kInt32}, {"valid", {1}, kInt32}, length};
       made.outputs = {{"next_root", {1}, kInt32}, next};
-    } else {
+      rows = chunk;
+    } else if (name == kPlain) {
       made.inputs = {root, length};
       made.outputs = {{"tokens", {1}, kInt32}};
+    } else if (name == kVerify || name == kVerifyPlain) {
+      rows = name == kVerify ? size : 1;
+      made.inputs = name == kVerify ? std::vector{root, drafts, length} : std::vector{root, length};
+      made.outputs = {{"logits", {rows, vocab}, kFloat}, {"states", {rows, hidden}, kFloat}};
+    } else {
+      made.inputs = {{"token", {1}, kInt32}, {"last_state", {1, hidden}, kFloat}, length};
+      made.outputs = {next};
+      rows = 0;
     }
     for (int64_t layer = 0; layer < layers; ++layer) {
       for (const char* past : {"past_keys.", "past_values."}) {
         made.inputs.push_back({past + std::to_string(layer), {kPast, width}, type});
       }
     }
-    const int64_t rows = name == kStep ? emitted : name == kPrefill ? chunk : 1;
-    made.outputs.push_back({kRows, {2 * layers, rows, width}, type});
+    if (rows) made.outputs.push_back({kRows, {2 * layers, rows, width}, type});
     return made;
   }
 };

@@ -103,34 +103,47 @@ class Adaptive {
   int steps_ = 0, pause_ = kFirstPause, paused_ = 0;
 };
 
-// What decoding took, without prefill.
+// The tokens after `last`, in the conversation's mode.
+inline Ids advance(Conversation& conversation, Adaptive& adaptive, int32_t last) {
+  if (conversation.mode == Mode::kAdaptive) return adaptive.next(conversation, last);
+  if (conversation.mode == Mode::kPlain) return conversation.plain(last);
+  if (!conversation.streams) Lookup::draft(conversation, last);
+  return conversation.step(last);
+}
+
+// The first tokens of the answer: prefill's, or where the host chooses, those of a call after the prompt's last.
+inline Ids begin(Conversation& conversation, Adaptive& adaptive, const Ids& prompt) {
+  conversation.length = 0;
+  if (!conversation.chooses) return {conversation.prefill(prompt)};
+  conversation.prefill({prompt.begin(), prompt.end() - 1});
+  return advance(conversation, adaptive, prompt.back());
+}
+
+// What decoding took, without the first tokens of answers. `graph_seconds`: in graphs.
 struct Statistics {
   size_t tokens = 0, calls = 0;
-  double seconds = 0;
+  double seconds = 0, graph_seconds = 0;
 };
 
 // The answer to a prompt, its stop token included.
 inline Ids decode(Conversation& conversation, Adaptive& adaptive, const Ids& prompt, const Ids& stops, int64_t max_tokens,
                   Statistics& statistics) {
-  conversation.length = 0;
-  Ids answer, run{conversation.prefill(prompt)};
-  const double begin = now();
-  for (const int64_t start = conversation.length;;) {
+  Ids answer, run = begin(conversation, adaptive, prompt);
+  const auto start = static_cast<int64_t>(prompt.size());
+  run.resize(std::min<size_t>(run.size(), std::min(max_tokens, conversation.context - start + 1)));
+  const double begun = now(), graphs = conversation.graph_seconds;
+  for (size_t before = 0;; before = answer.size(), ++statistics.calls) {
     const auto stop = std::find_first_of(run.begin(), run.end(), stops.begin(), stops.end());
     answer.insert(answer.end(), run.begin(), stop == run.end() ? stop : stop + 1);
+    if (before) statistics.tokens += answer.size() - before;
     const auto emitted = static_cast<int64_t>(answer.size());
     conversation.length = start + emitted - 1;  // the next call overwrites the rows of tokens that do not count
     const int64_t room = std::min(max_tokens - emitted, conversation.context - conversation.length);
     if (stop != run.end() || room <= 0) break;
-    const int32_t last = answer.back();
-    if (conversation.mode == Mode::kSpeculative && !conversation.streams) Lookup::draft(conversation, last);
-    run = conversation.mode == Mode::kAdaptive      ? adaptive.next(conversation, last)
-          : conversation.mode == Mode::kSpeculative ? conversation.step(last)
-                                                    : conversation.plain(last);
+    run = advance(conversation, adaptive, answer.back());
     run.resize(std::min<size_t>(run.size(), room));
-    ++statistics.calls;
   }
-  statistics.tokens += answer.size() - 1;
-  statistics.seconds += now() - begin;
+  statistics.seconds += now() - begun;
+  statistics.graph_seconds += conversation.graph_seconds - graphs;
   return answer;
 }

@@ -115,14 +115,16 @@ struct Cache {
   }
 };
 
-// A function of the contract. `ids`: the elements of its int32 inputs and outputs, which the caller writes and reads in place.
+// A function of the contract. `ids`, `floats`: the elements of its inputs and outputs other than the cache, which the caller writes and
+// reads in place.
 class Graph {
  public:
   std::map<std::string, Ids> ids;
+  std::map<std::string, std::vector<float>> floats;
 
   // `function`: its tensors, which must be those of the file.
   Graph(const fs::path& file, const Options& options, Function function)
-      : file_(file.string()), function_(std::move(function)), rows_(elements(function_.rows().shape) * bytes_of(type())) {
+      : file_(file.string()), function_(std::move(function)), rows_(bytes(function_.outputs.back())) {
     const OrtApi& ort = api();
     static const auto environment = make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
     const auto settings = make(ort.ReleaseSessionOptions, ort.CreateSessionOptions);
@@ -144,9 +146,12 @@ class Graph {
     compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
-        if (tensor.type != kInt32) continue;
-        ids[tensor.name].reserve(1);  // a model that drafts nothing still has a tensor for drafts
-        ids[tensor.name].resize(elements(tensor.shape));
+        if (tensor.type == kInt32) {
+          ids[tensor.name].reserve(1);  // a model that drafts nothing still has a tensor for drafts
+          ids[tensor.name].resize(elements(tensor.shape));
+        } else if (!of_cache(tensor)) {
+          floats[tensor.name].resize(elements(tensor.shape));
+        }
       }
     }
   }
@@ -162,30 +167,41 @@ class Graph {
     return now() - start;
   }
 
-  // Puts the first `count` new rows at `length`.
-  void commit(Cache& cache, int64_t length, int64_t count) const {
-    const Shape& shape = function_.rows().shape;
-    if (count > shape[1]) throw Error(file_ + ": the graph returned too few rows");
-    for (int64_t array = 0; array < shape[0]; ++array) {
-      std::copy_n(rows_.data() + array * shape[1] * cache.row_bytes, count * cache.row_bytes, cache.row(array, length));
+  // Puts the new rows of some nodes at `length` and after it. `nodes`: ascending.
+  void commit(Cache& cache, int64_t length, const Ids& nodes) const {
+    const int64_t written = function_.rows();
+    if (nodes.empty() || nodes.back() >= written) throw Error(file_ + ": the graph returned too few rows");
+    for (int64_t array = 0; array < cache.arrays; ++array) {
+      for (size_t at = 0; at < nodes.size();) {  // neighbours together
+        size_t run = 1;
+        while (at + run < nodes.size() && nodes[at + run] == nodes[at] + static_cast<int32_t>(run)) ++run;
+        std::copy_n(rows_.data() + (array * written + nodes[at]) * cache.row_bytes, run * cache.row_bytes, cache.row(array, length + at));
+        at += run;
+      }
     }
   }
 
  private:
-  Type type() const { return function_.rows().type; }
+  static bool of_cache(const TensorSpec& tensor) { return tensor.name == kRows || tensor.shape[0] == kPast; }
+  static int64_t bytes(const TensorSpec& tensor) { return elements(tensor.shape) * bytes_of(tensor.type); }
 
-  // Tensors on the memory of the cache's first `shown` rows, of `ids` and of `rows_`, none of which ever moves.
+  void* place(const TensorSpec& tensor) {
+    if (tensor.name == kRows) return rows_.data();
+    if (tensor.type == kInt32) return ids[tensor.name].data();
+    return floats[tensor.name].data();
+  }
+
+  // Tensors on the memory of the cache's first `shown` rows and of all else, none of which ever moves.
   void bind(Cache& cache, int64_t shown) {
     values_.clear(), given_.clear(), names_.clear();
     int64_t array = 0;
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
-      for (const auto& [name, shape, type] : *tensors) {
-        const int64_t bytes = elements(shape) * bytes_of(type);
-        values_.push_back(type == kInt32   ? view(ids[name].data(), bytes, shape, type)
-                          : name == kRows ? view(rows_.data(), bytes, shape, type)
-                                          : view(cache.row(array++, 0), shown * cache.row_bytes, {shown, shape[1]}, type));
+      for (const TensorSpec& tensor : *tensors) {
+        values_.push_back(tensor.shape[0] == kPast
+                              ? view(cache.row(array++, 0), shown * cache.row_bytes, {shown, tensor.shape[1]}, tensor.type)
+                              : view(place(tensor), bytes(tensor), tensor.shape, tensor.type));
         given_.push_back(values_.back().get());
-        names_.push_back(name.c_str());
+        names_.push_back(tensor.name.c_str());
       }
     }
     shown_ = shown;
@@ -243,7 +259,7 @@ class Graph {
 
   std::string file_;
   Function function_;
-  Zeros rows_;  // keys and values of the new rows
+  Zeros rows_;  // keys and values of the new rows, if it returns any
   Owned<OrtSession> session_{nullptr, api().ReleaseSession};
   int64_t lanes_ = 16, shown_ = -1;
   std::vector<Owned<OrtValue>> values_;  // what `Run` takes

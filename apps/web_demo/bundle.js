@@ -3,8 +3,9 @@
 export const MANIFEST = "manifest.json";
 const SCHEMA_VERSION = 1;
 const CAPACITY_MULTIPLE = 32;
-/** Those that this page calls; others are for hosts that choose tokens. */
-const FUNCTIONS = ["step", "prefill", "step_plain"];
+/** Those that choose tokens greedily, and those for a host that chooses. */
+const GREEDY = ["prefill", "step", "step_plain"];
+const CHOOSING = ["prefill", "verify", "verify_plain", "draft"];
 /** The array of each type of a cache, as onnxruntime-web has it: without Float16Array, it has the bits of halves. */
 export const ARRAYS = { float32: Float32Array, float16: globalThis.Float16Array ?? Uint16Array };
 const PATH = /^\w[\w.+=@-]*(\/\w[\w.+=@-]*)*$/;
@@ -88,15 +89,19 @@ export class Bundle {
   }
 
   /**
-   * The graphs of an app by the contract's name of the function.
+   * The graphs of an app by the contract's name of the function. Throws BundleError if `samples` and there are none for it.
    * @param {App} app
+   * @param {boolean} samples whether the host chooses tokens
    * @returns {Record<string, string>}
    */
-  functions(app) {
+  functions(app, samples) {
     const own = Object.keys(app.functions).length
       ? Object.entries(app.functions)
       : this.manifest.functions.map(({ name }) => [name, name]);
-    return Object.fromEntries(own.filter(([name]) => FUNCTIONS.includes(name)));
+    if (samples && !own.some(([name]) => name === "verify_plain")) {
+      throw new BundleError("the bundle chooses tokens greedily; to sample, export it with --choose host");
+    }
+    return Object.fromEntries(own.filter(([name]) => (samples ? CHOOSING : GREEDY).includes(name)));
   }
 
   /** @param {string} name a role, or a path */

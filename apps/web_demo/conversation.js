@@ -6,6 +6,9 @@ import { ARRAYS, BundleError } from "./bundle.js";
 const PREFILL = "prefill";
 const STEP = "step";
 const PLAIN = "step_plain";
+const VERIFY = "verify";
+const VERIFY_PLAIN = "verify_plain";
+const DRAFT = "draft";
 const WEIGHTS = "weights";
 const PAST = /^past_(keys|values)\.(\d+)$/;
 const [BUCKET, LANES] = [32, 16]; // see `visible`
@@ -40,17 +43,21 @@ export class Engine {
   /**
    * The conversation of an app. Those of all apps use the same memory, so they take turns.
    * @param {string} name
+   * @param {boolean} [samples] whether the host chooses tokens, which takes other graphs
    */
-  async use(name) {
-    const found = this.conversations.get(name);
-    if (found) return found;
+  async use(name, samples = false) {
     const app = this.bundle.app(name);
-    const functions = this.bundle.functions(app);
+    const functions = this.bundle.functions(app, samples);
     await this.#open(Object.values(functions));
     /** @type {Record<string, InferenceSession>} */
     const sessions = {};
     for (const [contract, own] of Object.entries(functions)) {
       sessions[contract] = /** @type {InferenceSession} */ (this.sessions.get(own));
+    }
+    const found = this.conversations.get(name);
+    if (found) {
+      Object.assign(found.sessions, sessions);
+      return found;
     }
     /** @type {Record<string, Tensor>} */
     const adapter = {};
@@ -98,22 +105,35 @@ export class Conversation {
     this.length = 0;
     /** What the next step verifies, γ rows of k ids. */
     this.drafts = new Int32Array(geometry.gamma * geometry.k);
+    /** @type {import("./sampling.js").Chooser | null} chooses the tokens; without it the graphs do, greedily */
+    this.chooser = null;
+    /** Ranks of the drafts on the way to each node of the tree, the root first. */
+    this.nodes = [[], ...geometry.tree];
   }
 
   get speculates() {
-    return STEP in this.sessions && this.engine.bundle.manifest.mode !== null;
+    return this.engine.bundle.manifest.mode !== null && (STEP in this.sessions || DRAFT in this.sessions);
   }
 
   /**
-   * Commits a prompt and returns the first token of the answer.
+   * Throws RangeError for a prompt that does not fit, or has tokens that the model does not have.
    * @param {number[]} prompt
    */
-  async prefill(prompt) {
-    const { context, geometry, length } = this;
+  check(prompt) {
+    const { context, length } = this;
     if (!prompt.length || length + prompt.length > context) {
       throw new RangeError(`the prompt has ${prompt.length} tokens, expected 1 to ${context - length}`);
     }
     if (!this.#known(prompt)) throw new RangeError("the prompt has tokens that the model does not have");
+  }
+
+  /**
+   * Commits a prompt and returns the token that is likeliest after it.
+   * @param {number[]} prompt
+   */
+  async prefill(prompt) {
+    this.check(prompt);
+    const { geometry } = this;
     let token = 0;
     for (let start = 0; start < prompt.length; start += geometry.chunk) {
       const ids = prompt.slice(start, start + geometry.chunk);
@@ -131,7 +151,9 @@ export class Conversation {
    * @param {number} last
    */
   async step(last) {
-    const out = await this.#call(STEP, { root: Int32Array.of(last), drafts: this.drafts });
+    const root = Int32Array.of(last);
+    if (this.chooser) return this.#choose(this.chooser, await this.#call(VERIFY, { root, drafts: this.drafts }));
+    const out = await this.#call(STEP, { root, drafts: this.drafts });
     const count = out.count.data[0];
     return this.#commit(out, Array.from(out.tokens.data.subarray(0, count)), count);
   }
@@ -141,6 +163,10 @@ export class Conversation {
    * @param {number} last
    */
   async stepPlain(last) {
+    if (this.chooser) {
+      const out = await this.#call(VERIFY_PLAIN, { root: Int32Array.of(last) });
+      return this.#commit(out, [this.chooser.choose(out.logits.data)], 1)[0];
+    }
     if (!(PLAIN in this.sessions)) {
       const [token] = await this.step(last);
       return token;
@@ -150,17 +176,52 @@ export class Conversation {
   }
 
   /**
+   * Walks through the tree of drafts: a child that holds the chosen token is entered, the lowest node first; where none
+   * does, the path ends. Commits its rows, and drafts after it.
+   * @param {import("./sampling.js").Chooser} chooser
+   * @param {Record<string, any>} out of `verify`
+   */
+  async #choose(chooser, out) {
+    const { k, vocab } = this.geometry;
+    const { drafts, nodes } = this;
+    const [path, tokens] = [[0], /** @type {number[]} */ ([])];
+    for (let node = 0; node >= 0; ) {
+      const ranks = nodes[node];
+      const token = chooser.choose(out.logits.data.subarray(node * vocab, (node + 1) * vocab));
+      tokens.push(token);
+      node = nodes.findIndex(
+        (other) =>
+          other.length === ranks.length + 1 &&
+          ranks.every((rank, i) => rank === other[i]) &&
+          drafts[ranks.length * k + other[ranks.length]] === token,
+      );
+      if (node >= 0) path.push(node);
+    }
+    this.#commit(out, tokens, path.length, path);
+    if (!(DRAFT in this.sessions)) return tokens;
+    const [size, end] = [out.states.dims[1], path[path.length - 1]];
+    const state = out.states.data.slice(end * size, (end + 1) * size);
+    const token = Int32Array.of(tokens[tokens.length - 1]);
+    const next = await this.#call(DRAFT, { token }, this.length + path.length, { last_state: state });
+    if (!this.#known(Array.from(next.next_drafts.data))) throw new BundleError("a graph returned drafts that are no tokens");
+    this.drafts = next.next_drafts.data;
+    return tokens;
+  }
+
+  /**
    * @param {string} name
    * @param {Record<string, Int32Array>} integers
+   * @param {number} [length] rows that the graph may see
+   * @param {Record<string, Float32Array>} [floats] inputs of one row
    * @returns {Promise<Record<string, any>>}
    */
-  async #call(name, integers) {
+  async #call(name, integers, length = this.length, floats = {}) {
     const { ort, dtype, rows, width } = this.engine;
     const session = this.sessions[name];
     if (!session) throw new BundleError(`the app has no ${name}`);
-    const visible = this.#visible();
+    const visible = this.#visible(length);
     /** @type {Record<string, Int32Array>} */
-    const given = { ...integers, length: Int32Array.of(this.length) };
+    const given = { ...integers, length: Int32Array.of(length) };
     /** @type {Record<string, Tensor>} */
     const feeds = {};
     for (const input of session.inputNames) {
@@ -172,6 +233,8 @@ export class Conversation {
       } else if (input in given) {
         const dims = input === "drafts" ? [this.geometry.gamma, this.geometry.k] : [given[input].length];
         feeds[input] = new ort.Tensor("int32", given[input], dims);
+      } else if (input in floats) {
+        feeds[input] = new ort.Tensor("float32", floats[input], [1, floats[input].length]);
       } else {
         feeds[input] = this.adapter[input];
       }
@@ -182,9 +245,10 @@ export class Conversation {
   /**
    * Rows to show a graph, as in runtime/onnx/cache.py: congruent to the length modulo LANES, so that a sum over rows
    * adds the same numbers in the same order whether a token was drafted or decoded plainly.
+   * @param {number} length
    */
-  #visible() {
-    const { capacity, length } = this;
+  #visible(length) {
+    const { capacity } = this;
     const remainder = (/** @type {number} */ n) => ((n % LANES) + LANES) % LANES;
     let shown = Math.ceil(Math.max(length, 1) / BUCKET) * BUCKET;
     shown += remainder(length - shown);
@@ -201,18 +265,21 @@ export class Conversation {
    * @param {Record<string, any>} out
    * @param {number[]} tokens
    * @param {number} count rows that count
+   * @param {number[]} [path] those of which nodes; without it, the first ones
    */
-  #commit(out, tokens, count) {
+  #commit(out, tokens, count, path) {
     if (!tokens.length || !this.#known([...tokens, ...(out.next_drafts?.data ?? [])])) {
       throw new BundleError("a graph returned tokens that the model does not have");
     }
     if (out.next_drafts) this.drafts = out.next_drafts.data;
     const { rows, width } = this.engine;
     const [arrays, written] = out.rows.dims;
+    const nodes = path ?? Array.from({ length: count }, (_, i) => i);
     for (let i = 0; i < arrays; i++) {
-      const start = i * written * width;
-      const place = (i * this.capacity + this.length) * width;
-      rows.set(out.rows.data.subarray(start, start + count * width), place);
+      for (const [at, node] of nodes.entries()) {
+        const start = (i * written + node) * width;
+        rows.set(out.rows.data.subarray(start, start + width), (i * this.capacity + this.length + at) * width);
+      }
     }
     return tokens;
   }

@@ -21,6 +21,8 @@ const form = find("form", HTMLFormElement);
 const app = find("#app", HTMLSelectElement);
 const prompt = find("#prompt", HTMLTextAreaElement);
 const maxTokens = find("#max-tokens", HTMLInputElement);
+const temperature = find("#temperature", HTMLInputElement);
+const seed = find("#seed", HTMLInputElement);
 const controls = find("fieldset", HTMLFieldSetElement);
 const stop = find("#stop", HTMLButtonElement);
 const progress = find("progress", HTMLProgressElement);
@@ -106,7 +108,14 @@ form.onsubmit = (event) => {
   status.classList.remove("error");
   running(true);
   /** @type {Request} */
-  const request = { app: app.value, prompt: prompt.value, maxTokens: maxTokens.valueAsNumber, modes };
+  const request = {
+    app: app.value,
+    prompt: prompt.value,
+    maxTokens: maxTokens.valueAsNumber,
+    modes,
+    temperature: temperature.valueAsNumber,
+    seed: seed.value,
+  };
   worker.postMessage(request);
 };
 stop.onclick = () => worker.postMessage(null);

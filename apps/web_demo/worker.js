@@ -9,7 +9,8 @@ import { Tokenizer } from "./runtime/tokenizers.min.mjs";
 import { encode, openTokenizer } from "./text.js";
 
 /**
- * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[]}} Request  null stops the answer
+ * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[], temperature?: number, seed?: string}} Request
+ *   null stops the answer; without a temperature, or with 0, the likeliest tokens are chosen
  * @typedef {"plain" | "speculative"} Mode
  * @typedef {{type: "open", about: string, threads: number, apps: string[], app: string}
  *   | {type: "progress", path: string, done: number, total: number}
@@ -114,9 +115,10 @@ const breathe = () =>
 
 /** @param {Request} request */
 async function decodeAll(request) {
-  const { app, prompt, maxTokens, modes } = request;
+  const { app, prompt, maxTokens, modes, temperature = 0, seed = "0" } = request;
   const { bundle, engine, frames, tokenizer } = await opened;
-  const conversation = await engine.use(app);
+  const sampling = temperature > 0 ? { temperature, seed: BigInt(seed) } : undefined;
+  const conversation = await engine.use(app, sampling !== undefined);
   const content = userContent(bundle.app(app).instruction, prompt);
   const ids = encode(tokenizer, framed(frames, [{ role: "user", content }]));
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
@@ -129,7 +131,7 @@ async function decodeAll(request) {
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);
-    for await (const run of answer(conversation, tokenizer, ids, { speculate, maxTokens, stopIds })) {
+    for await (const run of answer(conversation, tokenizer, ids, { speculate, maxTokens, stopIds, sampling })) {
       tokens.push(...run.tokens);
       reply({ type: "run", mode, pieces: run.pieces, speed: run.speed });
       await breathe();

@@ -144,7 +144,8 @@ def partitioner() -> Any:
 
 
 def constants_of(geometry: Geometry, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """What a host must know, as constant methods of the program: see ``ssdevice.runtime.executorch.engine``."""
+    """What a host must know, as constant methods of the program: see docs/executorch_host.md."""
+    tree = {"parents": geometry.tree.parents, "slots": geometry.tree.draft_indices(geometry.k)}
     return {
         SCHEMA: SCHEMA_VERSION,
         "gamma": geometry.gamma,
@@ -157,4 +158,6 @@ def constants_of(geometry: Geometry, stop_ids: Sequence[int]) -> dict[str, Any]:
         "vocab": geometry.vocab,
         "layers": geometry.layers,
         "stop_tokens": torch.tensor(list(stop_ids), dtype=torch.int32),
+        "hidden": geometry.hidden,
+        **{name: torch.tensor(table, dtype=torch.int32) for name, table in tree.items() if geometry.hidden},
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -19,11 +20,13 @@ from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import (
     CHOOSING,
+    DRAFT,
     FUNCTIONS,
     MAX_CONTEXT,
     PLAIN,
     PREFILL,
     STEP,
+    VERIFY,
     CacheForm,
     FunctionSpec,
     Geometry,
@@ -256,6 +259,7 @@ class Manifest(Ruled):
         deciding = {STEP, PLAIN} & set(names)
         if PREFILL not in names or not deciding or (STEP in names and not self.geometry.gamma):
             raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
+        _check_pair("functions", names, self.mode)
         for spec in self.functions:
             if spec != expected[spec.name]:
                 raise ConfigError(_first_difference(spec, expected[spec.name]))
@@ -275,6 +279,7 @@ class Manifest(Ruled):
                 )
             if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
                 raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
+            _check_pair(f"app {app.name!r}", app.functions, app.mode)
 
     @property
     def total_bytes(self) -> int:
@@ -297,6 +302,12 @@ class Manifest(Ruled):
                     raise ConfigError(f"app {app.name!r}: {path!r} is not in files")
             if app.folder is not None and app.folder not in folders:
                 raise ConfigError(f"app {app.name!r}: no file in its folder {app.folder!r}")
+
+
+def _check_pair(what: str, names: Collection[str], mode: Mode | None) -> None:
+    """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to the front."""
+    if mode is not None and (VERIFY in names) != (DRAFT in names):
+        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {VERIFY} and {DRAFT} need each other")
 
 
 def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:

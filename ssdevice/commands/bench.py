@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.bench.peers.arm import SAMPLING
 from ssdevice.bundle.staging import check_writable, write_json
 from ssdevice.commands.opening import (
     add_bundle,
@@ -102,8 +103,14 @@ def _check_options(args: argparse.Namespace) -> None:
         measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
     if args.peers is not None or args.profile:
-        choices = [f"--{name.replace('_', '-')}" for name in (*HELP, *STRUCTURES, "logit_bias", "sample")]
-        refuse_ignored(args, "peers and profiles decode greedily", *choices)
+        known = SAMPLING if args.peers is not None else ()
+        names = (*HELP, *STRUCTURES, "logit_bias", "sample")
+        choices = [f"--{name.replace('_', '-')}" for name in names if name not in known]
+        refuse_ignored(args, f"of how tokens are chosen, this takes {', '.join(known) or 'nothing'}", *choices)
+    if args.peers is not None and not args.temperature:
+        refuse_ignored(args, "without --temperature tokens are chosen greedily", "--top-k", "--top-p", "--seed")
+    if args.draft_model is not None:
+        refuse_ignored(args, "a model that drafts for another is measured greedily", "--temperature")
     if args.peers is None:
         refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
     else:

@@ -48,7 +48,7 @@ def measure_peers(
     """
     from ssdevice.bench.comparable import check_same
     from ssdevice.bench.peers import ours, two_models
-    from ssdevice.bench.peers.arm import PEERS, Setup
+    from ssdevice.bench.peers.arm import PEERS, SAMPLING, Setup
     from ssdevice.bench.peers.compare import compare, offers
     from ssdevice.bench.peers.table import as_json
     from ssdevice.runtime.opened import tokenizer_of
@@ -67,6 +67,7 @@ def measure_peers(
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
     prompts = _prompts(tokenizer, first.app(args.app).instruction, examples, options, context)
+    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     setup = Setup(
         model=args.peers,
         gguf=args.gguf or args.peers / GGUF,
@@ -75,6 +76,7 @@ def measure_peers(
         context=context,
         stops=tokenizer.stop_ids,
         lookup=tuple(dict.fromkeys(args.lookup or LOOKUP)),
+        sampling=sampling if sampling.get("temperature") else {},
         pythons=pythons,
     )
     offered: list[Arm | Skip] = []

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +22,7 @@ from ssdevice.contract import ROWS
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx import kernels
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.cpp_host import build as host_build
 from tests.compiled_kernels import built
@@ -27,6 +30,7 @@ from tests.fuzz import host as fuzz
 from tests.fuzz.mutator import rehash
 from tests.once import made_once
 from tests.runtime import tiny_bundle as tiny
+from tests.vectors.sampling import FILE as VECTORS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "apps" / "cpp_host"
@@ -49,24 +53,43 @@ MODES = (("speculative", "--speculative"), ("plain", "--plain"), ("adaptive", ""
 """Python's decoding modes, and the options of the host; when the last one makes steps depends on what they take."""
 
 
-def compare(bundle: Bundle, prompts: Callable[[Session], Prompts], max_tokens: int, with_kernels: bool) -> None:
+def compare(
+    bundle: Bundle,
+    prompts: Callable[[Session], Prompts],
+    max_tokens: int,
+    with_kernels: bool,
+    sampling: Sampling | None = None,
+) -> None:
     """Compare the host with a session of a bundle, in every mode."""
+    asked = options_of(sampling) if sampling else []
     with Session.open(bundle, options=EngineOptions(threads=1, kernels=with_kernels)) as session:
         assert session.engine.kernels is with_kernels
         given = prompts(session)
         for mode, option in MODES:
-            expected, steps = [], 0
+            expected, emitted, steps = [], 0, 0
             for ids in given:
-                list(session.runs(ids, max_tokens=max_tokens, mode=mode))
+                list(session.runs(ids, max_tokens=max_tokens, mode=mode, sampling=sampling))
                 expected.append(session.last.tokens)
+                emitted += sum(session.last.accepted)
                 steps += session.last.steps
             options = ["--max-tokens", str(max_tokens), *option.split(), *([] if with_kernels else ["--no-kernels"])]
+            options += asked
             done = run(bundle.folder, lines(given), *options)
             assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
             speed, _, per_call, *_ = done.stderr.split()
             assert float(speed) > 0
             if mode == "plain" or (mode == "speculative" and session.streams):
-                assert float(per_call) == pytest.approx((sum(map(len, expected)) - len(given)) / steps, rel=1e-4)
+                assert float(per_call) == pytest.approx(emitted / steps, rel=1e-4)
+
+
+def options_of(sampling: Sampling) -> list[str]:
+    """The options of the host that ask for it."""
+    asked = [f"--logit-bias={token}={bias}".split("=", 1) for token, bias in sampling.logit_bias.items()]
+    for each in fields(Sampling):
+        value = getattr(sampling, each.name)
+        if isinstance(value, (int, float)) and value != each.default:
+            asked.append([f"--{each.name.replace('_', '-')}", str(value)])
+    return list(chain(*asked))
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "no-kernels"])
@@ -88,6 +111,66 @@ def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDty
     bundle = tiny.tiny_bundle(quant)
     assert bundle.manifest.cache_dtype is dtype
     compare(bundle, prompts, max_tokens, with_kernels)
+
+
+SAMPLERS = (
+    Sampling(temperature=0.8, seed=(1 << 64) - 1),
+    Sampling(temperature=1.2, top_p=0.9, typical_p=0.9, repetition_penalty=1.2, seed=3),
+    Sampling(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
+    Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3, logit_bias={5: 3.0, 7: -3.5, 0: 9.0}, min_new_tokens=4),
+)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "lookup"])
+def test_sampled_tokens_are_those_of_python(sampling: Sampling, streams: bool, with_kernels: bool) -> None:
+    bundle = tiny.tiny_bundle("int8", streams, repeats=0 if streams else 3, choose=True)
+    prompts = [[5], [1, 2, 3, 4] * 4, [7, 5, 3], [2] * 9, [9] * (tiny.CONTEXT - 3), [9] * tiny.CONTEXT]
+    compare(bundle, lambda _: prompts, 40, with_kernels, sampling)
+
+
+def test_a_bundle_for_sampling_decodes_greedily_without_options(with_kernels: bool) -> None:
+    compare(tiny.tiny_bundle("int8", choose=True), lambda _: [[1, 2, 3], [7]], 20, with_kernels)
+
+
+def test_answers_are_those_of_the_test_vectors() -> None:
+    done = subprocess.run([host_build.vectors(), VECTORS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1"], '--temperature is "-1", expected 0.0 to 100.0'),
+        (["--temperature", "nan"], "--temperature is"),
+        (["--temperature", "warm"], '--temperature is "warm", expected a number'),
+        (["--temperature", "1", "--top-p", "0"], '--top-p is "0", expected more than 0 to 1.0'),
+        (["--temperature", "1", "--seed", str(1 << 64)], f"from 0 to {(1 << 64) - 1}"),
+        (["--temperature", "1", "--seed", "-1"], "--seed is"),
+        (["--temperature", "1", "--top-k", "2.5"], '--top-k is "2.5", expected a whole number'),
+        (["--seed", "3"], "--seed has no effect without --temperature"),
+        (["--top-p", "0.5", "--repetition-penalty", "1.1"], "--top-p has no effect without --temperature"),
+        (["--logit-bias", "5"], '--logit-bias is "5", expected ID=X'),
+        (["--logit-bias", "5=x"], "expected a number"),
+        (["--logit-bias", "99999=1"], "token 99999 is not one of the model's"),
+        (["--min-new-tokens"], "expected BUNDLE [--plain"),
+        (["--logit-bias=1=2"], "expected BUNDLE [--plain"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_sampled_is_one_line(options: list[str], message: str) -> None:
+    bundle = tiny.tiny_bundle("int8", choose=True)
+    refused(run(bundle.folder, "1 2 3\n", *options), message)
+
+
+def test_a_request_that_forbids_every_token_is_one_line() -> None:
+    bundle = tiny.tiny_bundle("int8", choose=True)
+    banned = chain(*(("--logit-bias", f"{token}=-inf") for token in range(bundle.geometry.vocab)))
+    refused(run(bundle.folder, "1 2 3\n", *banned), "the request forbids every token that the model could choose")
+
+
+def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
+    refused(run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--temperature", "1"), "export it with --choose host")
 
 
 @pytest.mark.parametrize("option", ["", "--speculative"])
@@ -360,14 +443,16 @@ def test_an_empty_line_is_answered_by_one() -> None:
     [
         ["--plian"],
         ["--max-tokens"],
-        ["--max-tokens", "0"],
-        ["--max-tokens", "99999999999"],
-        ["--threads", "two"],
         ["--plain", "--speculative"],
     ],
 )
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
+
+
+@pytest.mark.parametrize("options", [["--max-tokens", "0"], ["--max-tokens", "99999999999"], ["--threads", "two"]])
+def test_wrong_numbers_are_one_line(tmp_path: Path, options: list[str]) -> None:
+    refused(run(tmp_path, "", *options), "expected a whole number from 1 to 2147483647")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

@@ -210,7 +210,7 @@ def test_peers_offer_plain_and_lookup_arms_for_the_files_that_are_there(tmp_path
     assert arms["llama.cpp, plain"].python == "/other/python" and arms["transformers, plain"].python == sys.executable
     assert (arms["llama.cpp, plain"].disk_bytes, arms["transformers, plain"].disk_bytes) == (100, 40)
     assert arms["genai int4, plain"].settings == {
-        "threads": 1, "context": 96, "stops": [0], "folder": str(built), "precision": "int4",
+        "threads": 1, "context": 96, "stops": [0], "sampling": {}, "folder": str(built), "precision": "int4",
     }  # fmt: skip
     assert {llamacpp.NAME, genai.NAME, hf.NAME} == set(PEERS)
 
@@ -265,9 +265,28 @@ def test_the_command_measures_a_bundle_and_says_what_is_missing(
     assert "- skipped: llama.cpp: " in text and "an adapter that changes the answers" in text
 
 
+def test_engines_sample_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    data.write_text("\n".join(json.dumps({"prompt": text}) for text in ("hello", "go on")) + "\n")
+    bundle, model = str(tiny.tiny_bundle("fp32", choose=True).folder), str(tiny.base_folder())
+    options = ["--rounds", "1", "--max-tokens", "12", "--threads", "1", "--quiet", "--json", str(report)]
+    asked = ["--temperature", "1.5", "--top-k", "50", "--seed", "3"]
+    assert main(["bench", bundle, "--data", str(data), "--peers", model, *options, *asked]) == 0
+    found = json.loads(report.read_text())
+    assert found["sampling"] == {"temperature": 1.5, "top_k": 50, "seed": 3}
+    assert "temperature 1.5, top-k 50, seed 3" in capsys.readouterr().out
+    equal = {name: arm["equal_to_plain"] for name, arm in found["arms"].items() if arm["plain"]}
+    ours = f"ssdevice {Path(bundle).name}"
+    assert equal[f"{ours}, speculative"] is True and equal[f"{ours}, adaptive"] is True
+    assert {"transformers, plain", "transformers, prompt lookup of 2"} <= set(found["arms"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--seed", "3"], "--seed has no effect: without --temperature"),
+        (["--temperature", "1", "--min-p", "0.1"], "--min-p has no effect: of how tokens are chosen, this takes"),
+        (["--temperature", "1", "--draft-model", "d"], "--temperature has no effect: a model that drafts"),
         (["--without", "llama"], "no peer 'llama'; there are llama.cpp, genai, transformers"),
         (["--python", "genai"], "expected PEER=FILE"),
         (["--python", "gen=/x"], "no peer 'gen'"),

@@ -165,6 +165,7 @@ MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"apps|1|kind": "merged", "apps|1|mode": "lossless"},
         "app 'sql' has mode lossless, the bundle has shared",
     ),
+    "half a step": ({"apps|1|functions": {"verify": "v"}}, "app 'sql': verify: verify and draft need each other"),
     "role": ({"roles|model": "other.onnx"}, "roles['model']: 'other.onnx' is not in files"),
     "not a hash": ({"files|model.onnx|sha256": "0" * 63}, "sha256 is '000"),
     "negative size": ({"files|model.onnx|size": -1}, "size is -1"),

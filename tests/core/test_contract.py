@@ -45,6 +45,24 @@ def test_every_write_at_a_length_within_the_context_fits(g: Geometry, data: st.D
     assert g.capacity - g.context - max(g.tree.emitted, g.chunk) < contract.CAPACITY_MULTIPLE
 
 
+@given(geometries(), st.integers(1, 64))
+def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Geometry, hidden: int) -> None:
+    g = dataclasses.replace(g, hidden=hidden)
+    assert 0 <= g.capacity - g.context - max(g.tree.size, g.chunk) < contract.CAPACITY_MULTIPLE
+    for cache in CacheForm:
+        specs = functions(g, cache, "float16")
+        assert tuple(specs) == contract.FUNCTIONS + contract.CHOOSING
+        shapes = {name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()}
+        for name, nodes in ((contract.VERIFY, g.tree.size), (contract.VERIFY_PLAIN, 1)):
+            assert shapes[name][contract.LOGITS] == (nodes, g.vocab)
+            assert shapes[name][contract.STATES] == (nodes, hidden)
+        assert shapes[contract.DRAFT][contract.LAST_STATE] == (1, hidden)
+        assert shapes[contract.DRAFT].get(contract.PATH) == (None if cache is CacheForm.EXTERNAL else (g.tree.emitted,))
+        # Only the graph that holds the cache moves its rows when it drafts.
+        assert (contract.ROWS in shapes[contract.VERIFY]) is (cache is CacheForm.EXTERNAL)
+        assert contract.ROWS not in shapes[contract.DRAFT]
+
+
 @pytest.mark.parametrize("cache", CacheForm)
 @given(g=geometries())
 def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> None:

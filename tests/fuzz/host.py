@@ -34,7 +34,7 @@ PROMPT = "1 2 3\n"
 def change(seed: int, index: int, folder: Path) -> tuple[Oracle, str]:
     """Put case ``index`` at ``folder``, which does not exist; what may come of it, and what was done."""
     rng = Random(f"{seed}/{index}/host")
-    shutil.copytree(tiny_bundle("fp32").folder, folder)
+    shutil.copytree(tiny_bundle("fp32", choose=samples(index)).folder, folder)
     kind = rng.choices(["manifest", "geometry", "bytes", "folder"], [10, 3, 2, 3])[0]
     file = folder / MANIFEST
     document = json.loads(file.read_text("utf-8"))
@@ -51,18 +51,23 @@ def change(seed: int, index: int, folder: Path) -> tuple[Oracle, str]:
     return Oracle.ANY, done
 
 
+def samples(index: int) -> bool:
+    """Whether the host samples in a case, from a bundle that leaves the choice of tokens to it."""
+    return index % 4 == 3
+
+
 def try_case(seed: int, index: int, expected: str) -> Result:
     """What comes of a case; ``expected``: the answer of the unchanged bundle."""
     with tempfile.TemporaryDirectory(prefix="ssdevice-fuzz-") as scratch:
         folder = Path(scratch) / "bundle"
         oracle, done = change(seed, index, folder)
-        outcome, detail = _judge(folder, oracle, expected)
+        outcome, detail = _judge(folder, oracle, expected, samples(index))
     return Result(seed, index, "host", outcome, detail.replace(scratch, ""), done, 0.0, 0.0)
 
 
-def _judge(folder: Path, oracle: Oracle, expected: str) -> tuple[str, str]:
+def _judge(folder: Path, oracle: Oracle, expected: str, sampled: bool) -> tuple[str, str]:
     try:
-        code, said, error = answer(folder)
+        code, said, error = answer(folder, sampled)
     except subprocess.TimeoutExpired:
         return "BUG", f"hang: no answer in {TIMEOUT_S} s"
     if code == 2 and not said and error.count("\n") == 1 and error.isascii() and len(error) <= MAX_LINE:
@@ -78,9 +83,10 @@ def _judge(folder: Path, oracle: Oracle, expected: str) -> tuple[str, str]:
     return ("other", "") if oracle is Oracle.ANY else ("BUG", f"tokens: {said[:300]}, expected {expected}")
 
 
-def answer(folder: Path) -> tuple[int, str, str]:
+def answer(folder: Path, sampled: bool) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the host for one prompt."""
     command = [str(host()), str(folder), "--threads", "1", "--max-tokens", "8", "--no-kernels"]
+    command += ["--temperature", "0.9", "--top-p", "0.95"] * sampled
     done = subprocess.run(
         command, input=PROMPT, capture_output=True, text=True, errors="backslashreplace", timeout=TIMEOUT_S
     )
@@ -89,10 +95,12 @@ def answer(folder: Path) -> tuple[int, str, str]:
 
 def run_cases(seed: int, indices: Iterable[int], workers: int) -> list[Result]:
     """Try cases, so many at a time."""
-    code, expected, error = answer(tiny_bundle("fp32").folder)
-    assert code == 0, error
+    expected = {}
+    for sampled in (False, True):
+        code, expected[sampled], error = answer(tiny_bundle("fp32", choose=sampled).folder, sampled)
+        assert code == 0, error
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda index: try_case(seed, index, expected), indices))
+        return list(pool.map(lambda index: try_case(seed, index, expected[samples(index)]), indices))
 
 
 def main() -> int:

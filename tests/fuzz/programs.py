@@ -21,7 +21,6 @@ from pathlib import Path
 from random import Random
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import FUNCTIONS
 from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import PROGRAM, ExecutorchEngine
@@ -59,7 +58,7 @@ def run_cases(seed: int, indices: Iterable[int]) -> Iterator[Result]:
     """Try cases one after the other. Nothing of ExecuTorch may have run in this process: its threads are not forked."""
     importlib.import_module("executorch.runtime")
     importlib.import_module(OPERATORS)
-    bundle = programs.bundle()
+    bundle = programs.choosing()
     data = bundle.file(PROGRAM).read_bytes()
     with tempfile.TemporaryDirectory(prefix="ssdevice-fuzz-") as scratch:
         for index in indices:
@@ -85,13 +84,18 @@ def _decode(bundle: Bundle, file: Path, said: Path) -> None:
     signal.alarm(TIMEOUT_S)
     code = 0
     try:
-        engine = ExecutorchEngine(file, bundle.geometry, FUNCTIONS, EngineOptions(threads=1))
+        engine = ExecutorchEngine(file, bundle.geometry, list(bundle.functions), EngineOptions(threads=1))
         conversation = engine.new_conversation()
         root = conversation.prefill([7, 21, 3, 44])
         conversation.length = 4
         root = conversation.step_plain(root)
         conversation.length += 1
-        conversation.step(root)
+        tokens = conversation.step(root)
+        conversation.length += len(tokens)
+        conversation.chooser = lambda logits: int(logits.argmax())
+        tokens = conversation.step(tokens[-1])
+        conversation.length += len(tokens)
+        conversation.step_plain(tokens[-1])
     except SSDeviceError as error:
         code = RAISED if "\n" in str(error) else REFUSED
     except BaseException:
@@ -109,7 +113,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
     os.environ[once.VARIABLE] = str(once.folder())
-    export = multiprocessing.get_context("spawn").Process(target=programs.bundle)  # it runs what it exports
+    export = multiprocessing.get_context("spawn").Process(target=programs.choosing)  # it runs what it exports
     export.start()
     export.join()
     counts = Counter[str]()

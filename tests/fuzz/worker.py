@@ -76,6 +76,8 @@ class Worker:
                 self.expected |= {(s, plain): whole for s in (Subject.FOLDER, Subject.SIGNED)}
                 self.expected[Subject.SLOTS, plain] = self._bundle(pristine / "slots", plain, app=SLOT_APP).tokens
         assert all(self.expected.values()), "an unchanged subject does not decode"
+        gc.collect()
+        gc.freeze()  # before each case there is a search for garbage, which need not go over all modules
         limit = _status("VmSize") * 1024 + (ADDRESS_SPACE_MB << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -11,8 +11,10 @@ import pytest
 from ssdevice.errors import ContextOverflowError, InputError
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.session import Session
+from ssdevice.text.chat_template import ChatFormat
+from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
-from tests.runtime.scripted import cache_of, continuation, make_session
+from tests.runtime.scripted import TEMPLATE, cache_of, continuation, make_session
 
 TREE = Tree.of([[0], [1], [0, 0], [0, 0, 0]])
 USER = {"role": "user", "content": "hello"}
@@ -163,6 +165,22 @@ def test_messages_in_another_form_or_order_are_refused_in_words(messages: Any, e
 def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         make_session(TREE).chat(**given)
+
+
+def test_tools_and_template_arguments_last_as_long_as_the_conversation() -> None:
+    session = make_session(TREE)
+    template = (
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ TEMPLATE }}{% if think is false %}quick{% endif %}"
+    ).replace("{{ TEMPLATE }}", TEMPLATE)
+    format_ = ChatFormat(template, {"eos_token": "</s>"}, (0,)).framed()
+    session.tokenizer = ChatTokenizer(session.tokenizer.tokenizer, format_)
+    text = "".join(session.chat("a", tools=[{"name": "f"}], template={"think": False}, max_tokens=5))
+    written = "f<user>a</s><assistant>"
+    assert text == truth(session, f"{written}quick", 5)
+    written += f"{text}</s><user>b</s><assistant>"
+    assert "".join(session.chat("b", max_tokens=5)) == truth(session, f"{written}quick", 5)
+    session.reset()
+    assert "".join(session.chat("a", max_tokens=5)) == truth(session, "<user>a</s><assistant>", 5)
 
 
 def test_a_conversation_that_outgrows_the_context_is_an_error_or_loses_its_oldest_turns() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.swift import answers, benches, broken, conversations, frames, strings
+from tests.vectors.sampling import FILE as SAMPLING
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -26,6 +28,7 @@ def write(place: Path) -> None:
     write_json(place / "conversations.json", conversations.record())
     write_json(place / "bench.json", benches.record())
     write_json(place / "frames.json", frames.record())
+    shutil.copy(SAMPLING, place)
     broken.write(place / "broken")
     answers.export(place / "bundle")
     write_json(place / "answers.json", answers.answers(place / "bundle"))

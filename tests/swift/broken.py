@@ -67,7 +67,8 @@ def _write_whole(folder: Path) -> None:
 
 def _manifest() -> Manifest:
     sample = sample_manifest()
-    specs = functions(sample.geometry.geometry, CacheForm.INTERNAL, "float16")
+    geometry = dataclasses.replace(sample.geometry, hidden=sample.model.hidden_size)
+    specs = functions(geometry.geometry, CacheForm.INTERNAL, "float16")
     apps = (
         App("base", AdapterKind.BASE, sample.model.sha256, functions={"prefill": "p", "step_plain": "q"}),
         App(
@@ -76,7 +77,7 @@ def _manifest() -> Manifest:
     )
     return dataclasses.replace(
         sample, target="coreml", cache=CacheForm.INTERNAL, cache_dtype=CacheDtype.FP16, apps=apps,
-        functions=tuple(specs.values()),
+        geometry=geometry, functions=tuple(specs.values()),
     )  # fmt: skip
 
 
@@ -125,7 +126,9 @@ def _geometry(rng: Random, file: Path) -> str:
 
     document = json.loads(file.read_text("utf-8"))
     values = document["geometry"]
-    name = rng.choice(["layers", "kv_heads", "head_dim", "vocab", "gamma", "k", "context", "chunk", "tree", "tree"])
+    name = rng.choice(
+        ["layers", "kv_heads", "head_dim", "vocab", "gamma", "k", "context", "chunk", "hidden", "tree", "tree"]
+    )
     trees = (
         [],
         [[0]],
@@ -152,6 +155,6 @@ def _other_template(whole: Path, folder: Path) -> bool:
     """Whether the chat template is another one. Hosts that do not render templates cannot judge them."""
     try:
         one, other = (json.loads((at / MANIFEST).read_bytes())["chat"]["template"] for at in (whole, folder))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return bool(one != other)

@@ -61,6 +61,8 @@ SAMPLERS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.4, "bad_words": [[6], [1, 2], [2, 5, 1]], "logit_bias": {"1": 6.0, "2": 6.0, "5": 6.0}},
     {"temperature": 1.0, "suppress": [2, 4], "begin_suppress": [1, 6]},
     {"temperature": 0.7, "min_new_tokens": 6, "logit_bias": {"0": 12.0}},
+    {"temperature": 0.7, "min_length": 11, "logit_bias": {"0": 12.0}},
+    {"temperature": 0.7, "bad_words": [[0], [6]], "logit_bias": {"0": 7.0, "6": 9.0}},
 )
 
 

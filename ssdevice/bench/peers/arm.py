@@ -18,6 +18,9 @@ from ssdevice.errors import SSDeviceError
 
 Json = dict[str, Any]
 
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
+"""What may be asked of every engine: the fields of ``Sampling`` that all of them have."""
+
 PEERS = {
     "llama.cpp": "ssdevice.bench.peers.llamacpp",
     "genai": "ssdevice.bench.peers.genai",
@@ -37,7 +40,8 @@ class Setup:
     ``model``: the Hugging Face folder; ``gguf``: the same weights for llama.cpp; ``genai``: folder that keeps the
     models built for onnxruntime-genai, None to leave it out. ``context``: most tokens of a prompt with its answer.
     ``stops``: ids that end an answer. ``lookup``: how many tokens prompt lookup proposes, an arm for each.
-    ``pythons``: interpreters by peer, where another than this one has its package.
+    ``sampling``: values of SAMPLING, empty for greedy decoding. ``pythons``: interpreters by peer, where another than
+    this one has its package.
     """
 
     model: Path
@@ -47,11 +51,13 @@ class Setup:
     context: int
     stops: tuple[int, ...]
     lookup: tuple[int, ...]
+    sampling: Mapping[str, float] = field(default_factory=dict)
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, **more: Any) -> Json:
         """What a worker is told to open an engine: what all of them need, and ``more``."""
-        return {"threads": self.threads, "context": self.context, "stops": list(self.stops), **more}
+        shared = {"threads": self.threads, "context": self.context, "stops": list(self.stops)}
+        return {**shared, "sampling": dict(self.sampling), **more}
 
     def python(self, peer: str) -> str:
         """The interpreter that has the package of a peer."""
@@ -151,4 +157,4 @@ class Engine(Protocol):
     weights: str
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
-        """Decode greedily from an empty cache until ``answer`` has ended."""
+        """Decode from an empty cache until ``answer`` has ended."""

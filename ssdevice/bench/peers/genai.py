@@ -67,7 +67,9 @@ def open_engine(settings: Json) -> Genai:
 class Genai:
     """``precision``: what the folder was built with."""
 
-    def __init__(self, folder: str, threads: int, context: int, stops: Sequence[int], precision: str) -> None:
+    def __init__(
+        self, folder: str, threads: int, context: int, stops: Sequence[int], sampling: Json, precision: str
+    ) -> None:
         import onnxruntime_genai
 
         config = onnxruntime_genai.Config(folder)
@@ -75,7 +77,7 @@ class Genai:
         config.overlay(json.dumps({"model": {"eos_token_id": list(stops), "decoder": {"session_options": session}}}))
         model = onnxruntime_genai.Model(config)
         params = onnxruntime_genai.GeneratorParams(model)
-        params.set_search_options(max_length=context, do_sample=False, repetition_penalty=1.0, batch_size=1)
+        params.set_search_options(max_length=context, repetition_penalty=1.0, batch_size=1, **_search(sampling))
         self._generator: Any = onnxruntime_genai.Generator(model, params)
         self.version = f"onnxruntime-genai {onnxruntime_genai.__version__}"
         self.weights = precision
@@ -86,3 +88,9 @@ class Genai:
         while not answer.ended:
             self._generator.generate_next_token()
             answer.add((int(self._generator.get_next_tokens()[0]),))
+
+
+def _search(sampling: Json) -> Json:
+    """The options of a search that samples as asked; without a seed of its own each run is another."""
+    seed = {"random_seed": sampling["seed"]} if "seed" in sampling else {}
+    return {"do_sample": bool(sampling), **{name: sampling[name] for name in sampling if name != "seed"}, **seed}

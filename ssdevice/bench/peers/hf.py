@@ -49,7 +49,9 @@ class _Streamer:
 class Transformers:
     """``lookup``: tokens that are proposed at once; 0 decodes plainly."""
 
-    def __init__(self, model: str, threads: int, context: int, stops: Sequence[int], lookup: int) -> None:
+    def __init__(
+        self, model: str, threads: int, context: int, stops: Sequence[int], sampling: Json, lookup: int
+    ) -> None:
         import torch
         import transformers
 
@@ -58,7 +60,10 @@ class Transformers:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._model = loaded.eval()
         # A model's generation_config may ask for a penalty, which the other engines do not apply.
-        self._options: Json = {"do_sample": False, "repetition_penalty": 1.0}
+        asked = dict(sampling)
+        torch.manual_seed(asked.pop("seed", 0))
+        self._options: Json = {"do_sample": bool(asked), "repetition_penalty": 1.0}
+        self._options |= {"top_k": 0, "top_p": 1.0, **asked} if asked else {}
         self._options |= {"eos_token_id": list(stops), "pad_token_id": stops[0]}
         if lookup:
             self._options["prompt_lookup_num_tokens"] = lookup

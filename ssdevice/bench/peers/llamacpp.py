@@ -27,7 +27,9 @@ def open_engine(settings: Json) -> LlamaCpp:
 class LlamaCpp:
     """``lookup``: tokens that are proposed at once; 0 decodes plainly."""
 
-    def __init__(self, gguf: str, threads: int, context: int, stops: Sequence[int], lookup: int) -> None:
+    def __init__(
+        self, gguf: str, threads: int, context: int, stops: Sequence[int], sampling: Json, lookup: int
+    ) -> None:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -41,6 +43,10 @@ class LlamaCpp:
             logits_all=lookup > 0,
             verbose=False,
         )
+        # Its own defaults would truncate: 0 and 1 leave all tokens.
+        self._options: Json = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        self._options |= {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
+        self._llama.set_seed(self._options.pop("seed", 0))
         self._calls = 0
         evaluate = self._llama.eval
 
@@ -57,7 +63,7 @@ class LlamaCpp:
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
         self._llama.reset()  # else it continues from what this prompt has in common with the last
         seen = -1
-        for token in self._llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0):
+        for token in self._llama.generate(list(prompt), **self._options):
             if answer.add((token,), same_call=self._calls == seen):
                 return
             seen = self._calls

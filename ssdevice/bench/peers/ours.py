@@ -36,17 +36,20 @@ def offers(bundle: Bundle, app: str | None, options: EngineOptions, setup: Setup
 
 def open_engine(settings: Json) -> BundleEngine:
     """A session of the bundle."""
-    return BundleEngine(settings["bundle"], settings["app"], settings["mode"], settings["options"])
+    names = ("bundle", "app", "mode", "options", "sampling")
+    return BundleEngine(*(settings[name] for name in names))
 
 
 class BundleEngine:
-    """``mode``: one of the decoding modes; ``options``: the fields of EngineOptions."""
+    """``mode``: one of the decoding modes; ``options``: the fields of EngineOptions; ``sampling``: of Sampling."""
 
-    def __init__(self, bundle: str, app: str | None, mode: str, options: Json) -> None:
+    def __init__(self, bundle: str, app: str | None, mode: str, options: Json, sampling: Json) -> None:
         from ssdevice import __version__
         from ssdevice.runtime.engine import EngineOptions
+        from ssdevice.runtime.sampling.options import Sampling
         from ssdevice.runtime.session import Session
 
+        self._sampling = Sampling(**sampling) if sampling else None
         self._session = Session.open(bundle, app=app, options=EngineOptions(**options))
         self._mode = mode
         assert self._session.bundle is not None
@@ -57,6 +60,7 @@ class BundleEngine:
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
         self._session.reset()  # nothing of the prompt is in the cache
         # Text is decoded on the way, as for a user; the peers are measured without.
-        with closing(self._session.runs(prompt, max_tokens=answer.max_tokens, mode=self._mode)) as runs:
+        most, mode, sampling = answer.max_tokens, self._mode, self._sampling
+        with closing(self._session.runs(prompt, max_tokens=most, mode=mode, sampling=sampling)) as runs:
             for run in runs:
                 answer.add(run.tokens)

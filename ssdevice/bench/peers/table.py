@@ -30,6 +30,7 @@ def as_json(
         "threads": setup.threads,
         "context": setup.context,
         "stop_ids": list(setup.stops),
+        "sampling": dict(setup.sampling),
         "valid": comparison.load.valid,
         "machine": comparison.load.as_json(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))},
@@ -60,9 +61,10 @@ def _row(comparison: Comparison, row: Row) -> Json:
 def as_markdown(report: Json) -> str:
     """The object of ``as_json`` as a table with what is skipped and noted. One that is not valid says so first."""
     prompts = report["prompts"]
+    chosen = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in report["sampling"].items())
     lines = heading(report, f"{report['model']}: engines beside each other")
     lines += [
-        f"{prompts_of(report)}, greedy, at most {count(report['max_tokens'], 'token')}, "
+        f"{prompts_of(report)}, {chosen or 'greedy'}, at most {count(report['max_tokens'], 'token')}, "
         f"{count(report['rounds'], 'round')}, {count(report['threads'], 'thread')}, "
         f"context {report['context']}, {processor(report['machine'])}.",
         "",

@@ -75,7 +75,7 @@ class TwoModels(BundleEngine):
         from ssdevice.runtime.engine import EngineOptions
         from ssdevice.runtime.session import Session
 
-        super().__init__(bundle, None, "plain", options)
+        super().__init__(bundle, None, "plain", options, {})
         self._conversation = self._session.engine.new_conversation()
         small = Session.open(drafter, options=EngineOptions(**options))
         self._advance = DraftModel(small.engine.new_conversation())

@@ -50,18 +50,17 @@ def host() -> Path:
         generated = file.with_name("generated")
         generated.mkdir(exist_ok=True)
         (generated / "manifest.schema.inc").write_text(f'R"schema({SCHEMA.read_text("utf-8")})schema"')
-        flags = [
-            "-std=c++17",
-            "-O1",
-            "-g1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *SANITIZED,
-            f"-I{include}",
-            f"-I{generated}",
-        ]
         linked = ["-DSSDEVICE_KERNELS", built("native"), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lonnxruntime"]
-        subprocess.run([str(COMPILER), *flags, "-o", file, SOURCES / "host.cpp", *linked], check=True)
+        _compile(file, SOURCES / "host.cpp", f"-I{include}", f"-I{generated}", *linked)
 
     return made_once("cpp_host/host", make)
+
+
+def vectors() -> Path:
+    """The program for test vectors of sampling."""
+    return made_once("cpp_host/vectors", lambda file: _compile(file, Path(__file__).with_name("vectors.cpp")))
+
+
+def _compile(file: Path, source: Path, *options: str) -> None:
+    flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *SANITIZED, f"-I{SOURCES}"]
+    subprocess.run([str(COMPILER), *flags, "-o", file, source, *options], check=True)

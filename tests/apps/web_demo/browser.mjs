@@ -1,5 +1,5 @@
 // node browser.mjs SOURCES NODE_MODULES CHROMIUM ADDRESS [SCREENSHOT] < requests: uses the page in headless Chromium,
-// then opens it once more. A request is a line {"app", "prompt"} or {"app", "prompt", "stop": true}. Prints
+// then opens it once more. A request is a line {"app", "prompt"} or {"app", "prompt", "stop": true}, with "temperature" and "seed" (texts) to sample. Prints
 // {"about", "status", "answers": [{"tokens", "plain", "speculative", "accepted", "speeds", "status"}],
 // "requests", "again", "errors"}; "requests" and "again" are what the first and the second visit asked for.
 
@@ -25,9 +25,11 @@ try {
   };
   await visit();
   const found = { about: await text("#about"), status: await text("#status"), answers: [] };
-  for (const { app, prompt, stop } of readFileSync(0, "utf8").split("\n").filter(Boolean).map((line) => JSON.parse(line))) {
+  for (const { app, prompt, stop, temperature = "0", seed = "0" } of readFileSync(0, "utf8").split("\n").filter(Boolean).map((line) => JSON.parse(line))) {
     await page.selectOption("#app", app);
     await page.fill("#prompt", prompt);
+    await page.fill("#temperature", temperature);
+    await page.fill("#seed", seed);
     if (stop) {
       await page.evaluate(() => {
         document.querySelector("button[value='plain speculative']").click();

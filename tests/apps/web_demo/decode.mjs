@@ -1,5 +1,6 @@
 // node decode.mjs SOURCES NODE_MODULES BUNDLE < requests: decodes in Node with the modules of the page.
-// A request is a line {"app", "prompt" or "ids", "max_tokens"}, its answer {"ids", "plain", "speculative", "text", "steps"}.
+// A request is a line {"app", "prompt" or "ids", "max_tokens"}, with "sampling" and "seed" (as text) if the host chooses; its answer
+// is {"ids", "plain", "speculative", "text", "steps"}.
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
@@ -28,12 +29,13 @@ try {
   const engine = new Engine(ort, bundle);
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   for await (const line of createInterface({ input: process.stdin })) {
-    const { app, prompt: content, ids, max_tokens: maxTokens } = JSON.parse(line);
-    const conversation = await engine.use(app);
+    const { app, prompt: content, ids, max_tokens: maxTokens, sampling: asked, seed } = JSON.parse(line);
+    const sampling = asked && { ...asked, seed: BigInt(seed) };
+    const conversation = await engine.use(app, sampling !== undefined);
     const said = { ids: ids ?? encode(tokenizer, prompt(bundle.manifest.chat.frames, [{ role: "user", content }])) };
     for (const mode of conversation.speculates ? ["plain", "speculative"] : ["plain"]) {
       [said[mode], said.text] = [[], ""];
-      const options = { speculate: mode === "speculative", maxTokens, stopIds };
+      const options = { speculate: mode === "speculative", maxTokens, stopIds, sampling };
       for await (const { tokens, pieces, speed } of answer(conversation, tokenizer, said.ids, options)) {
         said[mode].push(...tokens);
         said.text += pieces.map((piece) => piece.text).join("");

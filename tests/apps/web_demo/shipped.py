@@ -18,7 +18,7 @@ APPS = {"sql": "sql-shared", "e2e": "e2e-shared"}
 
 @cache
 def bundle() -> Bundle:
-    """Both apps in INT8; adapters stand apart, so apps are switched in place."""
+    """Both apps in INT8; adapters stand apart, so apps are switched in place. The host may choose tokens."""
 
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
@@ -26,7 +26,7 @@ def bundle() -> Bundle:
 
         adapters = tuple((name, MODELS / "adapters" / folder) for name, folder in APPS.items())
         options = ExportOptions(
-            model=str(MODELS / "base-7m"), target="onnx", quant=Quant.INT8, out=out, adapters=adapters
+            model=str(MODELS / "base-7m"), target="onnx", quant=Quant.INT8, out=out, adapters=adapters, choose=True
         )
         export_bundle(options, lambda *_: None)
 

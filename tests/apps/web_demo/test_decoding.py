@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,9 +21,11 @@ from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain
 from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.web_demo import host, shipped
 from tests.runtime import tiny_bundle as tiny
+from tests.vectors.sampling import FILE as VECTORS
 
 TEXTS = (
     "<|user|>List the names of all customers.<|end|><|assistant|>",
@@ -54,6 +57,46 @@ def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -
                 assert said[mode] == expected(session, request["ids"], mode, request["max_tokens"])
                 assert said["text"] == session.last.text
             assert said["steps"] == session.last.steps
+
+
+SAMPLERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "top_k": 5, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+)
+
+
+def test_sampled_answers_are_those_of_a_session() -> None:
+    """The tokens of plain and of speculative decoding, which agree; greedy ones in between come from other graphs."""
+    bundle = tiny.tiny_bundle("fp32", choose=True)
+    with Session.open(bundle, threads=1) as session:
+        prompts = [session.prompt_ids(text) for text in ("5", "a prompt of more than two chunks")]
+        cases = list(product(prompts, enumerate(SAMPLERS), (1, 7, 1000)))
+        requests = []
+        for ids, (number, asked), most in cases:
+            sampled = {"sampling": asked, "seed": str(number * (1 << 62))}
+            requests += [{"app": tiny.APP, "ids": ids, "max_tokens": most, **sampled}]
+        requests.insert(1, {"app": tiny.APP, "ids": prompts[0], "max_tokens": 9})
+        for request, said in zip(requests, host.decoded(bundle.folder, requests), strict=True):
+            asked = request.get("sampling")
+            sampling = asked and Sampling(**asked, seed=int(request["seed"]))
+            for mode in ("plain", "speculative"):
+                runs = session.runs(request["ids"], max_tokens=request["max_tokens"], mode=mode, sampling=sampling)
+                assert said[mode] == [token for run in runs for token in run.tokens], request
+
+
+def test_answers_are_those_of_the_test_vectors() -> None:
+    done = host.script("vectors.mjs", VECTORS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["cases"] > 200
+
+
+def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
+    request = {"app": tiny.APP, "ids": [9], "max_tokens": 2, "sampling": {"temperature": 1}, "seed": "0"}
+    done = host.script("decode.mjs", tiny.tiny_bundle("fp32").folder, given=host.lines([request]))
+    message = "the bundle chooses tokens greedily; to sample, export it with --choose host\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "weights", "step"])

@@ -81,6 +81,18 @@ def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
     assert (tmp_path / SCREENSHOT).stat().st_size < 150_000
 
 
+def test_a_seed_decides_what_the_page_samples() -> None:
+    request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
+    seeds = ("7", "1234567890123456789", "7")
+    sampled = [{**request, "temperature": "1.5", "seed": seed} for seed in seeds]
+    with serving(PageServer(site(shipped.bundle()), 0)) as address:
+        found = visited(address, request, *sampled)
+    assert not found["errors"]
+    assert all(seen["status"] == "Both answers have the same tokens." for seen in found["answers"])
+    greedy, one, other, again = [seen["tokens"]["speculative"] for seen in found["answers"]]
+    assert one == again and len({tuple(tokens) for tokens in (greedy, one, other)}) == 3
+
+
 def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
     request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
     with serving(PageServer(site(shipped.bundle()), 0)) as address:

@@ -39,7 +39,7 @@ def base() -> Path:
 
 
 def options(cell: Cell, out: Path) -> ExportOptions:
-    """An export of the tiny model with two streams over its upper layer."""
+    """An export of the tiny model with two streams over its upper layer, whose host can choose tokens."""
     follow = 3 if cell.mode is Mode.LOSSLESS else 0
     make = partial(write_adapter, base=base(), mode=cell.mode, gamma=2, msa_layers=1, follow_rank=follow)
     return ExportOptions(
@@ -52,6 +52,7 @@ def options(cell: Cell, out: Path) -> ExportOptions:
         schedule=cell.schedule,
         context=24,
         chunk=5,
+        choose=True,
     )
 
 

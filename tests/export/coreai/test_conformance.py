@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import PREFILL
+from ssdevice.contract import DRAFT, PREFILL
 from ssdevice.errors import ParityError
 from ssdevice.export.coreai import exporter as target
 from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
@@ -29,6 +29,7 @@ from ssdevice.runtime.coreai.asset import PROGRAM
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, CoreAIEngine
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
+from tests.runtime.sampling.promise import SAMPLERS, check_forced_drafts
 
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 QUICK = Cell(Quant.INT4)
@@ -49,6 +50,8 @@ def test_speculative_output_is_plain_output(cell: Cell) -> None:
     engine = CoreAIEngine.of(exported, None)
     driver = OracleDriver(engine)
     check(drive(driver, PROMPT, seed=1), driver, 1e-4)
+    for sampling in SAMPLERS[2:4]:
+        assert check_forced_drafts(engine, sampling) == set(range(1, driver.tree.emitted + 1))
     engine.close()
 
 
@@ -95,7 +98,7 @@ def test_apps_are_functions_over_one_base() -> None:
     assert (exported.folder / ASSET / PROGRAM).read_bytes().count(codes.numpy().tobytes()) == 1
     for name in ("one", "other"):
         engine = CoreAIEngine.of(exported, name)
-        assert engine.names[PREFILL] == f"prefill_{name}"
+        assert (engine.names[PREFILL], engine.names[DRAFT]) == (f"prefill_{name}", f"draft_{name}")
         driver = OracleDriver(engine)
         check(drive(driver, PROMPT, seed=1), driver, 1e-4)
         engine.close()

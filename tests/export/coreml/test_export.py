@@ -11,15 +11,18 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, CacheForm
+from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, VERIFY_PLAIN, CacheForm
 from ssdevice.export.coreml.golden import TEXTS
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle
 from ssdevice.runtime import Session
 from ssdevice.runtime.engine import EngineOptions, open_engine
+from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime import tiny_bundle
+from tests.runtime.sampling.promise import SAMPLERS
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,6 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         context=tiny_bundle.CONTEXT,
         chunk=tiny_bundle.CHUNK,
         target_options=(CoreMLOptions(compute_units=ComputeUnits.ALL),),
+        choose=True,
     )
     return export_bundle(options, lambda *_: None)
 
@@ -50,7 +54,7 @@ def golden(bundle: Bundle):
 def test_the_manifest_says_what_was_made(bundle: Bundle):
     manifest = bundle.manifest
     assert manifest.cache is CacheForm.INTERNAL
-    assert list(bundle.functions) == list(FUNCTIONS)
+    assert list(bundle.functions) == [*FUNCTIONS, *CHOOSING]
     assert manifest.parity["counts"] == tiny_bundle.TREE.emitted
     assert any("activations are float16" in note for note in manifest.notes)
     assert any("multiples of 32" in note for note in manifest.notes)  # a head of 8: the Neural Engine may refuse
@@ -94,6 +98,17 @@ def test_speculation_changes_no_text(bundle: Bundle, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("slowly") <= 1  # once a process
 
 
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
+def test_sampling_gives_the_same_answer_in_every_mode(bundle: Bundle, sampling: Sampling):
+    with Session.open(bundle) as session:
+        found = []
+        for mode in ("plain", SPECULATIVE, ADAPTIVE):
+            for _ in session.runs(session.prompt_ids("abc"), max_tokens=24, mode=mode, sampling=sampling):
+                pass
+            found.append((session.last.tokens, session.last.logprobs))
+        assert found[0] == found[1] == found[2]
+
+
 def test_a_model_without_streams_decodes_plainly(tmp_path):
     options = ExportOptions(
         model=str(tiny_bundle.base_folder()),
@@ -102,9 +117,10 @@ def test_a_model_without_streams_decodes_plainly(tmp_path):
         out=tmp_path / "plain",
         context=tiny_bundle.CONTEXT,
         chunk=tiny_bundle.CHUNK,
+        choose=True,
     )
     made = export_bundle(options, lambda *_: None)
-    assert list(made.functions) == [PREFILL, PLAIN]
+    assert list(made.functions) == [PREFILL, PLAIN, VERIFY_PLAIN]
     with Session.open(made) as session:
         "".join(session.generate("abc", max_tokens=8))
         assert 1 <= len(session.last.tokens) <= 8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ssdevice.config import Mode, Schedule, StreamConfig
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
+from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.coreml.convert import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
@@ -22,8 +22,9 @@ from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [0, 0]])
 GEOMETRY = Geometry(
-    layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=TREE.width, tree=TREE, context=24, chunk=5
-)
+    layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=TREE.width, tree=TREE, context=24, chunk=5,
+    hidden=32,
+)  # fmt: skip
 
 
 @cache
@@ -52,13 +53,15 @@ def package(
     schedule: Schedule = Schedule.FUSED,
     write: KVWrite = KVWrite.SLICE,
     per_channel: bool = False,
+    choosing: bool = False,
 ) -> Path:
-    """The three functions, each program with its weights stored as an export stores them."""
+    """The three functions, each program with its weights stored as an export stores them; ``choosing``: all six."""
+    names = FUNCTIONS + CHOOSING if choosing else FUNCTIONS
 
     def make(out: Path) -> None:
-        save({name: program(name, quant, mode, schedule, write, per_channel) for name in FUNCTIONS}, out, STEP)
+        save({name: program(name, quant, mode, schedule, write, per_channel) for name in names}, out, STEP)
 
-    return made_once(f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}.mlpackage", make)
+    return made_once(f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}-{choosing}.mlpackage", make)
 
 
 @cache

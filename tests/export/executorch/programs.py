@@ -63,6 +63,11 @@ def bundle(quant: Quant = QUICK[0], mode: Mode = QUICK[1], schedule: Schedule = 
     return _bundle(quant, mode, schedule)
 
 
+def choosing() -> Bundle:
+    """A bundle whose host can choose tokens."""
+    return bundle(mode=Mode.LOSSLESS)
+
+
 @cache
 def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
     def export(out: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_program_says_all_a_host_needs(file: Path, geometry: Geometry) -> None
         "chunk": geometry.chunk,
         "vocab": geometry.vocab,
         "layers": geometry.layers,
+        "hidden": 0,
     }
 
 

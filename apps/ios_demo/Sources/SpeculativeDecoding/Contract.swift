@@ -3,9 +3,12 @@ public enum Function: String, CaseIterable, Sendable {
     case step
     case prefill
     case plain = "step_plain"
+    case verify
+    case verifyPlain = "verify_plain"
+    case draft
 }
 
-/// Their inputs and outputs. All hold 32-bit integers.
+/// Their inputs and outputs. All hold 32-bit integers, except those with floats.
 public enum Tensor: String, CaseIterable, Sendable {
     case root
     case drafts
@@ -16,14 +19,26 @@ public enum Tensor: String, CaseIterable, Sendable {
     case count
     case nextDrafts = "next_drafts"
     case nextRoot = "next_root"
+    case logits
+    case states
+    case path
+    case token
+    case lastState = "last_state"
+
+    /// Whether it holds 32-bit floats.
+    public var floats: Bool { [.logits, .states, .lastState].contains(self) }
 }
 
 extension Function {
+    /// Whether it is for hosts that choose tokens.
+    public var chooses: Bool { [.verify, .verifyPlain, .draft].contains(self) }
+
     public var inputs: [Tensor] {
         switch self {
-        case .step: [.root, .drafts, .length]
+        case .step, .verify: [.root, .drafts, .length]
         case .prefill: [.chunk, .valid, .length]
-        case .plain: [.root, .length]
+        case .plain, .verifyPlain: [.root, .length]
+        case .draft: [.path, .count, .token, .lastState, .length]
         }
     }
 
@@ -32,6 +47,8 @@ extension Function {
         case .step: [.tokens, .count, .nextDrafts]
         case .prefill: [.nextRoot, .nextDrafts]
         case .plain: [.tokens]
+        case .verify, .verifyPlain: [.logits, .states]
+        case .draft: [.nextDrafts]
         }
     }
 }
@@ -49,28 +66,36 @@ public struct Geometry: Decodable, Sendable {
     public let tree: [[Int]]
     public let context: Int
     public let chunk: Int
+    /// D, the width of a state; nil or 0 without functions for hosts that choose tokens.
+    let hidden: Int?
+
+    var chooses: Bool { hidden ?? 0 > 0 }
 
     /// A, the most tokens that one step can emit.
     public var emitted: Int { 1 + (tree.last?.count ?? 0) }
 
     /// Rows of the KV cache: enough for every fixed-size write at a length within the context.
-    var capacity: Int { (context + max(emitted, chunk) + 31) / 32 * 32 }
+    var capacity: Int { (context + max(chooses ? tree.count + 1 : emitted, chunk) + 31) / 32 * 32 }
 
     public func shape(of tensor: Tensor, in function: Function) -> [Int] {
         switch tensor {
         case .drafts, .nextDrafts: [gamma, k]
         case .chunk: [chunk]
         case .tokens where function == .step: [emitted]
-        case .root, .length, .valid, .tokens, .count, .nextRoot: [1]
+        case .path: [emitted]
+        case .logits: [width(of: function), vocab]
+        case .states: [width(of: function), hidden ?? 0]
+        case .lastState: [1, hidden ?? 0]
+        case .root, .length, .valid, .tokens, .token, .count, .nextRoot: [1]
         }
     }
 
     /// Tokens that a call computes at once.
     func width(of function: Function) -> Int {
         switch function {
-        case .step: tree.count + 1
+        case .step, .verify: tree.count + 1
         case .prefill: chunk
-        case .plain: 1
+        case .plain, .verifyPlain, .draft: 1
         }
     }
 

@@ -146,13 +146,14 @@ public actor Conversation {
             root = try prefill(prompt[start...].prefix(geometry.chunk), by: answer)
         }
         let committed = length
-        return try Function.allCases.filter(functions.contains).map { function in
+        return try Function.allCases.filter { functions.contains($0) && !$0.chooses }.map { function in
             let times = try (0..<calls).map { _ in
                 length = committed
                 switch function {
                 case .step: _ = try step(root, by: answer)
                 case .plain: _ = try plain(root, by: answer)
                 case .prefill: _ = try prefill(prompt.prefix(geometry.chunk), by: answer)
+                case .verify, .verifyPlain, .draft: break
                 }
                 return seconds * 1e3
             }

@@ -12,6 +12,7 @@ public struct Manifest: Decodable, Sendable {
     public struct Model: Decodable, Sendable {
         public let parameters: Int
         let layers: Int
+        let hiddenSize: Int
         let vocab: Int
         let sha256: String
     }
@@ -94,6 +95,9 @@ public struct Manifest: Decodable, Sendable {
         guard model.layers == geometry.layers, model.vocab == geometry.vocab else {
             throw BundleError.damaged("model and geometry have other layers or vocabularies")
         }
+        guard [0, model.hiddenSize].contains(geometry.hidden ?? 0) else {
+            throw BundleError.damaged("model and geometry have other hidden sizes")
+        }
         let streams = mode != nil
         guard streams == (geometry.gamma > 0), streams || msaLayers == 0, msaLayers < geometry.layers else {
             throw BundleError.damaged("geometry.gamma, msa_layers and mode contradict each other or the layers")
@@ -106,21 +110,31 @@ public struct Manifest: Decodable, Sendable {
 
     private func checkFunctions() throws {
         let names = functions.map(\.name)
-        guard names == Function.allCases.map(\.rawValue).filter(names.contains) else {
+        let known = Function.allCases.filter { geometry.chooses || !$0.chooses }
+        guard names == known.map(\.rawValue).filter(names.contains) else {
             throw BundleError.damaged("functions are \(names), out of order or unknown")
         }
         let drafting = names.contains(Function.step.rawValue)
         guard names.contains(Function.prefill.rawValue), names.count > 1, !drafting || geometry.gamma > 0 else {
             throw BundleError.damaged("functions are \(names): expected prefill, and step or step_plain")
         }
+        guard drafts(names, mode) else { throw BundleError.damaged("functions are \(names): verify needs draft") }
         for spec in functions where spec != expected(Function(rawValue: spec.name)!) {
             throw BundleError.damaged("function \(spec.name) does not follow from the geometry")
         }
     }
 
+    /// Whether functions that verify a draft of streams come with one that drafts again.
+    private func drafts(_ names: some Sequence<String>, _ mode: String?) -> Bool {
+        mode == nil || names.contains(Function.verify.rawValue) == names.contains(Function.draft.rawValue)
+    }
+
     private func expected(_ function: Function) -> FunctionSpec {
         func specs(_ tensors: [Tensor]) -> [FunctionSpec.TensorSpec] {
-            tensors.map { .init(name: $0.rawValue, shape: geometry.shape(of: $0, in: function), dtype: "int32") }
+            tensors.map { tensor in
+                let shape = geometry.shape(of: tensor, in: function)
+                return .init(name: tensor.rawValue, shape: shape, dtype: tensor.floats ? "float32" : "int32")
+            }
         }
         let shape = [geometry.layers, geometry.kvHeads, geometry.capacity, geometry.headDim]
         return FunctionSpec(
@@ -147,6 +161,9 @@ public struct Manifest: Decodable, Sendable {
             }
             guard (app.functions ?? [:]).keys.allSatisfy({ Function(rawValue: $0) != nil }) else {
                 throw BundleError.damaged("app \(app.name) has unknown functions")
+            }
+            guard drafts((app.functions ?? [:]).keys, app.mode) else {
+                throw BundleError.damaged("app \(app.name): verify needs draft")
             }
         }
         guard !chat.stopIds.isEmpty, chat.stopIds.allSatisfy({ $0 >= 0 }) else {

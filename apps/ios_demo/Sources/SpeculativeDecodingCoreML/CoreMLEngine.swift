@@ -14,7 +14,8 @@ public final class CoreMLEngine: Engine {
     /// `compiled`: the bundle's package, compiled. It must stay where it is: Core ML may read from it later.
     public init(bundle: ModelBundle, app: Manifest.App, compiled: URL) async throws {
         var models: [Function: MLModel] = [:]
-        for (function, name) in bundle.functions(of: app) {
+        // The graph chooses here, so functions for hosts that choose would only take memory.
+        for (function, name) in bundle.functions(of: app) where !function.chooses {
             let configuration = MLModelConfiguration()
             configuration.functionName = name
             configuration.computeUnits = MLComputeUnits(name: bundle.settings.computeUnits)

@@ -1,0 +1,286 @@
+/**
+ * The choice of tokens from logits: `runtime/sampling` in JavaScript. For a seed every host chooses the same tokens, so
+ * precisions are part of the definition: processors and the division by the temperature round to float32 (`Math.fround`,
+ * and what a Float32Array does), the rest is in float64.
+ */
+
+import { BundleError } from "./bundle.js";
+
+const GROUP = 256; // tokens whose smallest exponential number is known without the others
+
+/**
+ * What may be asked, as in Python; what is missing has no effect. `seed` has 64 bits.
+ * @typedef {object} Sampling
+ * @property {number} [temperature]
+ * @property {number} [top_k]
+ * @property {number} [top_p]
+ * @property {number} [min_p]
+ * @property {number} [typical_p]
+ * @property {number} [repetition_penalty]
+ * @property {number} [presence_penalty]
+ * @property {number} [frequency_penalty]
+ * @property {number} [no_repeat_ngram_size]
+ * @property {number} [min_new_tokens]
+ * @property {number} [min_length]
+ * @property {Record<string, number>} [logit_bias]
+ * @property {number[]} [suppress]
+ * @property {number[]} [begin_suppress]
+ * @property {number[][]} [bad_words]
+ * @property {bigint} [seed]
+ * @typedef {{ids: Int32Array, scores: Float32Array}} Candidates  ids ascending
+ */
+
+/**
+ * The 32-bit words of Philox 4x32-10 for the counter (number, position, kind, 0).
+ * @param {number} number
+ * @param {number} position
+ * @param {number} kind
+ * @param {bigint} seed
+ */
+export function philox(number, position, kind, seed) {
+  let [a, b, c, d] = [number, position, kind, 0];
+  let [key, other] = [Number(seed & 0xffffffffn), Number(seed >> 32n)];
+  for (let round = 0; round < 10; round++) {
+    const [p, q] = [0xd2511f53, 0xcd9e8d57];
+    [a, b, c, d] = [high(q, c) ^ b ^ key, Math.imul(q, c), high(p, a) ^ d ^ other, Math.imul(p, a)].map((x) => x >>> 0);
+    [key, other] = [(key + 0x9e3779b9) >>> 0, (other + 0xbb67ae85) >>> 0];
+  }
+  return [a, b, c, d];
+}
+
+/** @param {number} a @param {number} b the upper half of the product of two 32-bit numbers */
+function high(a, b) {
+  return Math.floor((a * (b >>> 16) + Math.floor((a * (b & 0xffff)) / 65536)) / 65536);
+}
+
+/** @param {number} word @param {number} next */
+function exponential(word, next) {
+  return -Math.log((word * 2 ** 20 + (next >>> 12) + 0.5) / 2 ** 52);
+}
+
+/** The Gumbel numbers of all tokens at a position; `runtime/sampling/noise.py` says what they are and why. */
+export class Noise {
+  /**
+   * @param {bigint} seed
+   * @param {number} position
+   */
+  constructor(seed, position) {
+    this.seed = seed;
+    this.position = position;
+    /** @type {{smallest: number, most: number, lucky: number}[]} those that are known */
+    this.groups = [];
+  }
+
+  /**
+   * The largest number of a group, `most`, and the token that has it, which may lie beyond the last group's tokens.
+   * @param {number} number
+   */
+  group(number) {
+    if (this.groups[number]) return this.groups[number];
+    const words = philox(number, this.position, 0, this.seed);
+    const smallest = exponential(words[0], words[1]) / GROUP;
+    const lucky = number * GROUP + (words[2] % GROUP);
+    return (this.groups[number] = { smallest, most: -Math.log(smallest), lucky });
+  }
+
+  /** @param {number} token */
+  of(token) {
+    const { smallest, most, lucky } = this.group(Math.floor(token / GROUP));
+    if (token === lucky) return most;
+    const words = philox(token >>> 1, this.position, 1, this.seed);
+    const at = 2 * (token & 1);
+    return -Math.log(smallest + exponential(words[at], words[at + 1]));
+  }
+}
+
+/** Chooses the tokens of one answer. */
+export class Chooser {
+  /**
+   * @param {Sampling} sampling
+   * @param {number[]} prompt
+   * @param {Iterable<number>} stops
+   */
+  constructor(sampling, prompt, stops) {
+    this.sampling = sampling;
+    this.stops = [...stops];
+    this.prompt = prompt.length;
+    this.text = [...prompt];
+    this.seen = new Set(prompt);
+    /** @type {Map<number, number>} how often the answer has a token */
+    this.counts = new Map();
+    /** @type {Float32Array} what truncation left for the last choice */
+    this.kept = new Float32Array();
+  }
+
+  /**
+   * The token after the text so far, which it then belongs to.
+   * @param {Float32Array} logits
+   */
+  choose(logits) {
+    const { temperature = 0, seed = 0n } = this.sampling;
+    const scores = this.#processed(logits);
+    const best = largest(scores);
+    if (Number.isNaN(best) || best === Infinity) throw new BundleError("the model returned logits that are not numbers");
+    if (best === -Infinity) throw new BundleError("the request forbids every token that the model could choose");
+    let token = scores.indexOf(best);
+    if (temperature > 0) {
+      const divisor = Math.fround(temperature);
+      for (let i = 0; i < scores.length; i++) scores[i] /= divisor;
+      const kept = truncated(scores, this.sampling);
+      this.kept = kept.scores;
+      token = sample(kept, new Noise(seed, this.text.length));
+    }
+    this.text.push(token);
+    this.seen.add(token);
+    this.counts.set(token, (this.counts.get(token) ?? 0) + 1);
+    return token;
+  }
+
+  /** @param {Float32Array} logits */
+  #processed(logits) {
+    const { logit_bias: bias = {}, repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0 } = this.sampling;
+    const scores = logits.slice();
+    for (const [token, value] of Object.entries(bias)) scores[Number(token)] += Math.fround(value);
+    const penalty = Math.fround(repetition_penalty);
+    for (const token of repetition_penalty === 1 ? [] : this.seen) {
+      scores[token] = scores[token] < 0 ? scores[token] * penalty : scores[token] / penalty;
+    }
+    const [presence, frequency] = [Math.fround(presence_penalty), Math.fround(frequency_penalty)];
+    for (const [token, count] of presence || frequency ? this.counts : []) {
+      scores[token] -= Math.fround(presence + Math.fround(frequency * count));
+    }
+    for (const token of this.#banned()) scores[token] = -Infinity;
+    return scores;
+  }
+
+  #banned() {
+    const { suppress = [], begin_suppress = [], min_new_tokens = 0, min_length = 0 } = this.sampling;
+    const { no_repeat_ngram_size: size = 0, bad_words = [] } = this.sampling;
+    const { stops, text } = this;
+    const answered = text.length - this.prompt;
+    const banned = [...suppress];
+    if (!answered) banned.push(...begin_suppress);
+    if (answered < min_new_tokens || text.length < min_length) banned.push(...stops);
+    for (let end = size - 1; size && end < text.length; end++) {
+      if (repeats(text, end, text.slice(text.length - size + 1))) banned.push(text[end]);
+    }
+    for (const word of bad_words) {
+      if (word.length === 1 && stops.includes(word[0])) continue; // or no answer would end
+      if (repeats(text, text.length, word.slice(0, -1))) banned.push(word[word.length - 1]);
+    }
+    return banned;
+  }
+}
+
+/** @param {number[]} text @param {number} end @param {number[]} part whether it is what the text has before `end` */
+function repeats(text, end, part) {
+  return part.length <= end && part.every((token, i) => text[end - part.length + i] === token);
+}
+
+/** @param {Float32Array} scores NaN if one is */
+function largest(scores) {
+  let most = -Infinity;
+  for (let i = 0; i < scores.length; i++) if (!(scores[i] <= most)) most = scores[i];
+  return most;
+}
+
+/** @param {Float32Array} scores @param {number} n */
+function nthLargest(scores, n) {
+  if (n > GROUP) return scores.slice().sort()[scores.length - n];
+  const found = scores.slice(0, n).sort(); // the n largest so far, ascending
+  for (let i = n; i < scores.length; i++) {
+    if (scores[i] <= found[0]) continue;
+    let place = 0;
+    for (; place + 1 < n && found[place + 1] < scores[i]; place++) found[place] = found[place + 1];
+    found[place] = scores[i];
+  }
+  return found[0];
+}
+
+/** @param {number} count @param {(i: number) => boolean} good the numbers below `count` for which it is true */
+function places(count, good) {
+  const found = [];
+  for (let i = 0; i < count; i++) if (good(i)) found.push(i);
+  return found;
+}
+
+/**
+ * What top-k, top-p, min-p and typical-p leave.
+ * @param {Float32Array} all
+ * @param {Sampling} sampling
+ * @returns {Candidates}
+ */
+function truncated(all, { top_k = 0, top_p = 1, min_p = 0, typical_p = 1 }) {
+  let kept = { ids: new Int32Array(all.length).map((_, i) => i), scores: all };
+  /** @param {number[]} left by index in what was left so far, ascending */
+  const keep = (left) => {
+    kept = { ids: Int32Array.from(left, (i) => kept.ids[i]), scores: Float32Array.from(left, (i) => kept.scores[i]) };
+  };
+  if (top_k > 0 && top_k < all.length) {
+    const least = nthLargest(all, top_k);
+    keep(places(all.length, (i) => all[i] >= least));
+  }
+  if (top_p < 1) keep(nucleus(kept.scores, top_p));
+  const { scores } = kept;
+  const lowest = largest(scores) + Math.log(min_p);
+  if (min_p > 0) keep(places(scores.length, (i) => scores[i] >= lowest));
+  if (typical_p < 1) keep(typical(kept.scores, typical_p));
+  return kept;
+}
+
+/** @param {Float32Array} scores what tokens weigh, and all together */
+function weigh(scores) {
+  const most = largest(scores);
+  const weights = new Float64Array(scores.length);
+  for (let i = 0; i < scores.length; i++) weights[i] = Math.exp(scores[i] - most);
+  return { weights, most, total: weights.reduce((sum, weight) => sum + weight, 0) };
+}
+
+/** @param {Float32Array} scores @param {number} mass the fewest likeliest tokens that have it together */
+function nucleus(scores, mass) {
+  const { weights, total } = weigh(scores);
+  const lowest = ((1 - mass) / scores.length) * total; // all tokens below together have less than 1 - mass
+  const falling = places(scores.length, (i) => weights[i] >= lowest).sort((i, j) => scores[j] - scores[i] || i - j);
+  return falling.slice(0, 1 + border(falling, weights, mass * total)).sort((i, j) => i - j);
+}
+
+/** @param {Float32Array} scores @param {number} mass the tokens whose surprise is nearest to the entropy that have it together */
+function typical(scores, mass) {
+  const { weights, most, total } = weigh(scores);
+  const surprise = Float64Array.from(scores, (score) => Math.log(total) + most - score);
+  const entropy = weights.reduce((sum, weight, i) => (weight ? sum + (weight / total) * surprise[i] : sum), 0);
+  const far = surprise.map((each) => Math.abs(each - entropy));
+  const order = places(scores.length, (i) => weights[i] > 0).sort((i, j) => far[i] - far[j]);
+  const farthest = far[order[border(order, weights, mass * total)]];
+  return places(scores.length, (i) => weights[i] > 0 && far[i] <= farthest);
+}
+
+/**
+ * The place in an order of tokens where those so far weigh a mass; at most the last one.
+ * @param {number[]} order
+ * @param {Float64Array} weights
+ * @param {number} mass
+ */
+function border(order, weights, mass) {
+  let reached = 0;
+  const found = order.findIndex((i) => (reached += weights[i]) >= mass);
+  return found < 0 ? order.length - 1 : found;
+}
+
+/**
+ * The token with the largest score plus noise; ties go to the lowest id. The noise of most tokens need not be known.
+ * @param {Candidates} candidates
+ * @param {Noise} noise
+ */
+function sample({ ids, scores }, noise) {
+  let [token, most] = [-1, -Infinity];
+  /** @param {number} i by index in `ids` */
+  const consider = (i) => {
+    if (scores[i] + noise.group(Math.floor(ids[i] / GROUP)).most < most - 1e-6) return;
+    const total = scores[i] + noise.of(ids[i]);
+    if (total > most || (total === most && ids[i] < token)) [token, most] = [ids[i], total];
+  };
+  consider(scores.indexOf(largest(scores)));
+  for (let i = 0; i < ids.length; i++) consider(i);
+  return token;
+}

@@ -1,0 +1,116 @@
+// vectors FILE: chooses the answers in test vectors (tests/vectors) with the host's headers. Prints what differs, then how many cases
+// there were. `vectors --time ..` prints the microseconds of a choice instead, see `time_choices`.
+
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+#include "choice.h"
+
+std::vector<float> logits_of(int64_t vocab, int64_t step) {
+  std::vector<float> made;
+  for (uint32_t i = 0; i < vocab; ++i) {
+    uint32_t x = (i + 1) * 2654435761u + static_cast<uint32_t>(step % 3 + 1) * 2246822519u;
+    x = (x ^ x >> 15) * 2246822519u;
+    const double z = ((x ^ x >> 13) >> 8) / 16777216.0;
+    made.push_back(static_cast<float>(16 * z * z - 8));
+  }
+  return made;
+}
+
+Sampling sampling_of(const Json& case_) {
+  Sampling s;
+  const Json& given = case_.at("sampling");
+  const std::map<std::string, double*> numbers{{"temperature", &s.temperature}, {"top_p", &s.top_p}, {"min_p", &s.min_p},
+      {"typical_p", &s.typical_p}, {"repetition_penalty", &s.repetition_penalty}, {"presence_penalty", &s.presence_penalty},
+      {"frequency_penalty", &s.frequency_penalty}};
+  const std::map<std::string, int64_t*> integers{{"top_k", &s.top_k}, {"no_repeat_ngram_size", &s.no_repeat_ngram_size},
+      {"min_new_tokens", &s.min_new_tokens}, {"min_length", &s.min_length}};
+  const std::map<std::string, Ids*> ids{{"suppress", &s.suppress}, {"begin_suppress", &s.begin_suppress}};
+  for (const auto& [name, value] : given.items()) {
+    if (numbers.count(name)) {
+      *numbers.at(name) = value;
+    } else if (integers.count(name)) {
+      *integers.at(name) = value;
+    } else if (ids.count(name)) {
+      *ids.at(name) = value.get<Ids>();
+    } else if (name == "bad_words") {
+      s.bad_words = value.get<std::vector<Ids>>();
+    } else if (name == "logit_bias") {
+      for (const auto& [token, bias] : value.items()) s.logit_bias[std::stoi(token)] = bias;
+    } else {
+      throw Error("an option that this program does not know: " + name);
+    }
+  }
+  s.seed = std::stoull(case_.at("seed").get<std::string>());
+  return s;
+}
+
+// The microseconds of a choice from 49,152 logits in a file of float32 rows.
+void time_choices(const char* file, const Json& asked) {
+  constexpr int64_t kVocab = 49152;
+  std::ifstream stream(file, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
+  std::vector<float> rows(bytes.size() / 4);
+  std::memcpy(rows.data(), bytes.data(), rows.size() * 4);
+  const Sampling sampling = sampling_of(asked);
+  Chooser choose(sampling, {1, 2, 3}, {0}, kVocab);
+  std::vector<double> times;
+  int64_t left = 0;
+  for (int round = 0; round < 20; ++round) {
+    for (size_t at = 0; at + kVocab <= rows.size(); at += kVocab) {
+      std::vector<float> row(rows.begin() + at, rows.begin() + at + kVocab);
+      const auto start = std::chrono::steady_clock::now();
+      choose(row.data());
+      times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+      left += choose.left();
+    }
+  }
+  std::sort(times.begin(), times.end());
+  std::cout << asked.dump() << ": median " << times[times.size() / 2] << " us, 90 % " << times[times.size() * 9 / 10] << ", "
+            << left / times.size() << " tokens left\n";
+}
+
+int main(int argc, char** argv) try {
+  if (argc == 4 && argv[1] == std::string("--time")) return time_choices(argv[2], Json::parse(argv[3])), 0;
+  std::ifstream stream(argv[1]);
+  const Json vectors = Json::parse(stream);
+  int wrong = 0, cases = 0;
+  const auto expect = [&](bool right, const Json& given) {
+    ++cases;
+    if (!right) ++wrong, std::cout << given.dump() << '\n';
+  };
+  for (const Json& given : vectors.at("philox")) {
+    const auto words = philox(given.at("number"), given.at("position"), given.at("kind"), std::stoull(given.at("seed").get<std::string>()));
+    expect(Json(words) == given.at("words"), given);
+  }
+  for (const Json& given : vectors.at("noise")) {
+    Noise noise;
+    noise.at(std::stoull(given.at("seed").get<std::string>()), given.at("position"), given.at("ids").back().get<int64_t>() + 1);
+    for (size_t i = 0; i < given.at("ids").size(); ++i) {
+      const double wanted = given.at("noise")[i], found = noise.of(given.at("ids")[i]);
+      expect(std::abs(found - wanted) <= 1e-14 * std::max(1.0, std::abs(wanted)), given);
+    }
+  }
+  for (const Json& given : vectors.at("logits")) {
+    expect(Json(logits_of(5, given.at("step"))) == given.at("first"), given);
+  }
+  for (const Json& given : vectors.at("choices")) {
+    const Sampling sampling = sampling_of(given);
+    Chooser choose(sampling, given.at("prompt").get<Ids>(), given.at("stops").get<Ids>(), given.at("vocab"));
+    Ids tokens;
+    std::vector<int64_t> left;
+    for (size_t step = 0; step < given.at("tokens").size(); ++step) {
+      std::vector<float> logits = logits_of(given.at("vocab"), step);
+      tokens.push_back(choose(logits.data()));
+      if (sampling.temperature > 0) left.push_back(choose.left());
+    }
+    expect(Json(tokens) == given.at("tokens") && Json(left) == given.at("left"), given);
+  }
+  std::cout << wrong << " of " << cases << " cases differ\n";
+  return wrong > 0;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 2;
+}

@@ -1,0 +1,42 @@
+// node vectors.mjs SOURCES NODE_MODULES FILE: the answers in test vectors (tests/vectors) by the page's sampler. Prints each
+// case that differs, then {"cases"}.
+
+import { readFileSync } from "node:fs";
+import { load, sources } from "./load.mjs";
+
+const { Chooser, Noise, philox } = await load(sources, "sampling.js");
+const vectors = JSON.parse(readFileSync(process.argv[4], "utf8"));
+
+const logitsOf = (vocab, step) =>
+  Float32Array.from({ length: vocab }, (_, i) => {
+    let x = (Math.imul(i + 1, 2654435761) + Math.imul((step % 3) + 1, 2246822519)) >>> 0;
+    x = Math.imul(x ^ (x >>> 15), 2246822519) >>> 0;
+    const z = ((x ^ (x >>> 13)) >>> 8) / 2 ** 24;
+    return 16 * z * z - 8;
+  });
+const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
+const near = (one, other) => Math.abs(one - other) <= 1e-14 * Math.max(1, Math.abs(other));
+
+let cases = 0;
+const expect = (right, given) => {
+  cases++;
+  if (!right) console.log(JSON.stringify(given));
+};
+for (const given of vectors.philox) {
+  expect(same(philox(given.number, given.position, given.kind, BigInt(given.seed)), given.words), given);
+}
+for (const given of vectors.noise) {
+  const noise = new Noise(BigInt(given.seed), given.position);
+  expect(given.ids.every((id, i) => near(noise.of(id), given.noise[i])), given);
+}
+for (const given of vectors.logits) expect(same(Array.from(logitsOf(5, given.step)), given.first), given);
+for (const given of vectors.choices) {
+  const chooser = new Chooser({ ...given.sampling, seed: BigInt(given.seed) }, given.prompt, given.stops);
+  const [tokens, left] = [[], []];
+  for (let step = 0; step < given.tokens.length; step++) {
+    tokens.push(chooser.choose(logitsOf(given.vocab, step)));
+    if (given.sampling.temperature) left.push(chooser.kept.filter(Number.isFinite).length);
+  }
+  expect(same(tokens, given.tokens) && same(left, given.left), given);
+}
+console.log(JSON.stringify({ cases }));
