@@ -15,6 +15,7 @@ from tests.once import made_once
 
 COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
 NO_COMPILER = "needs a C++ compiler (Debian: apt-get install g++)"
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
 KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": ["-DSSDEVICE_PORTABLE"]}
 """The kernels as users get them, as older CPUs run them, and with nothing but standard C++."""
 
@@ -22,7 +23,14 @@ KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": 
 def built(kind: str) -> Path:
     """The compiled kernels of a kind."""
 
-    return _compiled(kind, ["-Wall", "-Wextra", "-Werror", *KINDS[kind]])
+    return _compiled(kind, [*WARNINGS, *KINDS[kind]])
+
+
+def native_objects() -> dict[str, str]:
+    """Source of the kernels as users get them -> its object, for a compiler that has only to link."""
+    sources = sorted(kernels.SOURCES.glob("*.cpp"))
+    objects = compiled_objects(sources, [str(COMPILER)], [*kernels.FLAGS, *WARNINGS])
+    return dict(zip(map(str, sources), objects, strict=True))
 
 
 def sanitized() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ssdevice.cli import main
 from ssdevice.errors import InputError
 from ssdevice.runtime.onnx import kernels
-from tests.compiled_kernels import COMPILER, NO_COMPILER, built
+from tests.compiled_kernels import COMPILER, NO_COMPILER, built, native_objects
 from tests.runtime.tiny_bundle import tiny_bundle
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
@@ -39,8 +40,14 @@ def refusal(file: Path) -> str:
 def test_the_command_puts_the_kernels_where_engines_find_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "kernels"
+    folder, script = tmp_path / "kernels", tmp_path / "compiler"
     monkeypatch.setenv(kernels.FOLDER, str(folder))
+    # The compiler, which only links what other tests have compiled of the sources that it is given.
+    given = f"[{native_objects()!r}.get(given, given) for given in sys.argv[1:]]"
+    called = f"import subprocess, sys\nsubprocess.run([{COMPILER!r}, *{given}], check=True)\n"
+    script.write_text(f"#!{sys.executable}\n{called}")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
     folder.mkdir(mode=0o755)
     (folder / f"{kernels.PREFIX}of-another-version.so").touch()
     assert kernels.library() is None and main(["kernels"]) == 0
