@@ -142,15 +142,19 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
 
 
 def _stays(logits: Scores, token: int, s: Sampling) -> bool:
-    """Whether top-p and min-p certainly leave a token of a row, which few tokens often show; else unknown."""
+    """Whether top-p and min-p certainly leave a token of a row, which few others often show; else unknown."""
     if s.top_k or s.typical_p < 1:
         return False
     t, own = np.float32(s.temperature), logits[token]
     few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
-    p = np.exp((few - np.max(few)) / t)
-    most, mine = np.sum(p), np.exp((own - np.max(few)) / t)
+    highest = np.max(few)
+    p = np.exp((few - highest) / t)
+    mine = np.exp((own - highest) / t)
     likelier = np.sum(p[few >= own]) - mine
-    return bool(mine >= s.min_p and likelier < (s.top_p - NEAR) * most)
+    if mine < s.min_p * (1 + NEAR):
+        return False
+    mass = s.top_p - NEAR
+    return bool(likelier < mass * np.sum(p) or likelier < mass * np.sum(np.exp((logits - highest) / t)))
 
 
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
@@ -170,8 +174,8 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
     highest = np.max(scores)
     total = float(np.sum(np.exp(scores - highest)))  # in float32, which nearly always decides
     # Sorting takes longest. All tokens below the last bound have less than 1 - mass together.
-    bounds = (LIKELY, (1 - mass) / len(scores))
-    for least in bounds[len(scores) * LIKELY < 1 :]:
+    bounds = [bound for bound in (LIKELY, LIKELY / 10) if bound * len(scores) > 1]
+    for least in (*bounds, (1 - mass) / len(scores)):
         likely = np.flatnonzero(scores > highest + np.float32(math.log(least * total) - 1e-3))
         weight = weights(scores[likely], highest)
         if np.sum(weight) > (mass + NEAR) * total:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssdevice.errors import InputError
 from ssdevice.runtime.sampling.options import Sampling, Scores
 
 NEVER = np.float32(-np.inf)
@@ -62,7 +63,9 @@ class Processors:
         if banned := self._banned():
             scores[banned] = NEVER
         for processor in s.processors:
-            scores = processor(self.ids, scores)
+            scores = np.asarray(processor(self.ids, scores), np.float32)
+            if scores.shape != logits.shape:
+                raise InputError(f"a processor returned scores {list(scores.shape)}, expected {list(logits.shape)}")
         return scores
 
     def _banned(self) -> list[int]:

@@ -20,6 +20,7 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.quiet import quiet_frameworks
+from ssdevice.contract import VERIFY
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, MissingExtraError, ParityError
 from ssdevice.progress import count
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 LIMIT, MAX_TOKENS = 50, 64
 RUNNING = (
-    "--app", "--data", "--limit", "--max-tokens", "--model", "--against", "--threads", "--no-spinning", "--no-kernels",
+    "--app", "--data", "--limit", "--max-tokens", "--seeds", "--model", "--against", "--threads", "--no-spinning",
+    "--no-kernels",
 )  # fmt: skip
 # Any text will do, because modes are compared with each other. Different lengths vary the chunks and cache sizes.
 PROMPTS = (
@@ -54,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
     add("--limit", type=positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
     add("--max-tokens", type=positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
+    add(
+        "--seeds", type=positive, metavar="N",
+        help="sample each prompt with N seeds of every sampler, where the host chooses (default: with one)",
+    )  # fmt: skip
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
     add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
@@ -110,6 +116,8 @@ class _Checks:
                 if examples
                 else _built_in(session, limit)
             )
+            if VERIFY not in session.engine.functions:
+                refuse_ignored(args, "this app's host has no choice (export --choose host) or no drafts", "--seeds")
             shown = _engine_with_logits(args, bundle)
             stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
             result = compare(session.engine, shown, prompts, stops, most, precision, report)
@@ -118,6 +126,8 @@ class _Checks:
             if examples:
                 self._quality(session, result, examples)
             self.faults += result.faults()
+            if VERIFY in session.engine.functions:
+                self._sampled(session, prompts, report)
             if other is not None:
                 self._against(other, shown, prompts, result, stops, report)
             if folder is not None:
@@ -126,6 +136,17 @@ class _Checks:
                 self._torch(model(), prompts, result, report)
                 if precision is Precision.FP32 and bundle.app(args.app).answers_as_base:
                     self._generate(prompts, result, stops, report)
+
+    def _sampled(self, session: Session, prompts: list[list[int]], report: Report) -> None:
+        """Compare sampled answers of all modes."""
+        from ssdevice.bench.sampled import compare_sampled
+
+        most, seeds = self.args.max_tokens or MAX_TOKENS, self.args.seeds or 0
+        precision = self.bundle.manifest.precision
+        result = compare_sampled(session.engine, session.tokenizer, prompts, most, precision, seeds, report)
+        self.found["sampled"] = {**_as_json(result), "other_bits": result.other_bits}
+        self.lines += result.describe()
+        self.faults += result.faults()
 
     def _quality(self, session: Session, result: Equality, examples: Sequence[Example]) -> None:
         """Score the plain answers, if the data has something to compare them with."""

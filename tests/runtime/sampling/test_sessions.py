@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ssdevice.bundle.folder import BundleWriter
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.cli import main
 from ssdevice.contract import DRAFT, VERIFY, VERIFY_PLAIN
-from ssdevice.errors import InputError
+from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
@@ -82,6 +85,48 @@ def test_what_a_bundle_or_mode_cannot_do_is_said(session: Session) -> None:
     assert list(session.generate("1", max_tokens=3, sampling=Sampling())) == list(session.generate("1", max_tokens=3))
 
 
+def test_a_session_lives_on_after_requests_that_fail(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(**asked: Any) -> str:
+        return "".join(
+            session.generate("1 2 3", max_tokens=9, sampling=Sampling(**{"temperature": 0.9, "seed": 1} | asked))
+        )
+
+    expected, vocab = ask(), session.engine.geometry.vocab
+    never = np.full(vocab, -np.inf, np.float32)
+    for wrong, error in (
+        ({"top_p": 0.0}, "top_p is 0.0"), ({"seed": 1 << 64}, "seed is 18446744073709551616"), ({"top_k": -1}, "top_k"),
+        ({"logit_bias": {vocab: 1.0}}, "not one of"), ({"suppress": tuple(range(vocab))}, "forbids every token"),
+        ({"processors": (lambda ids, scores: never,)}, "forbids every token"),
+        ({"processors": (lambda ids, scores: None,)}, "a processor returned"),
+        ({"processors": (lambda ids, scores: scores[1:],)}, "a processor returned"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=error):
+            ask(**wrong)
+        assert ask() == expected
+    for value in (np.nan, np.inf):
+        with monkeypatch.context() as patch:
+            logits = Conversation._logits
+            patch.setattr(Conversation, "_logits", lambda *given: logits(*given) * np.float32(value))  # noqa: B023
+            with pytest.raises(BundleError, match="not numbers"):
+                ask()
+        assert ask() == expected
+
+
+def test_penalties_know_a_prefix_that_was_reused(session: Session) -> None:
+    asked = Sampling(temperature=0.5, repetition_penalty=2.0, no_repeat_ngram_size=2, frequency_penalty=0.5, seed=8)
+    long, other = [5, 6, 5, 7, 5, 6, 8, 9, 10, 3], [5, 6, 5, 7, 5, 6, 8, 9, 11]
+
+    def tokens(ids: list[int]) -> list[int]:
+        for _ in session.runs(ids, max_tokens=20, sampling=asked):
+            pass
+        return session.last.tokens
+
+    session.reset()
+    expected = tokens(other)
+    tokens(long)
+    assert session._conversation.shared(other) == 8 and tokens(other) == expected
+
+
 def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = str(tiny_bundle("int8", choose=True).folder)
     asked = ["run", bundle, "--prompt", "1 2", "--max-tokens", "9", "--threads", "1", "--json", "--temperature", "0.9"]
@@ -92,7 +137,8 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] != found[2]["tokens"]
     assert found[0]["logprobs"] == found[1]["logprobs"] and len(found[0]["logprobs"][0]["ids"]) == 2
-    for wrong in (["--temperature", "-1"], ["--top-p", "0"], ["--logit-bias", "x"], ["--logit-bias", "99999=1"]):
+    wrong_ones = "--seed 18446744073709551616, --temperature -1, --top-p 0, --logit-bias x, --logit-bias 99999=1"
+    for wrong in map(str.split, wrong_ones.split(",")):
         assert main([*asked, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
