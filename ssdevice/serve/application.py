@@ -26,6 +26,7 @@ from ssdevice.serve.request import Request, chat_request, text_request
 
 Pieces: TypeAlias = AsyncGenerator[Piece | Generation, None]
 DONE = "data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def application(session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None) -> Guard:
@@ -122,7 +123,7 @@ async def _events(pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_JSON.encode(value)}\n\n"
 
 
 async def _error(_: HttpRequest, error: Exception) -> Response:

@@ -45,6 +45,8 @@ def call_structure(functions: Sequence[Mapping[str, Any]], style: ToolStyle | No
             for defined, schema in parameters.pop(name, {}).items():
                 if root.setdefault(name, {}).setdefault(defined, schema) != schema:
                     raise InputError(f"two functions define {defined!r} in their {name}; give it another name")
+        if "properties" in parameters:  # small models invent more where a schema does not say that there are none
+            parameters.setdefault("additionalProperties", False)
         shape = {"type": "object", "properties": {"name": {"const": function["name"]}, key: parameters}}
         root["anyOf"].append({**shape, "required": ["name", key], "additionalProperties": False})
     return Structure.json_schema(root)

@@ -21,8 +21,9 @@ DRAWN_SEEDS = 1 << 31
 """Seeds of requests without one; JavaScript and int32 hold all of them."""
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; answers of a chat end by themselves, or with the context."""
-TRUNCATIONS = ("top_p", "top_k", "min_p", "typical_p")
-CHOICE = ("temperature", *TRUNCATIONS, "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
+SAMPLED = ("top_p", "top_k", "min_p", "typical_p", "seed")
+"""Parameters that ask for sampling, unless the temperature is 0."""
+CHOICE = ("temperature", *SAMPLED, "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters that are fields of Sampling; it checks them."""
 COMMON = ("model", "stream", "stream_options", "max_tokens", "stop", "logprobs", "logit_bias", "user", *CHOICE)
 CHAT = (
@@ -41,9 +42,9 @@ NEUTRAL: dict[str, Any] = {
 class Request:
     """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a ``prompt``, text or ids.
 
-    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and always a seed. ``forced``:
-    functions of which the answer must call one. ``max_tokens``: None for as many as the context takes. ``logprobs``:
-    None for none, else how many alternatives. ``usage``: whether a stream ends with it.
+    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if tokens are drawn.
+    ``forced``: functions of which the answer must call one. ``max_tokens``: None for as many as the context takes.
+    ``logprobs``: None for none, else how many alternatives. ``usage``: whether a stream ends with it.
     """
 
     app: str
@@ -61,9 +62,8 @@ class Request:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are to be drawn: the temperature is above 0, or only its truncation was named."""
-        named = self.sampling.get("temperature")
-        return bool(named) if named is not None else any(name in self.sampling for name in TRUNCATIONS)
+        """Whether tokens are to be drawn."""
+        return _samples(self.sampling)
 
 
 class _Body:
@@ -132,7 +132,9 @@ def text_request(content: bytes) -> Request:
 
 
 def _common(body: _Body, most: int | None, logprobs: int | None, structure: Structure | None) -> dict[str, Any]:
-    sampling = {"seed": random.randrange(DRAWN_SEEDS)} | {k: v for k, v in body.given.items() if k in CHOICE}
+    sampling = {name: value for name, value in body.given.items() if name in CHOICE}
+    if _samples(sampling):
+        sampling.setdefault("seed", random.randrange(DRAWN_SEEDS))
     if bias := body.get("logit_bias", _bias, {}):
         sampling["logit_bias"] = bias
     if structure is not None:
@@ -151,6 +153,10 @@ def _common(body: _Body, most: int | None, logprobs: int | None, structure: Stru
         "stream": stream,
         "usage": arguments.flag("include_usage", (options or {}).get("include_usage", False)),
     }
+
+
+def _samples(named: Mapping[str, Any]) -> bool:
+    return bool(named["temperature"]) if "temperature" in named else any(name in named for name in SAMPLED)
 
 
 def _tools(body: _Body) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...]]:

@@ -59,5 +59,5 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
             assert ask(port, CHAT, chat())[0] == 401
         finally:
             server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
         assert server.stderr.read() == "ssdevice: models: letters; Ctrl-C ends the server\n"
