@@ -28,6 +28,7 @@ HELP = {
     "frequency_penalty": (float, "subtract this as often as the answer has a token"),
     "no_repeat_ngram_size": (int, "no N tokens in a row occur twice"),
     "min_new_tokens": (int, "no answer is shorter"),
+    "min_length": (int, "prompt and answer together are not shorter"),
     "seed": (int, "the same seed gives the same answer, in every mode (default 0)"),
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
