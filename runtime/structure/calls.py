@@ -28,7 +28,9 @@ def call_structure(
     key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
     rules = []
     for number, (found, parameters) in enumerate(_functions(tools, name)):
-        schema = json.dumps(dict(parameters) | {"x-guidance": SPACING})
+        # Small models invent more arguments where a schema does not say that there are none.
+        closed = {"additionalProperties": False} if "properties" in parameters else {}
+        schema = json.dumps({**closed, **parameters, "x-guidance": SPACING})
         opening = json.dumps(f'{{"name": {json.dumps(found)}, "{key}": ')
         rules.append(f'call{number}: {opening} values{number} "}}"\nvalues{number}: %json {schema}')
     start = " | ".join(f"call{number}" for number in range(len(rules)))

@@ -1,15 +1,13 @@
-"""Calls of functions in answers: where they may begin, the form that forces one, and OpenAI's objects of them."""
+"""Calls of functions in answers: where they may begin, how forced ones are written, and OpenAI's objects of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from ssdevice.errors import InputError
 from ssdevice.runtime.generation import Generation
-from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve.request import Request
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.text.tools import Call, ToolStyle, answer_text, parse_calls
@@ -21,10 +19,6 @@ OPENINGS = {
     ToolStyle.GEMMA: ("<start_function_call>", "<|tool_call>"),
 }
 """What a call may begin with: the text from there on is shown once it is known to be none."""
-FORCED = {ToolStyle.HERMES: "<tool_call>\n"}
-"""What the prompt ends with if the model must write a call; other styles begin with its JSON."""
-DEFINITIONS = ("$defs", "definitions")
-"""Where schemas keep what they refer to, by paths from the root."""
 
 
 def style_of(tokenizer: ChatTokenizer) -> ToolStyle | None:
@@ -32,36 +26,18 @@ def style_of(tokenizer: ChatTokenizer) -> ToolStyle | None:
     return ToolStyle.of(tokenizer.chat.template)
 
 
-def call_structure(functions: Sequence[Mapping[str, Any]], style: ToolStyle | None) -> Structure:
-    """A JSON object that calls one of these functions.
-
-    Raises InputError if two of them define different schemas under one name.
-    """
-    key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
-    root: dict[str, Any] = {"anyOf": []}
-    for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        for name in DEFINITIONS:
-            for defined, schema in parameters.pop(name, {}).items():
-                if root.setdefault(name, {}).setdefault(defined, schema) != schema:
-                    raise InputError(f"two functions define {defined!r} in their {name}; give it another name")
-        if "properties" in parameters:  # small models invent more where a schema does not say that there are none
-            parameters.setdefault("additionalProperties", False)
-        shape = {"type": "object", "properties": {"name": {"const": function["name"]}, key: parameters}}
-        root["anyOf"].append({**shape, "required": ["name", key], "additionalProperties": False})
-    return Structure.json_schema(root)
+def forced_style(tokenizer: ChatTokenizer) -> ToolStyle:
+    """How a call is written that a request requires: as the model does, otherwise as plain JSON."""
+    style = style_of(tokenizer)
+    return ToolStyle.LLAMA3 if style in (None, ToolStyle.GEMMA) else style
 
 
 def calls_in(answer: Generation, request: Request, tokenizer: ChatTokenizer) -> list[Call]:
     """The calls in an answer; none if it calls a function that the request does not have."""
-    style = style_of(tokenizer)
-    if request.forced:
-        text, style = f"<tool_call>{answer.text}</tool_call>", ToolStyle.HERMES
-    elif request.tools and style is not None:
-        text = answer_text(tokenizer, answer.tokens)
-    else:
+    style = forced_style(tokenizer) if request.forced else style_of(tokenizer)
+    if not request.tools or style is None:
         return []
-    _, calls = parse_calls(text, style)
+    _, calls = parse_calls(answer_text(tokenizer, answer.tokens), style)
     known = {tool["function"]["name"] for tool in request.tools}
     return calls if all(call.name in known for call in calls) else []
 

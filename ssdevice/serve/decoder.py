@@ -16,7 +16,8 @@ from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.sampling.choice import Logprobs
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
-from ssdevice.serve.calls import FORCED, NO_STYLE, OPENINGS, call_structure, style_of
+from ssdevice.runtime.structure.calls import call_structure
+from ssdevice.serve.calls import NO_STYLE, OPENINGS, forced_style, style_of
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.refusal import Refusal
 from ssdevice.serve.request import Request
@@ -121,15 +122,13 @@ class Decoder:
         if request.messages is None:
             given = request.prompt
             return session.tokenizer.encode(given, context, special=True) if isinstance(given, str) else list(given)
-        ids = session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
-        if request.forced and self.style is not None:
-            ids += session.tokenizer.encode(FORCED[self.style])
-        return ids
+        return session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
 
     def _sampling(self, request: Request) -> Sampling:
         asked = {**request.sampling, "logprobs": request.logprobs}
         if request.forced:
-            asked["structure"] = call_structure(request.forced, self.style)
+            tokenizer = self.session.tokenizer
+            asked["structure"] = call_structure(request.forced, forced_style(tokenizer), tokenizer)
         elif request.tools and self.style is None:
             raise InputError(NO_STYLE)
         return self.session.sampling(**asked) if request.samples else Sampling(**asked)

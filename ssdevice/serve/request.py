@@ -165,16 +165,16 @@ def _tools(body: _Body) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[st
     choice: Any = body.given.get("tool_choice", "auto")
     if choice != "auto" and choice != "none" and not tools:
         raise Refusal("tool_choice needs tools", param="tool_choice")
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    functions = [tool["function"]["name"] for tool in tools]
     if choice in ("auto", "none"):
         return tools if choice == "auto" else (), ()
     if choice == "required":
-        return tools, tuple(functions.values())
+        return tools, tools
     with _at("tool_choice"):
         name = _object("tool_choice.function", _object("tool_choice", choice).get("function")).get("name")
         if choice.get("type") != "function" or name not in functions:
             raise InputError(f"tool_choice names none of the functions {', '.join(functions)}")
-        return tools, (functions[name],)
+        return tools, tuple(tool for tool in tools if tool["function"]["name"] == name)
 
 
 def _functions(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:

@@ -166,6 +166,16 @@ def test_a_call_can_be_forced(client: openai.OpenAI, choice: Any, stream: bool) 
     assert json.loads(calls[0].function.arguments)["city"] in ("Rome", "Oslo")
 
 
+def test_functions_may_define_one_name_in_two_ways(client: openai.OpenAI) -> None:
+    tools = [tool(name, n={"$ref": "#/$defs/x"}) for name in ("one", "two")]
+    for each, values in zip(tools, ([1], [2]), strict=True):
+        each["function"]["parameters"]["$defs"] = {"x": {"enum": values}}
+    for name, n in (("one", 1), ("two", 2)):
+        choice = {"type": "function", "function": {"name": name}}
+        called = ask(client, tools=tools, tool_choice=choice, max_tokens=60).choices[0].message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in called] == [(name, {"n": n})]
+
+
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
 
 

@@ -28,13 +28,6 @@ def port(session: Session) -> Iterator[int]:
         yield port
 
 
-def defining(name: str, kind: str) -> dict[str, Any]:
-    """A function whose schema defines what ``x`` is."""
-    found = tool(name)
-    found["function"]["parameters"]["$defs"] = {"x": {"type": kind}}
-    return found
-
-
 REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("an unknown parameter", {"temprature": 1}, "temprature", "did you mean 'temperature'?"),
     ("two answers", {"n": 2}, "n", "n can only be 1 here"),
@@ -73,11 +66,6 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         "another function",
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "hide"}}},
         "tool_choice", "names none of the functions look",
-    ),
-    (
-        "two meanings of one name",
-        {"tools": [defining("a", "string"), defining("b", "number")], "tool_choice": "required"},
-        None, "two functions define 'x'",
     ),
 ]  # fmt: skip
 
