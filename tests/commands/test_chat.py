@@ -189,7 +189,11 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment |= {"TERM": "xterm"} if colours else {"TERM": "xterm", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "ssdevice", "chat", bundle, "--max-tokens", "30"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
+        # A shell lets what runs in the background ignore Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         os.close(terminal)
         screen = b""
 
@@ -210,5 +214,5 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
             os.write(user_end, b"\x04")
         else:
             process.send_signal(signal.SIGINT)
-        assert process.wait() == (0 if colours else 130)
+        assert process.wait(60) == (0 if colours else 130)
     os.close(user_end)
