@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,13 @@ def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False."""
     if not isinstance(value, bool):
         raise _wrong(name, value, "True or False")
+    return value
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """The value, if it is an object of JSON: a dict or another mapping."""
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "an object")
     return value
 
 

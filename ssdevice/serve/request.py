@@ -114,7 +114,7 @@ def chat_request(content: bytes) -> Request:
         messages=body.needed("messages"),
         tools=tools,
         forced=forced,
-        template=body.get("chat_template_kwargs", _object, None),
+        template=body.get("chat_template_kwargs", arguments.mapping, None),
         **_common(body, most, alternatives if wanted else None, structure),
     )
 
@@ -141,7 +141,7 @@ def _common(body: _Body, most: int | None, logprobs: int | None, structure: Stru
         sampling["structure"] = structure
     body.get("user", arguments.text, "")
     stream = body.get("stream", arguments.flag, False)
-    options = body.get("stream_options", _object, None)
+    options = body.get("stream_options", arguments.mapping, None)
     if options is not None and (not stream or options.keys() - {"include_usage"}):
         raise Refusal("stream_options goes with stream: true, and has include_usage only", param="stream_options")
     return {
@@ -171,7 +171,9 @@ def _tools(body: _Body) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[st
     if choice == "required":
         return tools, tools
     with _at("tool_choice"):
-        name = _object("tool_choice.function", _object("tool_choice", choice).get("function")).get("name")
+        name = arguments.mapping("tool_choice.function", arguments.mapping("tool_choice", choice).get("function")).get(
+            "name"
+        )
         if choice.get("type") != "function" or name not in functions:
             raise InputError(f"tool_choice names none of the functions {', '.join(functions)}")
         return tools, tuple(tool for tool in tools if tool["function"]["name"] == name)
@@ -182,30 +184,30 @@ def _functions(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
         raise InputError(f"{name} is {type(value).__name__}, expected a list")
     for number, tool in enumerate(value):
         where = f"{name}[{number}]"
-        if _object(where, tool).get("type") != "function":
+        if arguments.mapping(where, tool).get("type") != "function":
             raise InputError(f"{where}: type {str(tool.get('type'))[:60]!r}, expected 'function'")
-        function = _object(f"{where}.function", tool.get("function"))
+        function = arguments.mapping(f"{where}.function", tool.get("function"))
         if not arguments.text(f"{where}.function.name", function.get("name")):
             raise InputError(f"{where}.function.name is empty")
-        _object(f"{where}.function.parameters", function.get("parameters", {}))
+        arguments.mapping(f"{where}.function.parameters", function.get("parameters", {}))
     return tuple(value)
 
 
 def _structure(name: str, value: Any) -> Structure | None:
-    kind = _object(name, value).get("type")
+    kind = arguments.mapping(name, value).get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return Structure.json_object()
     if kind != "json_schema":
         raise InputError(f"{name}: type {str(kind)[:60]!r}, expected text, json_object or json_schema")
-    described = _object(f"{name}.json_schema", value.get("json_schema"))
-    return Structure.json_schema(_object(f"{name}.json_schema.schema", described.get("schema")))
+    described = arguments.mapping(f"{name}.json_schema", value.get("json_schema"))
+    return Structure.json_schema(arguments.mapping(f"{name}.json_schema.schema", described.get("schema")))
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in _object(name, value).items()}
+        return {int(token): bias for token, bias in arguments.mapping(name, value).items()}
     except ValueError as error:
         raise InputError(f"{name}: its keys are token ids") from error
 
@@ -228,12 +230,6 @@ def _within(most: int) -> Callable[[str, Any], Any]:
         return found
 
     return check
-
-
-def _object(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{name} is {type(value).__name__}, expected an object")
-    return value
 
 
 @contextmanager

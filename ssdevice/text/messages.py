@@ -49,8 +49,8 @@ class Chat:
         if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
             raise InputError(f"tools is {repr(tools)[:60]}, expected a list of JSON schemas of functions")
         for number, tool in enumerate(tools):
-            _object(f"tools[{number}]", tool)
-        for name in _object("template", {} if template is None else template):
+            arguments.mapping(f"tools[{number}]", tool)
+        for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
                 raise InputError(f"template: {name!r} is no argument of it; give it as an option of its own")
         return replace(
@@ -125,7 +125,7 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
     found = []
     for number, given in enumerate(messages):
         where = f"messages[{number}]"
-        message = _message(where, _object(where, given))
+        message = _message(where, arguments.mapping(where, given))
         role = message["role"]
         if role not in FOLLOWS[last]:
             place = f"come after {last!r}" if last else "be the first"
@@ -164,7 +164,7 @@ def _content(what: str, value: Any, role: str) -> str:
     if not isinstance(value, list):
         return "" if value is None and role == ASSISTANT else arguments.text(what, value)
     for number, part in enumerate(value):
-        if (kind := _object(f"{what}[{number}]", part).get("type")) != "text":
+        if (kind := arguments.mapping(f"{what}[{number}]", part).get("type")) != "text":
             raise InputError(f"{what}[{number}]: a part of type {repr(kind)[:60]}; the model reads text only")
     return "\n".join(arguments.text(f"{what}[{i}]: text", part.get("text")) for i, part in enumerate(value))
 
@@ -175,21 +175,15 @@ def _calls(what: str, value: Any) -> list[Any]:
     found = []
     for number, call in enumerate(value):
         where = f"{what}[{number}]"
-        function = dict(_object(f"{where}.function", _object(where, call).get("function")))
+        function = dict(arguments.mapping(f"{where}.function", arguments.mapping(where, call).get("function")))
         arguments.text(f"{where}.function.name", function.get("name"))
         if isinstance(given := function.get("arguments", {}), str):
             given = strict_json.parse(given, f"{where}.function.arguments", InputError)
-        function["arguments"] = _object(f"{where}.function.arguments", given)
+        function["arguments"] = arguments.mapping(f"{where}.function.arguments", given)
         if "id" in call:
             arguments.text(f"{where}.id", call["id"])
         found.append({**call, "function": function})
     return list(_json(what, found))
-
-
-def _object(what: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{what} is {type(value).__name__} ({repr(value)[:60]}), expected an object")
-    return value
 
 
 def _json(what: str, value: Any) -> Any:
