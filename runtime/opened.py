@@ -32,7 +32,10 @@ class OpenApp:
 
 
 class OpenBundle:
-    """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it."""
+    """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it.
+
+    ``app``: the name of the app in use, empty without a bundle.
+    """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
         self.engine = engine
@@ -42,7 +45,7 @@ class OpenBundle:
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
         self._apps: dict[str, OpenApp] = {}
-        self._app = ""
+        self.app = ""
         self._chat = Chat()  # replaced by another whenever the conversation continues
 
     @classmethod
@@ -75,7 +78,7 @@ class OpenBundle:
         tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
-            session.bundle, session._options, session._app = opened, options, found.name
+            session.bundle, session._options, session.app = opened, options, found.name
             session._apps[found.name] = OpenApp(engine, session._conversation, found.instruction)
             if resume is not None:
                 from ssdevice.runtime.saved import restore
@@ -101,7 +104,7 @@ class OpenBundle:
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
-        self._app = app
+        self.app = app
         self.reset()
 
     def preload(self, *apps: str) -> None:
@@ -139,7 +142,7 @@ class OpenBundle:
 
         if self.bundle is None:
             raise InputError("this session was not opened from a bundle")
-        save(file, self.bundle, self._app, self._conversation, self._chat)
+        save(file, self.bundle, self.app, self._conversation, self._chat)
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:

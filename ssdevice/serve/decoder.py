@@ -43,13 +43,11 @@ class Decoder:
     """The session's thread and its queue. ``most``: requests that may wait while one is decoded."""
 
     def __init__(self, session: Session, metrics: Metrics, most: int) -> None:
-        assert session.bundle is not None
         self.session = session
         self.metrics = metrics
         self.most = most
         self.pending = 0
         self.style = style_of(session.tokenizer)
-        self._app = session.bundle.manifest.default_app
 
     async def pieces(self, request: Request) -> AsyncGenerator[Piece | Generation, None]:
         """An empty piece once the request has been checked, its answer's pieces, and the whole answer.
@@ -89,9 +87,8 @@ class Decoder:
 
     def _decode(self, request: Request, put: Callable[[Item], object], gone: Event) -> None:
         try:
-            if request.app != self._app:
+            if request.app != self.session.app:
                 self.session.use(request.app)
-                self._app = request.app
             shown = _Shown(self, request)
             runs = self.session.runs(
                 self._ids(request),
