@@ -28,13 +28,17 @@ def fitting(
     """
     if overflow == ERROR:
         return ids_of(chat), chat
-    room = min(max_tokens, context // 2)
+    room, most = min(max_tokens, context // 2), len(chat.turns) - 1
+    found: dict[int, list[int]] = {}
 
     def fits(turns: int) -> bool:
         try:
-            return len(ids_of(chat.without(turns))) + room <= context
+            found[turns] = ids_of(chat.without(turns))
         except ContextOverflowError:
             return False
+        return len(found[turns]) + room <= context
 
-    kept = chat.without(bisect_left(range(len(chat.turns) - 1), True, key=fits))
-    return ids_of(kept), kept
+    # Most conversations fit whole.
+    turns = 0 if fits(0) else bisect_left(range(most), True, lo=min(1, most), key=fits)
+    kept = chat.without(turns)
+    return found[turns] if turns in found else ids_of(kept), kept
