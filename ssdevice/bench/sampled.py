@@ -131,7 +131,8 @@ class _Answer:
         grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
         self._chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar)
         self.rows: list[NDArray[np.float32]] = []
-        conversation.chooser, conversation.forced = self._choose, self._chooser.forced
+        conversation.chosen_by(self._chooser)
+        conversation.chooser = self._choose
         self.tokens = answer(conversation, ids, advance, tokenizer.stop_ids, max_tokens)
         self.logprobs = [each.chosen for each in self._chooser.logprobs]
 
