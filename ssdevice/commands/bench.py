@@ -22,7 +22,7 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.peers import PEERS_OPTIONS, add_peers, measure_peers
-from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, sampling_of
+from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -105,7 +105,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.peers is not None or args.profile:
         known = SAMPLING if args.peers is not None else ()
         names = (*HELP, *STRUCTURES, "logit_bias", "sample")
-        choices = [f"--{name.replace('_', '-')}" for name in names if name not in known]
+        choices = [flag(name) for name in names if name not in known]
         refuse_ignored(args, f"of how tokens are chosen, this takes {', '.join(known) or 'nothing'}", *choices)
     if args.peers is not None and not args.temperature:
         refuse_ignored(args, "without --temperature tokens are chosen greedily", "--top-k", "--top-p", "--seed")

@@ -51,23 +51,22 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "choice of tokens",
         "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
-        f"one of --sample, {', '.join(map(_flag, SAMPLED))} is given, what the others do not say is as the model's "
+        f"one of --sample, {', '.join(map(flag, SAMPLED))} is given, what the others do not say is as the model's "
         "generation_config.json recommends, and the temperature 1 where it names none",
     )
     group.add_argument("--sample", action="store_true", help="sample as the model recommends")
     for name, (kind, text) in HELP.items():
         metavar = "N" if kind is int else "X"
-        group.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
+        group.add_argument(flag(name), type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
     )
     form = group.add_mutually_exclusive_group()
     for name, (what, text) in STRUCTURES.items():
-        option = f"--{name.replace('_', '-')}"
         if what is None:
-            form.add_argument(option, action="store_true", help=text)
+            form.add_argument(flag(name), action="store_true", help=text)
         else:
-            form.add_argument(option, type=Path if what == "FILE" else str, metavar=what, help=text)
+            form.add_argument(flag(name), type=Path if what == "FILE" else str, metavar=what, help=text)
 
 
 def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
@@ -83,7 +82,7 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     model = bundle.manifest.sampling if bundle is not None else None
     if args.temperature == 0:
-        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(_flag, SAMPLED[1:]))
+        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, SAMPLED[1:]))
     elif args.sample or asked.keys() & set(SAMPLED):
         return Sampling.sampled(model, **asked)
     elif not asked and model is not None and not args.quiet:
@@ -118,7 +117,8 @@ def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
         raise InputError(f"{file}: {error}") from error
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option for a field of Sampling."""
     return f"--{name.replace('_', '-')}"
 
 
