@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial, wraps
@@ -23,15 +23,15 @@ class _Worked(Protocol):
 S = TypeVar("S", bound=_Worked)
 
 
-def in_worker(call: Callable[Concatenate[S, P], Iterator[str]]) -> Callable[Concatenate[S, P], AsyncIterator[str]]:
-    """A method that answers in the session's ``worker``, an executor of one thread.
+def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncGenerator[T, None]]:
+    """A method whose answer is computed in ``worker``, an executor of one thread.
 
     A request is checked when its first piece is asked for. Cancelling the task, or closing the iterator, ends the
     answer after the call of the model that is under way.
     """
 
     @wraps(call)
-    async def pieces(session: S, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[str]:
+    async def pieces(session: S, /, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
         answer = await _done(session, partial(call, session, *args, **kwargs))
         assert isinstance(answer, Generator)
         try:
@@ -39,7 +39,7 @@ def in_worker(call: Callable[Concatenate[S, P], Iterator[str]]) -> Callable[Conc
                 yield piece
         finally:
             with suppress(InputError):  # closed meanwhile
-                await _done(session, answer.close)
+                await asyncio.shield(_done(session, answer.close))
 
     return pieces
 

@@ -11,9 +11,7 @@ from ssdevice.runtime.structure.grammar import SPACING
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.text.tools import HERMES_MARKS, ToolStyle
-
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+from ssdevice.text.tools import HERMES_MARKS, ToolStyle, functions_of
 
 
 def call_structure(
@@ -27,7 +25,11 @@ def call_structure(
         raise InputError("a call cannot be required from this family: it does not write calls in JSON")
     key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
     rules = []
-    for number, (found, parameters) in enumerate(_functions(tools, name)):
+    functions = functions_of(tools)
+    chosen = functions if name is None else {name: functions[name]} if name in functions else {}
+    if not chosen:
+        raise InputError(f"no tool {name!r}; the request has {', '.join(functions) or 'none'}")
+    for number, (found, parameters) in enumerate(chosen.items()):
         # Small models invent more arguments where a schema does not say that there are none.
         closed = {"additionalProperties": False} if "properties" in parameters else {}
         schema = json.dumps({**closed, **parameters, "x-guidance": SPACING})
@@ -40,19 +42,3 @@ def call_structure(
         first, last = (mark if mark in special else json.dumps(mark) for mark in HERMES_MARKS)
         start = f'{first} "\\n" ({start}) "\\n" {last}'
     return Structure.lark("\n".join([f"start: {start}", *rules]))
-
-
-def _functions(tools: Sequence[Mapping[str, Any]], name: str | None) -> list[tuple[str, Mapping[str, Any]]]:
-    """Names and schemas of the functions that may be called."""
-    functions = []
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        found = function.get("name") if isinstance(function, Mapping) else None
-        parameters = function.get("parameters", NO_PARAMETERS) if isinstance(function, Mapping) else None
-        if not isinstance(found, str) or not isinstance(parameters, Mapping):
-            raise InputError(f"tool {str(tool)[:60]} has no function with a name, and parameters as a JSON schema")
-        functions.append((found, parameters))
-    chosen = [each for each in functions if name in (None, each[0])]
-    if not chosen:
-        raise InputError(f"no tool {name!r}; the request has {', '.join(each for each, _ in functions) or 'none'}")
-    return chosen

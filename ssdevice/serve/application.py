@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.session import Session
 from ssdevice.serve import metrics
-from ssdevice.serve.decoder import Decoder, Piece
-from ssdevice.serve.guard import HEALTH, Guard
+from ssdevice.serve.decoder import Decoder
+from ssdevice.serve.guard import HEALTH, Guard, content_of
 from ssdevice.serve.refusal import Refusal
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 
-Pieces: TypeAlias = AsyncGenerator[Piece | Generation, None]
 DONE = "data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -83,43 +82,43 @@ class _Endpoints:
         return name
 
     async def _answer(self, http: HttpRequest, parse: Callable[[bytes], Request]) -> Response:
-        request = parse(await http.body())
+        request = parse(await content_of(http))
         self._known(request.app)
         reply = Reply(request, self.decoder.session.tokenizer, self.fingerprint)
-        pieces = self.decoder.pieces(request)
-        if request.stream:
-            await anext(pieces)  # refusals come before the stream
-            return _Stream(pieces, reply)
-        async with aclosing(pieces):
-            async for item in pieces:
-                if not isinstance(item, Piece):
-                    return JSONResponse(reply.whole(item))
-                reply.show(item)
-        raise AssertionError("an answer ends with a Generation")
+        return _Answer(self.decoder.answers(request), reply, http)
 
 
-class _Stream(StreamingResponse):
-    """A stream of server-sent events; an error is one of them."""
+class _Answer(StreamingResponse):
+    """An answer in one object or as server-sent events, which ends when its client leaves."""
 
-    def __init__(self, pieces: Pieces, reply: Reply) -> None:
-        super().__init__(_events(pieces, reply), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.pieces = pieces
+    def __init__(self, answers: AsyncGenerator[Generation, None], reply: Reply, http: HttpRequest) -> None:
+        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.answers, self.reply, self.http = answers, reply, http
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.pieces):  # a client that leaves cancels this, and thereby the answer
-            await super().__call__(scope, receive, send)
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.answers):
+            try:
+                answer = self.first = await anext(self.answers)  # refusals come before a stream
+                if self.reply.request.stream:
+                    return await super().stream_response(send)
+                async for each in self.answers:
+                    answer = each
+                response: Response = JSONResponse(self.reply.whole(answer))
+            except SSDeviceError as error:
+                response = Refusal.of(error).response
+            await response(self.http.scope, self.http.receive, send)
 
-
-async def _events(pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
-    try:
-        for each in reply.begin():
-            yield _event(each)
-        async for item in pieces:
-            for each in reply.piece(item) if isinstance(item, Piece) else reply.end(item):
+    async def _events(self) -> AsyncIterator[str]:
+        """An error is one of the events."""
+        try:
+            for each in self.reply.pieces(self.first):
                 yield _event(each)
-    except Exception as error:
-        yield _event(Refusal.of(error).body)
-    yield DONE
+            async for answer in self.answers:
+                for each in self.reply.pieces(answer):
+                    yield _event(each)
+        except Exception as error:
+            yield _event(Refusal.of(error).body)
+        yield DONE
 
 
 def _event(value: dict[str, Any]) -> str:

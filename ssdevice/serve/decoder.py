@@ -1,59 +1,49 @@
-"""Decodes requests one after another in a thread of its own, while others wait in a queue of bounded length."""
+"""Decodes requests one after another in the session's thread, while others wait in a queue of bounded length."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from threading import Event
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing
 from time import monotonic
-from typing import TypeAlias
 
 from ssdevice.errors import InputError
+from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.generation import Generation
-from ssdevice.runtime.sampling.choice import Logprobs
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.structure.calls import call_structure
-from ssdevice.serve.calls import NO_STYLE, OPENINGS, forced_style, style_of
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.refusal import Refusal
 from ssdevice.serve.request import Request
 
+NO_STYLE = "calls cannot be read in the form that this model's chat template gives them; tool_choice can force one"
 BETWEEN_S = 0.02
 """Between two pieces of a stream: sending each token by itself would take a tenth of the model's time on two cores."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What calls of the model added: ``text`` that can be shown (never a call of a function), and tokens."""
-
-    text: str
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[Logprobs] = ()
-
-
-Item: TypeAlias = Piece | Generation | BaseException
-"""A piece, the end of the answer, or of the attempt."""
-
-
 class Decoder:
-    """The session's thread and its queue. ``most``: requests that may wait while one is decoded."""
+    """The session and its queue. ``most``: requests that may wait while one is decoded."""
 
     def __init__(self, session: Session, metrics: Metrics, most: int) -> None:
         self.session = session
         self.metrics = metrics
         self.most = most
         self.pending = 0
-        self.style = style_of(session.tokenizer)
+        self._turn = asyncio.Lock()
 
-    async def pieces(self, request: Request) -> AsyncGenerator[Piece | Generation, None]:
-        """An empty piece once the request has been checked, its answer's pieces, and the whole answer.
+    @property
+    def worker(self) -> ThreadPoolExecutor:
+        """The session's thread."""
+        return self.session.worker
 
-        Closing the iterator cancels the request; the thread then ends the call of the model that is under way.
-        Raises Refusal, also if the queue is full.
+    async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
+        """The answer as it grows: first when its first call has been made, last when it is whole.
+
+        It does not change while the caller looks at it. Closing the iterator cancels the request after the call of the
+        model that is under way. Raises Refusal, also if the queue is full.
         """
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
@@ -61,58 +51,39 @@ class Decoder:
             raise Refusal(
                 reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(wait)}
             )
-        loop, items, gone = asyncio.get_running_loop(), asyncio.Queue[Item](), Event()
         self.pending += 1
-
-        def tell(call: Callable[..., object], *what: Item) -> None:
-            with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(call, *what)
-
-        job = self.session.worker.submit(self._decode, request, lambda item: tell(items.put_nowait, item), gone)
-        job.add_done_callback(lambda _: tell(self._done))
         try:
-            while True:
-                item = await items.get()
-                if isinstance(item, BaseException):
-                    raise Refusal.of(item)
-                yield item
-                if isinstance(item, Generation):
-                    return
-        finally:
-            gone.set()
-            job.cancel()
-
-    def _done(self) -> None:
-        self.pending -= 1
-
-    def _decode(self, request: Request, put: Callable[[Item], object], gone: Event) -> None:
-        try:
-            if request.app != self.session.app:
-                self.session.use(request.app)
-            shown = _Shown(self, request)
-            runs = self.session.runs(
-                self._ids(request),
-                max_tokens=request.max_tokens or self.session.engine.geometry.context,
-                stop=request.stop,
-                mode=self.session.mode(speculate=True),
-                sampling=self._sampling(request),
-            )
-            put(Piece(""))
-            text, at, told = "", 0, 0.0
-            with closing(runs):
-                for run in runs:
-                    answer = self.session.last
-                    text += shown.push(run.tokens, answer.text)
-                    if request.stream and monotonic() - told > BETWEEN_S:
-                        put(Piece(text, answer.tokens[at:], answer.logprobs[at:]))
-                        text, at, told = "", len(answer.tokens), monotonic()
-                    if gone.is_set():
-                        break
-            put(Piece(text, answer.tokens[at:], answer.logprobs[at:]))
-            self.metrics.count(answer)
-            put(answer)
+            async with self._turn, aclosing(self._decode(request)) as answers:
+                async for answer in answers:
+                    yield answer
         except Exception as error:
-            put(error)
+            raise Refusal.of(error) from error
+        finally:
+            self.pending -= 1
+
+    @in_worker
+    def _decode(self, request: Request) -> Iterator[Generation]:
+        session, told = self.session, 0.0
+        if request.app != session.app:
+            session.use(request.app)
+        runs = session.runs(
+            self._ids(request),
+            max_tokens=request.max_tokens or session.engine.geometry.context,
+            stop=request.stop,
+            mode=session.mode(speculate=True),
+            sampling=self._sampling(request),
+        )
+        next(runs)
+        try:
+            with closing(runs):
+                while (answer := session.last).reason is None:
+                    if not answer.tokens or monotonic() - told > BETWEEN_S:
+                        yield answer
+                        told = monotonic() if answer.tokens else 0.0
+                    next(runs)
+        finally:
+            self.metrics.count(answer)
+        yield answer
 
     def _ids(self, request: Request) -> list[int]:
         session, context = self.session, self.session.engine.geometry.context
@@ -122,30 +93,11 @@ class Decoder:
         return session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
 
     def _sampling(self, request: Request) -> Sampling:
-        asked = {**request.sampling, "logprobs": request.logprobs}
-        if request.forced:
-            tokenizer = self.session.tokenizer
-            asked["structure"] = call_structure(request.forced, forced_style(tokenizer), tokenizer)
-        elif request.tools and self.style is None:
-            raise InputError(NO_STYLE)
+        asked, tokenizer = {**request.sampling, "logprobs": request.logprobs}, self.session.tokenizer
+        if request.tools:
+            style = request.style(tokenizer.chat.template)
+            if style is None:
+                raise InputError(NO_STYLE)
+            if request.forced:
+                asked["structure"] = call_structure(request.forced, style, tokenizer)
         return self.session.sampling(**asked) if request.samples else Sampling(**asked)
-
-
-class _Shown:
-    """The part of an answer's text that is no call of a function."""
-
-    def __init__(self, decoder: Decoder, request: Request) -> None:
-        self._hidden = bool(request.forced)
-        openings = OPENINGS[decoder.style] if request.tools and decoder.style is not None else ()
-        # Special tokens are no text, but a call may begin with one: tokens are searched, not the text.
-        self._search = decoder.session.tokenizer.output(openings) if openings else None
-        self._before = self._sent = 0
-
-    def push(self, tokens: Sequence[int], text: str) -> str:
-        """What can be shown, now that the answer's text is ``text`` and ends with these tokens."""
-        end = 0 if self._hidden else len(text)
-        if self._search is not None:
-            self._before += len(self._search.push(tokens).text)
-            end = min(end, self._before)
-        start, self._sent = self._sent, max(end, self._sent)
-        return text[start:end]

@@ -1,4 +1,4 @@
-"""What stands before the application: names, keys, sizes and times of requests, and clients that leave."""
+"""What stands before the application: names, keys, sizes and times of requests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,7 +25,7 @@ HEALTH = "/health"
 
 
 class Guard:
-    """Passes on requests with their whole content, and cancels those whose clients leave.
+    """Passes on requests that may ask, and counts responses.
 
     ``hosts``: what requests may call this machine, None for anything. ``key``: what they must bear, None for nothing.
     """
@@ -47,12 +48,10 @@ class Guard:
 
         try:
             self._check(scope["method"], scope["path"], Headers(scope=scope))
-            content = await _content(receive)
         except Refusal as refusal:
             await refusal.response(scope, receive, counted)
-            return
-        if content is not None:
-            await _while_present(self.app, scope, content, receive, counted)
+        else:
+            await self.app(scope, receive, counted)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = [host_name(host) for host in headers.getlist("host")]
@@ -67,58 +66,22 @@ class Guard:
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             # Pages of other sites may post forms and plain text to this machine without being asked.
             raise Refusal("send JSON, with the header Content-Type: application/json", 415)
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or len(length) > 18 or int(length) > MAX_BODY:
-            raise _too_large()
 
 
-async def _content(receive: Receive) -> bytes | None:
-    """The content of a request; None if its client left."""
+async def content_of(http: Request) -> bytes:
+    """The content of a request. Raises Refusal if it is too large, comes too slowly, or not at all."""
     content = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                content += message.get("body", b"")
+            async for part in http.stream():
+                content += part
                 if len(content) > MAX_BODY:
-                    raise _too_large()
-                if not message.get("more_body"):
-                    return bytes(content)
+                    raise Refusal(f"a request has at most {MAX_BODY} bytes", 413, code="request_too_large")
     except TimeoutError:
         raise Refusal(f"the request was not sent whole in {BODY_S:g} s", 408, headers={"Connection": "close"}) from None
-
-
-def _too_large() -> Refusal:
-    return Refusal(f"a request has at most {MAX_BODY} bytes", 413, code="request_too_large")
-
-
-async def _while_present(app: ASGIApp, scope: Scope, content: bytes, receive: Receive, send: Send) -> None:
-    """Serve a request until it is answered or its client leaves."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            await asyncio.Event().wait()  # a client that leaves ends this
-        given = True
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def leave() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    answering = asyncio.ensure_future(app(scope, replay, send))
-    leaving = asyncio.ensure_future(leave())
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        leaving.cancel()
-        answering.cancel()
-        await asyncio.wait((answering, leaving))
-    if not answering.cancelled():
-        answering.result()
+    except ClientDisconnect:
+        raise Refusal("the client left") from None
+    return bytes(content)
 
 
 class Protocol(H11Protocol):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator
 from itertools import accumulate
 from time import time
 from typing import Any
 from uuid import uuid4
 
 from ssdevice.runtime.generation import Generation, Reason
-from ssdevice.runtime.sampling.choice import Logprobs
-from ssdevice.serve.calls import as_json, calls_in
-from ssdevice.serve.decoder import Piece
 from ssdevice.serve.request import Request
 from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tools import answer_text, parse_calls
 
 LEAST = -9999.0
 """OpenAI's number for the logarithm of 0, which JSON does not have."""
@@ -28,51 +27,41 @@ class Reply:
         self.chat = request.messages is not None
         self._head = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}",
+            "object": "text_completion" if not self.chat else f"chat.completion{'.chunk' * request.stream}",
             "created": int(time()),
             "model": request.app,
             "system_fingerprint": fingerprint,
             **({"seed": request.sampling["seed"]} if request.samples else {}),
         }
-        self._shown = self._offset = 0
+        self._style = request.style(tokenizer.chat.template)
+        # Special tokens are no text, but a call may begin with one: tokens are searched, not the text.
+        self._search = tokenizer.output(self._style.openings) if self._style is not None else None
+        self._begun = False
+        self._tokens = self._before = self._sent = self._offset = 0
 
     def whole(self, answer: Generation) -> dict[str, Any]:
         """The answer in one object."""
-        calls = calls_in(answer, self.request, self.tokenizer)
+        text, logprobs = self._new(answer)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if calls:
-            message |= {"content": answer.text[: self._shown].strip() or None, "tool_calls": as_json(calls)}
+        if calls := self._calls(answer):
+            message |= {"content": text.strip() or None, "tool_calls": calls}
         said = {"message": message} if self.chat else {"text": answer.text}
-        choice = {
-            "index": 0,
-            **said,
-            "logprobs": self._logprobs(answer.tokens, answer.logprobs),
-            "finish_reason": finish_reason(answer, bool(calls)),
-        }
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": usage(answer)}
+        return self._object(said, logprobs, finish_reason(answer, bool(calls))) | {"usage": usage(answer)}
 
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """What a stream begins with."""
-        if self.chat:
+    def pieces(self, answer: Generation) -> Iterator[dict[str, Any]]:
+        """The objects of what an answer has more than at the last call."""
+        if self.chat and not self._begun:
+            self._begun = True
             yield self._chunk({"role": "assistant", "content": ""})
-
-    def show(self, piece: Piece) -> None:
-        """Take in a piece."""
-        self._shown += len(piece.text)
-
-    def piece(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The object of a piece; none for one with nothing to show."""
-        self.show(piece)
-        logprobs = self._logprobs(piece.tokens, piece.logprobs)
-        if piece.text or logprobs:
-            yield self._chunk({"content": piece.text}, logprobs)
-
-    def end(self, answer: Generation) -> Iterator[dict[str, Any]]:
-        """What a stream ends with."""
-        calls = calls_in(answer, self.request, self.tokenizer)
+        text, logprobs = self._new(answer)
+        if text or logprobs:
+            yield self._chunk({"content": text}, logprobs)
+        if answer.reason is None:
+            return
+        calls = self._calls(answer)
         if calls:
-            yield self._chunk({"tool_calls": [{"index": i, **call} for i, call in enumerate(as_json(calls))]})
-        elif rest := answer.text[self._shown :]:  # it looked like a call
+            yield self._chunk({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        elif rest := answer.text[self._sent :]:  # it looked like a call
             yield self._chunk({"content": rest})
         yield self._chunk({}, reason=finish_reason(answer, bool(calls)))
         if self.request.usage:
@@ -80,17 +69,38 @@ class Reply:
 
     def _chunk(self, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        unused = {"usage": None} if self.request.usage else {}
-        return {**self._head, "object": kind, "choices": [choice], **unused}
+        return self._object(said, logprobs, reason) | ({"usage": None} if self.request.usage else {})
 
-    def _logprobs(self, tokens: Sequence[int], found: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """The log-probabilities of the tokens that are text; stop tokens are not."""
-        if not found:
-            return None
-        stops = self.tokenizer.stop_ids
-        kept = [(token, each) for token, each in zip(tokens, found, strict=True) if token not in stops]
+    def _object(self, said: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {**self._head, "choices": [{"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}]}
+
+    def _new(self, answer: Generation) -> tuple[str, dict[str, Any] | None]:
+        """The new text, as far as it is certainly no call, and the log-probabilities of the new tokens."""
+        end = 0 if self.request.forced else len(answer.text)
+        if self._search is not None:
+            self._before += len(self._search.push(answer.tokens[self._tokens :]).text)
+            end = min(end, self._before)
+        text = answer.text[self._sent : end]
+        self._sent = max(end, self._sent)
+        logprobs = self._logprobs(answer, self._tokens) if len(answer.logprobs) > self._tokens else None
+        self._tokens = len(answer.tokens)
+        return text, logprobs
+
+    def _calls(self, answer: Generation) -> list[dict[str, Any]]:
+        """The calls in an answer as OpenAI's ``tool_calls``; none if one is of a function that the request lacks."""
+        if self._style is None:
+            return []
+        _, calls = parse_calls(answer_text(self.tokenizer, answer.tokens), self._style)
+        known = {tool["function"]["name"] for tool in self.request.tools}
+        if any(call.name not in known for call in calls):
+            return []
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        return [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": each} for each in functions]
+
+    def _logprobs(self, answer: Generation, start: int) -> dict[str, Any]:
+        """The log-probabilities of the tokens from ``start`` on that are text; stop tokens are not."""
+        pairs = zip(answer.tokens[start:], answer.logprobs[start:], strict=True)
+        kept = [(token, each) for token, each in pairs if token not in self.tokenizer.stop_ids]
         if self.chat:
             return {
                 "content": [
@@ -100,8 +110,7 @@ class Reply:
                 "refusal": None,
             }
         texts = [self._text(token) for token, _ in kept]
-        offsets = [self._offset, *accumulate(map(len, texts), initial=self._offset)][1:]
-        self._offset = offsets[-1]
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
             "token_logprobs": [max(each.chosen, LEAST) for _, each in kept],
@@ -109,7 +118,7 @@ class Reply:
                 {self._text(i): max(value, LEAST) for i, value in zip(each.ids, each.values, strict=True)}
                 for _, each in kept
             ],
-            "text_offset": offsets[:-1],
+            "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

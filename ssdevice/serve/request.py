@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve.refusal import Refusal
+from ssdevice.text.tools import ToolStyle, functions_of
 
 MAX_DEPTH = 128
 """Levels of lists and objects in a request."""
@@ -25,17 +25,8 @@ SAMPLED = ("top_p", "top_k", "min_p", "typical_p", "seed")
 """Parameters that ask for sampling, unless the temperature is 0."""
 CHOICE = ("temperature", *SAMPLED, "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters that are fields of Sampling; it checks them."""
-COMMON = ("model", "stream", "stream_options", "max_tokens", "stop", "logprobs", "logit_bias", "user", *CHOICE)
-CHAT = (
-    *COMMON, "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
-    "chat_template_kwargs",
-)  # fmt: skip
-TEXT = (*COMMON, "prompt")
-NEUTRAL: dict[str, Any] = {
-    "n": 1, "best_of": 1, "echo": False, "suffix": "", "store": False, "parallel_tool_calls": True,
-    "service_tier": "auto",
-}  # fmt: skip
-"""Parameters that only have this value here, which asks for nothing; clients send it unasked."""
+Check: TypeAlias = Callable[[str, Any], Any]
+"""``(name, value) -> value``; raises InputError, or Refusal."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +40,8 @@ class Request:
 
     app: str
     messages: Sequence[Mapping[str, Any]] | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-    forced: tuple[Mapping[str, Any], ...] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    forced: Sequence[Mapping[str, Any]] = ()
     template: Mapping[str, Any] | None = None
     prompt: str | Sequence[int] = ""
     max_tokens: int | None = None
@@ -65,132 +56,107 @@ class Request:
         """Whether tokens are to be drawn."""
         return _samples(self.sampling)
 
-
-class _Body:
-    """The parameters of a request that have a value."""
-
-    def __init__(self, content: bytes, known: Sequence[str]) -> None:
-        given = strict_json.parse(content, "the request", InputError, MAX_DEPTH)
-        if not isinstance(given, dict):
-            raise Refusal(f"the request is {type(given).__name__}, expected a JSON object")
-        self.given = {name: value for name, value in given.items() if value is not None}
-        for name, value in self.given.items():
-            if name in NEUTRAL:
-                if json.dumps(value) != json.dumps(NEUTRAL[name]):
-                    only = f"{name} can only be {json.dumps(NEUTRAL[name])} here"
-                    raise Refusal(only, param=name, code="unsupported_value")
-            elif name not in known:
-                raise Refusal(strict_json.unknown_key(name, known), param=name[:60], code="unknown_parameter")
-
-    def get(self, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
-        """The value of a parameter, checked by ``check(name, value)``."""
-        if name not in self.given:
-            return default
-        with _at(name):
-            return check(name, self.given[name])
-
-    def needed(self, name: str) -> Any:
-        """The value of a parameter that every request has."""
-        if name not in self.given:
-            raise Refusal(f"{name} is missing", param=name, code="missing_required_parameter")
-        return self.given[name]
+    def style(self, template: str | None) -> ToolStyle | None:
+        """How calls in the answer are written; None if there can be none, or in a form that is not read."""
+        if self.forced:
+            return ToolStyle.forced(template)
+        return ToolStyle.of(template) if self.tools else None
 
 
 def chat_request(content: bytes) -> Request:
     """The request of ``/v1/chat/completions``. Raises Refusal, InputError."""
-    body = _Body(content, CHAT)
-    if "max_tokens" in body.given and "max_completion_tokens" in body.given:
+    given = _parameters(content, CHAT, "messages")
+    if "max_tokens" in given and "max_completion_tokens" in given:
         raise Refusal("max_tokens and max_completion_tokens are one setting: give one of them", param="max_tokens")
-    most = body.get("max_completion_tokens", _positive, body.get("max_tokens", _positive, None))
-    wanted = body.get("logprobs", arguments.flag, False)
-    alternatives = body.get("top_logprobs", _within(20), 0)
-    if alternatives and not wanted:
+    alternatives = given.get("top_logprobs", 0)
+    if alternatives and not given.get("logprobs"):
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
-    tools, forced = _tools(body)
-    structure = body.get("response_format", _structure, None)
-    if structure is not None and tools:
+    tools, forced = _choice(given.get("tools", ()), given.get("tool_choice", "auto"))
+    if tools and given.get("response_format"):
         raise Refusal("response_format cannot go with tools; tool_choice: none leaves them out", param="tools")
     return Request(
-        messages=body.needed("messages"),
+        messages=given["messages"],
         tools=tools,
         forced=forced,
-        template=body.get("chat_template_kwargs", arguments.mapping, None),
-        **_common(body, most, alternatives if wanted else None, structure),
+        template=given.get("chat_template_kwargs"),
+        max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        logprobs=alternatives if given.get("logprobs") else None,
+        **_common(given),
     )
 
 
 def text_request(content: bytes) -> Request:
     """The request of ``/v1/completions``. Raises Refusal, InputError."""
-    body = _Body(content, TEXT)
-    most = body.get("max_tokens", _positive, COMPLETION_TOKENS)
-    prompt = body.needed("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    with _at("prompt"):
-        prompt = prompt if isinstance(prompt, str) else arguments.wholes("prompt, where it is not one text,", prompt)
-    return Request(prompt=prompt, **_common(body, most, body.get("logprobs", _within(5), None), None))
+    given = _parameters(content, TEXT, "prompt")
+    most, logprobs = given.get("max_tokens", COMPLETION_TOKENS), given.get("logprobs")
+    return Request(prompt=given["prompt"], max_tokens=most, logprobs=logprobs, **_common(given))
 
 
-def _common(body: _Body, most: int | None, logprobs: int | None, structure: Structure | None) -> dict[str, Any]:
-    sampling = {name: value for name, value in body.given.items() if name in CHOICE}
+def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dict[str, Any]:
+    """The parameters of a request that have a value, checked."""
+    given = strict_json.parse(content, "the request", InputError, MAX_DEPTH)
+    if not isinstance(given, dict):
+        raise Refusal(f"the request is {type(given).__name__}, expected a JSON object")
+    found = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in known:
+            raise Refusal(strict_json.unknown_key(name, known), param=name[:60], code="unknown_parameter")
+        try:
+            found[name] = known[name](name, value)
+        except InputError as error:
+            raise Refusal(str(error), param=name, code="invalid_value") from error
+    for name in ("model", *needed):
+        if name not in found:
+            raise Refusal(f"{name} is missing", param=name, code="missing_required_parameter")
+    return found
+
+
+def _common(given: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = {name: given[name] for name in (*CHOICE, "logit_bias") if name in given}
     if _samples(sampling):
         sampling.setdefault("seed", random.randrange(DRAWN_SEEDS))
-    if bias := body.get("logit_bias", _bias, {}):
-        sampling["logit_bias"] = bias
-    if structure is not None:
+    if structure := given.get("response_format"):
         sampling["structure"] = structure
-    body.get("user", arguments.text, "")
-    stream = body.get("stream", arguments.flag, False)
-    options = body.get("stream_options", arguments.mapping, None)
+    stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and (not stream or options.keys() - {"include_usage"}):
         raise Refusal("stream_options goes with stream: true, and has include_usage only", param="stream_options")
+    usage = arguments.flag("include_usage", (options or {}).get("include_usage", False))
     return {
-        "app": body.get("model", arguments.text, "") or body.needed("model"),
-        "max_tokens": most,
-        "stop": body.get("stop", _stops, ()),
-        "sampling": sampling,
-        "logprobs": logprobs,
-        "stream": stream,
-        "usage": arguments.flag("include_usage", (options or {}).get("include_usage", False)),
-    }
+        "app": given["model"], "stop": given.get("stop", ()), "sampling": sampling, "stream": stream, "usage": usage
+    }  # fmt: skip
 
 
 def _samples(named: Mapping[str, Any]) -> bool:
     return bool(named["temperature"]) if "temperature" in named else any(name in named for name in SAMPLED)
 
 
-def _tools(body: _Body) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...]]:
-    """The tools that the model is told of, and the functions of which it must call one."""
-    tools: tuple[Mapping[str, Any], ...] = body.get("tools", _functions, ())
-    choice: Any = body.given.get("tool_choice", "auto")
-    if choice != "auto" and choice != "none" and not tools:
-        raise Refusal("tool_choice needs tools", param="tool_choice")
-    functions = [tool["function"]["name"] for tool in tools]
+def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The tools that the model is told of, and those of which it must call one."""
     if choice in ("auto", "none"):
         return tools if choice == "auto" else (), ()
+    if not tools:
+        raise Refusal("tool_choice needs tools", param="tool_choice")
     if choice == "required":
         return tools, tools
-    with _at("tool_choice"):
-        name = arguments.mapping("tool_choice.function", arguments.mapping("tool_choice", choice).get("function")).get(
-            "name"
-        )
-        if choice.get("type") != "function" or name not in functions:
-            raise InputError(f"tool_choice names none of the functions {', '.join(functions)}")
-        return tools, tuple(tool for tool in tools if tool["function"]["name"] == name)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    forced = [tool for tool in tools if isinstance(function, dict) and tool["function"]["name"] == function.get("name")]
+    if not forced:
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise Refusal(f"tool_choice names none of the functions {names}", param="tool_choice", code="invalid_value")
+    return tools, forced
 
 
-def _functions(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+def _as_given(_: str, value: Any) -> Any:
+    return value
+
+
+def _functions(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"{name} is {type(value).__name__}, expected a list")
-    for number, tool in enumerate(value):
-        where = f"{name}[{number}]"
-        if arguments.mapping(where, tool).get("type") != "function":
-            raise InputError(f"{where}: type {str(tool.get('type'))[:60]!r}, expected 'function'")
-        function = arguments.mapping(f"{where}.function", tool.get("function"))
-        if not arguments.text(f"{where}.function.name", function.get("name")):
-            raise InputError(f"{where}.function.name is empty")
-        arguments.mapping(f"{where}.function.parameters", function.get("parameters", {}))
-    return tuple(value)
+    functions_of(value)
+    return value
 
 
 def _structure(name: str, value: Any) -> Structure | None:
@@ -212,6 +178,12 @@ def _bias(name: str, value: Any) -> dict[int, float]:
         raise InputError(f"{name}: its keys are token ids") from error
 
 
+def _prompt(name: str, value: Any) -> str | list[int]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    return value if isinstance(value, str) else arguments.wholes(f"{name}, where it is not one text,", value)
+
+
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = arguments.texts(name, value)
     if len(stops) > MAX_STOPS or not all(stops):
@@ -219,11 +191,11 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return stops
 
 
-def _positive(name: str, value: Any) -> int | None:
+def _positive(name: str, value: Any) -> int:
     return arguments.whole(name, value, 1)
 
 
-def _within(most: int) -> Callable[[str, Any], Any]:
+def _within(most: int) -> Check:
     def check(name: str, value: Any) -> int:
         if (found := arguments.whole(name, value, 0)) > most:
             raise InputError(f"{name} is {found}, expected 0 to {most}")
@@ -232,10 +204,25 @@ def _within(most: int) -> Callable[[str, Any], Any]:
     return check
 
 
-@contextmanager
-def _at(param: str) -> Iterator[None]:
-    """An InputError in here is a refusal of this parameter."""
-    try:
-        yield
-    except InputError as error:
-        raise Refusal(str(error), param=param, code="invalid_value") from error
+def _only(neutral: Any) -> Check:
+    """A parameter that only has this value here, which asks for nothing; clients send it unasked."""
+
+    def check(name: str, value: Any) -> None:
+        if json.dumps(value) != json.dumps(neutral):
+            raise Refusal(f"{name} can only be {json.dumps(neutral)} here", param=name, code="unsupported_value")
+
+    return check
+
+
+COMMON: dict[str, Check] = {
+    "model": arguments.text, "stream": arguments.flag, "stream_options": arguments.mapping, "max_tokens": _positive,
+    "stop": _stops, "logit_bias": _bias, "user": arguments.text, **dict.fromkeys(CHOICE, _as_given),
+    "n": _only(1), "best_of": _only(1), "echo": _only(False), "suffix": _only(""), "store": _only(False),
+    "parallel_tool_calls": _only(True), "service_tier": _only("auto"),
+}  # fmt: skip
+CHAT: dict[str, Check] = COMMON | {
+    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag, "top_logprobs": _within(20),
+    "response_format": _structure, "tools": _functions, "tool_choice": _as_given,
+    "chat_template_kwargs": arguments.mapping,
+}  # fmt: skip
+TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": _within(5)}

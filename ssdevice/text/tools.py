@@ -7,11 +7,12 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ssdevice import arguments
 from ssdevice.errors import InputError
 from ssdevice.text.tokenizer import ChatTokenizer
 
@@ -38,6 +39,18 @@ class ToolStyle(StrEnum):
             return None if any(other in template for other in ("<function=", "<arg_key>")) else cls.HERMES
         return cls.LLAMA3 if _PYTHON_TAG in template or "ipython" in template else None
 
+    @classmethod
+    def forced(cls, template: str | None) -> ToolStyle:
+        """The style of a call that must be written: the template's own, otherwise plain JSON."""
+        style = cls.of(template)
+        return cls.LLAMA3 if style in (None, cls.GEMMA) else style
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What a call may begin with."""
+        llama, gemma = (_PYTHON_TAG, "{"), tuple(mark.opening for mark in _GEMMA)
+        return {self.HERMES: HERMES_MARKS[:1], self.LLAMA3: llama, self.GEMMA: gemma}[self]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -59,6 +72,7 @@ _GEMMA = (
     _Marks("<start_function_call>", "<escape>", "<end_function_call>"),
     _Marks("<|tool_call>", '<|"|>', "<tool_call|>"),
 )
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 _GEMMA_CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
 
@@ -67,6 +81,23 @@ def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
     """The text of an answer's ids with special tokens written out, as ``parse_calls`` needs it, without stop tokens."""
     kept = [i for i in ids if i not in tokenizer.stop_ids]
     return str(tokenizer.tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The names of functions in OpenAI's form (see ``tool_of``), and the JSON schemas of their parameters.
+
+    Raises InputError for tools in another form.
+    """
+    found = {}
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        if (kind := arguments.mapping(where, tool).get("type", "function")) != "function":
+            raise InputError(f"{where}: type {repr(kind)[:60]}, expected 'function'")
+        function = arguments.mapping(f"{where}.function", tool.get("function"))
+        if not (name := arguments.text(f"{where}.function.name", function.get("name"))):
+            raise InputError(f"{where}.function.name is empty")
+        found[name] = arguments.mapping(f"{where}.function.parameters", function.get("parameters", NO_PARAMETERS))
+    return found
 
 
 def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
@@ -136,13 +167,13 @@ def _call(value: Any) -> Call | None:
     """The call in a JSON value: the families say ``arguments`` or ``parameters``."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
+    given = value.get("arguments", value.get("parameters"))
+    if isinstance(given, str):
         try:
-            arguments = _JSON.decode(arguments)
+            given = _JSON.decode(given)
         except (ValueError, RecursionError):
             return None
-    return Call(value["name"], arguments) if isinstance(arguments, dict) else None
+    return Call(value["name"], given) if isinstance(given, dict) else None
 
 
 def _skip(text: str, at: int) -> int:

@@ -63,4 +63,5 @@ class BundleEngine:
         most, mode, sampling = answer.max_tokens, self._mode, self._sampling
         with closing(self._session.runs(prompt, max_tokens=most, mode=mode, sampling=sampling)) as runs:
             for run in runs:
-                answer.add(run.tokens)
+                if run.tokens:
+                    answer.add(run.tokens)

@@ -84,4 +84,5 @@ class TwoModels(BundleEngine):
         self._conversation.length = self._advance.small.length = 0
         accept = self._session.tokenizer.output(()).push
         for run in decode(self._conversation, prompt, self._advance, accept, answer.max_tokens):
-            answer.add(run.tokens)
+            if run.tokens:
+                answer.add(run.tokens)
