@@ -134,7 +134,7 @@ def python(folder: Path, code: str, *arguments: str) -> str:
 
 
 LESS = {
-    "train": ["--steps", "2", "--dev-limit", "1", "--precision", "fp32", "--threads", "1"],
+    "train": ["--steps", "2", "--precision", "fp32", "--threads", "1"],
     "export": ["--context", "256", "--chunk", "64"],
     "run": ["--max-tokens", "8"],
     "bench": ["--max-tokens", "8", "--rounds", "1"],

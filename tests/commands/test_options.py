@@ -33,8 +33,6 @@ REQUIRED = {
 OWN_PROMPTS = ["--model", "m", "--app", "a", "--out", "o"]
 BESIDE = {
     ("train", "--self-prompt"): OWN_PROMPTS,
-    ("train", "--temperature"): [*OWN_PROMPTS, "--self-prompt", "4"],
-    ("train", "--top-p"): [*OWN_PROMPTS, "--self-prompt", "4"],
     ("run", "--logprobs"): ["b", "--data", "d", "--json"],
 }
 CHOICE = {f"--{name.replace('_', '-')}" for name in HELP}
@@ -47,8 +45,7 @@ ZERO = {
     "--queue",  # nobody waits
     "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
-    "--alpha-main", "--alpha-stream", "--soft-labels", "--weight-decay", "--warmup", "--keep-gb", "--seed",
-    "--checkpoint-seconds",
+    "--alpha-stream", "--soft-labels", "--seed",
 }  # fmt: skip
 """Options for which 0 means something."""
 TEXTS = {"--sizes": ("2,0", "2,nan", "2,-4"), "--tree": ("chain:0", "chain:nan", "chain:-1")}
