@@ -18,7 +18,7 @@ from ssdevice import cli
 from tests.documents import ROOT, blocks, commands, commands_of, documents, inline
 
 OPTION = r"(?<![\w-])--[a-z][a-z-]*"
-FOLDERS = ("ssdevice", "export", "runtime", "tests", "models", "docs", "apps")
+FOLDERS = ("ssdevice", "export", "runtime", "peers", "tests", "models", "docs", "apps")
 CHOSEN = re.compile(r"/[A-Z]{2,}\b.*")
 
 
@@ -32,7 +32,7 @@ def document(request: pytest.FixtureRequest) -> Path:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands end after their arguments were read."""
     for name in cli.COMMANDS:
-        monkeypatch.setattr(f"ssdevice.commands.{name}.run", lambda _: 0)
+        monkeypatch.setattr(cli.command_module(name), "run", lambda _: 0)
 
 
 @pytest.fixture(scope="module")
