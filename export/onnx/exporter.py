@@ -182,7 +182,8 @@ class GraphWriter:
         finish(edit, (rotary_split, gated_silu, added_norm))
         if self.argmax:
             apply(edit, (best_column, *FINISH))
-        self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit) else FLOATS
+        cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
+        self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         inputs, outputs = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 from ssdevice.contract import ROWS
@@ -17,7 +19,6 @@ from ssdevice.export.onnx.editor import (
     sizes_of,
     source_of,
 )
-from ssdevice.export.onnx.functions import PAST
 from ssdevice.export.onnx.graph import JOIN, WIDTH
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
@@ -145,8 +146,10 @@ def _join_products(edit: Editor, split: ir.Node) -> None:
             edit.products.remove(product)
 
 
-def half_cache(edit: Editor) -> bool:
+def half_cache(edit: Editor, cache: Collection[str]) -> bool:
     """Store the cache of a finished graph in float16; False, and nothing changes, if its attention has no kernel.
+
+    ``cache``: the names of its past keys and values, also of layers that the graph does not compute.
 
     Without one every call would widen the whole cache. New rows stay float32 within the graph. Attention rounds them
     to what the cache will hold, and so does the cast of those that leave: a call sees its own rows as later calls will.
@@ -157,8 +160,9 @@ def half_cache(edit: Editor) -> bool:
     for node in graph:
         if node.op_type == TREE_ATTENTION:
             node.op_type = HALF_TREE_ATTENTION
-            for place in PAST:
-                source_of(node, place).type = ir.TensorType(HALF)
+    for value in graph.inputs:
+        if value.name in cache:
+            value.type = ir.TensorType(HALF)
     for at, value in enumerate(graph.outputs):
         if value.name == ROWS:
             value.name = f"{ROWS}_float32"
