@@ -38,6 +38,16 @@ class Bundle {
   bool quantized() const { return manifest_.at("precision") == "int8" || manifest_.at("precision") == "int4"; }
   bool has(const std::string& function) const { return functions_.count(function); }
 
+  // What the model's generation_config.json recommends, at temperature 1 where it names none.
+  Sampling sampling() const {
+    Sampling found;
+    found.temperature = 1;
+    found.take(manifest_.value("sampling", Json()));
+    return found;
+  }
+
+  bool recommends() const { return manifest_.contains("sampling") && !manifest_.at("sampling").is_null(); }
+
   // The tokens that end an answer.
   Ids stops() const {
     Ids ids;
