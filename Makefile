@@ -91,7 +91,7 @@ bench-peers: $(VENV)/peers.stamp
 	@test -n '$(BUNDLE)' -a -n '$(MODEL)' -a -n '$(DATA)' || \
 	  { echo "make bench-peers BUNDLE=FOLDER MODEL=FOLDER DATA=FILE.jsonl [OUT=out/bench.json]" >&2; exit 2; }
 	mkdir -p '$(dir $(OUT))'
-	$(BIN)/ssdevice bench '$(BUNDLE)' --data '$(DATA)' --peers '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
+	$(BIN)/ssdevice peers '$(BUNDLE)' --data '$(DATA)' --model '$(MODEL)' --genai '$(GENAI)' --json '$(OUT)' $(PEERS)
 
 # A wheel of this platform with the kernels compiled in; for other platforms see [tool.cibuildwheel].
 wheel: $(BIN)/python

@@ -138,8 +138,8 @@ class ExportPlan:
     """What an export will do: everything that is known before weights are loaded.
 
     ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
-    apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``query_heads``: heads of
-    attention. ``parameters``: elements of the base's weights by stored tensor name; ``bits``: bits of each on disk.
+    apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``parameters``: elements of
+    the base's weights by stored tensor name; ``bits``: bits of each on disk.
     ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
     calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
     ``sampling``: as in the manifest.
@@ -152,7 +152,6 @@ class ExportPlan:
     merged: bool
     geometry: Geometry
     schedule: Schedule
-    query_heads: int
     parameters: Mapping[str, int]
     bits: float
     tokenizer: ChatTokenizer
@@ -272,7 +271,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
     plan = ExportPlan(
-        options, folder, identity, apps, merged, geometry, schedule, heads, base.parameters,
+        options, folder, identity, apps, merged, geometry, schedule, base.parameters,
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
         (*check_settings(tokenizer, folder, options.choose), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,

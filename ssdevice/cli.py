@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ssdevice import __version__
 from ssdevice.errors import InputError, SSDeviceError, is_out_of_memory
@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "decode prompts with a bundle",
     "chat": "talk with a bundle in the terminal",
     "bench": "measure a bundle: speed, acceptance, equality, quality",
+    "peers": "measure bundles beside other engines on the same weights",
     "verify": "check a bundle: integrity, then numbers against the reference",
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
@@ -34,6 +35,8 @@ COMMANDS = {
     "serve": "answer requests in OpenAI's form on this machine",
     "demo": "export, decode and compare with the shipped checkpoint",
 }
+OWN_FOLDER = {"peers": "ssdevice.peers.command"}
+"""Commands outside ``ssdevice.commands``."""
 INTERRUPTED = 130
 TERMINATED = 143
 MAX_MESSAGE = 1000
@@ -143,7 +146,7 @@ def _run(args: Sequence[str]) -> int:
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress on stderr")
         if name == chosen:
-            module = importlib.import_module(f"ssdevice.commands.{name}")
+            module = command_module(name)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     options = parser.parse_args(args)
@@ -154,6 +157,11 @@ def _run(args: Sequence[str]) -> int:
         for words in DEPRECATED:
             warnings.filterwarnings("ignore", words)
     return int(options.run(options))
+
+
+def command_module(name: str) -> Any:
+    """The module of a command: its ``add_arguments`` and ``run``."""
+    return importlib.import_module(OWN_FOLDER.get(name, f"ssdevice.commands.{name}"))
 
 
 def one_line(text: str) -> str:

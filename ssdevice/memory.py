@@ -1,11 +1,15 @@
-"""Freed memory, given back to the system."""
+"""The memory of this process: its peak, and freed memory that is given back to the system."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
+STATUS = Path("/proc/self/status")
 LARGE = 1 << 20
 """A block of at least so many bytes gets pages of its own, which are returned at once."""
 MMAP_THRESHOLD = -3
@@ -39,3 +43,17 @@ def _of_glibc(name: str) -> Any:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
+
+
+def own_peak_mb() -> float:
+    """Peak MB (10⁶ bytes) of this process."""
+    try:  # on Linux, what getrusage says includes the process that started this one
+        found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024 / 1e6
+    except OSError:
+        pass
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6  # bytes on macOS, KiB elsewhere

@@ -18,7 +18,7 @@ from ssdevice import cli
 from tests.documents import ROOT, blocks, commands, commands_of, documents, inline
 
 OPTION = r"(?<![\w-])--[a-z][a-z-]*"
-FOLDERS = ("ssdevice", "export", "runtime", "tests", "models", "docs", "apps")
+FOLDERS = ("ssdevice", "export", "runtime", "peers", "tests", "models", "docs", "apps")
 CHOSEN = re.compile(r"/[A-Z]{2,}\b.*")
 
 
@@ -32,7 +32,7 @@ def document(request: pytest.FixtureRequest) -> Path:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands end after their arguments were read."""
     for name in cli.COMMANDS:
-        monkeypatch.setattr(f"ssdevice.commands.{name}.run", lambda _: 0)
+        monkeypatch.setattr(cli.command_module(name), "run", lambda _: 0)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def python(folder: Path, code: str, *arguments: str) -> str:
 
 
 LESS = {
-    "train": ["--steps", "2", "--dev-limit", "1", "--precision", "fp32", "--threads", "1"],
+    "train": ["--steps", "2", "--precision", "fp32", "--threads", "1"],
     "export": ["--context", "256", "--chunk", "64"],
     "run": ["--max-tokens", "8"],
     "bench": ["--max-tokens", "8", "--rounds", "1"],

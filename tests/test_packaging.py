@@ -21,8 +21,8 @@ from ssdevice import targets
 from ssdevice.commands.web import SOURCES
 from ssdevice.runtime.onnx import kernels
 
-FOLDERS = {"ssdevice": "ssdevice", "export": "ssdevice/export", "runtime": "ssdevice/runtime"}
-LINKS = ("export", "runtime")
+LINKS = ("export", "runtime", "peers")
+FOLDERS = {"ssdevice": "ssdevice"} | {name: f"ssdevice/{name}" for name in LINKS}
 PAGE = "apps/web_demo"
 
 

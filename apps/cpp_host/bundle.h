@@ -27,6 +27,7 @@ class Bundle {
         manifest_(read_manifest()),
         geometry_(manifest_.at("geometry"), type_of(manifest_.at("cache_dtype"))) {
     check_functions();
+    check_chat();
     check_app();
     check_files();
     if (hashes) check_hashes();
@@ -36,6 +37,16 @@ class Bundle {
   bool streams() const { return !manifest_.at("mode").is_null(); }
   bool quantized() const { return manifest_.at("precision") == "int8" || manifest_.at("precision") == "int4"; }
   bool has(const std::string& function) const { return functions_.count(function); }
+
+  // What the model's generation_config.json recommends, at temperature 1 where it names none.
+  Sampling sampling() const {
+    Sampling found;
+    found.temperature = 1;
+    found.take(manifest_.value("sampling", Json()));
+    return found;
+  }
+
+  bool recommends() const { return manifest_.contains("sampling") && !manifest_.at("sampling").is_null(); }
 
   // The tokens that end an answer.
   Ids stops() const {
@@ -145,6 +156,16 @@ class Bundle {
     }
     if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) || (has(kStep) && !geometry_.gamma)) {
       refuse("functions: expected prefill, and step (with streams) or step_plain, in the contract's order");
+    }
+    if (streams() && has(kVerify) != has(kDraft)) refuse("functions: verify and draft need each other");
+  }
+
+  // Frames or a template must make the text of a conversation, also for hosts that get token ids.
+  void check_chat() const {
+    const Json chat = manifest_.at("chat"), frames = chat.value("frames", Json());
+    const auto framed = [&](const char* role) { return !frames.is_null() && !frames.value(role, Json()).is_null(); };
+    if (chat.at("template").is_null() && !(framed("user") && framed("assistant"))) {
+      refuse("chat: no template, and no frames of whole conversations");
     }
   }
 

@@ -13,7 +13,7 @@ constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain";
 constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain", kDraft = "draft";  // for hosts that choose tokens
-constexpr auto kFunctions = {kStep, kPrefill, kPlain, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
+inline constexpr auto kFunctions = {kStep, kPrefill, kPlain, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 
 constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
@@ -77,7 +77,10 @@ struct Geometry {
   }
 
   // Rows of the cache: any length within the context has room for a call's rows.
-  int64_t capacity() const { return (context + std::max(emitted, chunk) + 31) / 32 * 32; }
+  int64_t capacity() const {
+    const auto written = hidden ? static_cast<int64_t>(nodes.size()) : emitted;
+    return (context + std::max(written, chunk) + 31) / 32 * 32;
+  }
 
   Function function(const std::string& name) const {
     Function made{name, {}, {}};

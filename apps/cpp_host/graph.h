@@ -5,14 +5,13 @@
 #include <sys/mman.h>
 #endif
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <thread>
 #include <utility>
 
 #include "bundle.h"
+#include "conversation.h"
 
 #ifdef SSDEVICE_KERNELS  // runtime/onnx/kernels, compiled into this program
 extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBase*);
@@ -21,9 +20,6 @@ constexpr bool kKernels = true;
 #else
 constexpr bool kKernels = false;
 #endif
-
-// Seconds on a clock that only goes on.
-inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 inline const OrtApi& api() {
   static const OrtApi* const table = OrtGetApiBase()->GetApi(ORT_API_VERSION);
@@ -115,16 +111,12 @@ struct Cache {
   }
 };
 
-// A function of the contract. `ids`, `floats`: the elements of its inputs and outputs other than the cache, which the caller writes and
-// reads in place.
-class Graph {
+// A function of the contract as a graph on a cache, which must outlive it.
+class Graph : public Callable {
  public:
-  std::map<std::string, Ids> ids;
-  std::map<std::string, std::vector<float>> floats;
-
   // `function`: its tensors, which must be those of the file.
-  Graph(const fs::path& file, const Options& options, Function function)
-      : file_(file.string()), function_(std::move(function)), rows_(bytes(function_.outputs.back())) {
+  Graph(const fs::path& file, const Options& options, Function function, Cache& cache)
+      : cache_(cache), file_(file.string()), function_(std::move(function)), rows_(bytes(function_.outputs.back())) {
     const OrtApi& ort = api();
     static const auto environment = make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
     const auto settings = make(ort.ReleaseSessionOptions, ort.CreateSessionOptions);
@@ -156,26 +148,23 @@ class Graph {
     }
   }
 
-  // Calls the graph on the first `length` rows of a cache, always the same one. Returns the seconds that it took.
-  double run(Cache& cache, int64_t length) {
+  void run(int64_t length) override {
     ids["length"][0] = static_cast<int32_t>(length);
-    const int64_t shown = cache.visible(length, lanes_);
-    if (shown != shown_) bind(cache, shown);
-    const double start = now();
+    const int64_t shown = cache_.visible(length, lanes_);
+    if (shown != shown_) bind(shown);
     const size_t n = function_.inputs.size(), outputs = function_.outputs.size();
     check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs, &given_[n]));
-    return now() - start;
   }
 
-  // Puts the new rows of some nodes at `length` and after it. `nodes`: ascending.
-  void commit(Cache& cache, int64_t length, const Ids& nodes) const {
+  void commit(int64_t length, const Ids& nodes) override {
     const int64_t written = function_.rows();
     if (nodes.empty() || nodes.back() >= written) throw Error(file_ + ": the graph returned too few rows");
-    for (int64_t array = 0; array < cache.arrays; ++array) {
+    for (int64_t array = 0; array < cache_.arrays; ++array) {
       for (size_t at = 0; at < nodes.size();) {  // neighbours together
         size_t run = 1;
         while (at + run < nodes.size() && nodes[at + run] == nodes[at] + static_cast<int32_t>(run)) ++run;
-        std::copy_n(rows_.data() + (array * written + nodes[at]) * cache.row_bytes, run * cache.row_bytes, cache.row(array, length + at));
+        const char* rows = rows_.data() + (array * written + nodes[at]) * cache_.row_bytes;
+        std::copy_n(rows, run * cache_.row_bytes, cache_.row(array, length + at));
         at += run;
       }
     }
@@ -192,13 +181,13 @@ class Graph {
   }
 
   // Tensors on the memory of the cache's first `shown` rows and of all else, none of which ever moves.
-  void bind(Cache& cache, int64_t shown) {
+  void bind(int64_t shown) {
     values_.clear(), given_.clear(), names_.clear();
     int64_t array = 0;
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
         values_.push_back(tensor.shape[0] == kPast
-                              ? view(cache.row(array++, 0), shown * cache.row_bytes, {shown, tensor.shape[1]}, tensor.type)
+                              ? view(cache_.row(array++, 0), shown * cache_.row_bytes, {shown, tensor.shape[1]}, tensor.type)
                               : view(place(tensor), bytes(tensor), tensor.shape, tensor.type));
         given_.push_back(values_.back().get());
         names_.push_back(tensor.name.c_str());
@@ -257,6 +246,7 @@ class Graph {
                                              [](int64_t size, int64_t wanted) { return size < 0 || size == wanted; });
   }
 
+  Cache& cache_;
   std::string file_;
   Function function_;
   Zeros rows_;  // keys and values of the new rows, if it returns any
@@ -265,4 +255,24 @@ class Graph {
   std::vector<Owned<OrtValue>> values_;  // what `Run` takes
   std::vector<OrtValue*> given_;
   std::vector<const char*> names_;
+};
+
+// The graphs of a bundle, which must outlive it, on one cache.
+class GraphEngine : public Engine {
+ public:
+  GraphEngine(const Bundle& bundle, const Options& options)
+      : bundle_(bundle), options_(options), cache_{2 * geometry().layers, geometry().capacity(), geometry().width * bytes_of(geometry().type)} {}
+
+  const Geometry& geometry() const override { return bundle_.geometry(); }
+  bool streams() const override { return bundle_.streams(); }
+  bool has(const std::string& function) const override { return bundle_.has(function); }
+
+  std::unique_ptr<Callable> open(const std::string& function) override {
+    return std::make_unique<Graph>(bundle_.graph(function), options_, geometry().function(function), cache_);
+  }
+
+ private:
+  const Bundle& bundle_;
+  const Options options_;
+  Cache cache_;
 };

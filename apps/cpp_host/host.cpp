@@ -3,7 +3,6 @@
 #include <iostream>
 #include <sstream>
 
-#include "decode.h"
 #include "options.h"
 
 Ids parse(const Conversation& conversation, const std::string& line) {
@@ -24,7 +23,19 @@ int main(int argc, char** argv) try {
   const Asked asked = Arguments::read(argc, argv);
   const Bundle bundle(argv[1]);
   const Ids stops = bundle.stops();
-  Conversation conversation(bundle, asked.mode, asked.samples, {asked.threads, asked.kernels, bundle.quantized()});
+  const Sampling sampling = asked.sampling_of(bundle);
+  const bool chooses = !sampling.greedy();
+  if (asked.sampling.empty() && !asked.recommended && bundle.recommends()) {
+    std::cerr << "host: the model recommends sampling; --sample does so\n";
+  }
+  if (chooses && !bundle.has(kVerifyPlain)) throw Error("the bundle chooses tokens greedily; to sample, export it with --choose host");
+  const Mode mode = chooses ? possible(asked.mode, bundle.has(kVerify), true) : possible(asked.mode, bundle.has(kStep), bundle.has(kPlain));
+  if (chooses && mode == Mode::kPlainStep) throw Error("--plain-step takes the graph's own tokens; with sampling choose --plain");
+  GraphEngine engine(bundle, {asked.threads, asked.kernels, bundle.quantized()});
+  Conversation conversation(engine);
+  for (const char* function : functions_for(mode, chooses)) {
+    if (bundle.has(function)) conversation.function(function);  // so that no answer waits for it
+  }
   Adaptive adaptive;
   Statistics all;
   for (std::string line; std::getline(std::cin, line);) {
@@ -33,13 +44,13 @@ int main(int argc, char** argv) try {
       continue;
     }
     const Ids prompt = parse(conversation, line);
-    if (asked.samples) conversation.chooser = std::make_unique<Chooser>(asked.sampling, prompt, stops, conversation.vocab);
-    const Ids answer = decode(conversation, adaptive, prompt, stops, asked.max_tokens, all);
+    if (chooses) conversation.chooser = std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab);
+    const Ids answer = decode(conversation, adaptive, mode, prompt, stops, asked.max_tokens, all);
     std::copy(answer.begin(), answer.end() - 1, std::ostream_iterator<int32_t>(std::cout, " "));
     if (!(std::cout << answer.back() << std::endl)) throw Error("the answers cannot be written");
   }
   if (!all.calls) return 0;
-  const double host = (all.seconds - all.graph_seconds) / all.calls;
+  const double host = (all.seconds - all.call_seconds) / all.calls;
   std::cerr << all.tokens / all.seconds << " tokens/s, " << double(all.tokens) / all.calls << " per call, of which the host takes "
             << 1e6 * host << " us\n";
 } catch (const std::exception& error) {

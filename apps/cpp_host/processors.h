@@ -17,6 +17,55 @@ struct Sampling {
   Ids suppress, begin_suppress;
   std::vector<Ids> bad_words;
   uint64_t seed = 0;
+
+  struct Number {
+    double Sampling::*value;
+    double least, most;
+  };
+  static constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+  inline static const std::map<std::string, Number> kNumbers{
+      {"temperature", {&Sampling::temperature, 0, 100}},
+      {"top_p", {&Sampling::top_p, kTiny, 1}},
+      {"min_p", {&Sampling::min_p, 0, 1}},
+      {"typical_p", {&Sampling::typical_p, kTiny, 1}},
+      {"repetition_penalty", {&Sampling::repetition_penalty, kTiny, 100}},
+      {"presence_penalty", {&Sampling::presence_penalty, -100, 100}},
+      {"frequency_penalty", {&Sampling::frequency_penalty, -100, 100}},
+  };
+  inline static const std::map<std::string, int64_t Sampling::*> kIntegers{{"top_k", &Sampling::top_k},
+                                                                         {"no_repeat_ngram_size", &Sampling::no_repeat_ngram_size},
+                                                                         {"min_new_tokens", &Sampling::min_new_tokens},
+                                                                         {"min_length", &Sampling::min_length}};
+
+  // Takes options by name, such as those of a manifest; null is as good as none. Throws an Error for a number out of its range.
+  void take(const Json& named) {
+    for (const auto& [name, value] : named.items()) {
+      if (value.is_null()) continue;
+      if (const auto number = kNumbers.find(name); number != kNumbers.end()) {
+        const auto [member, least, most] = number->second;
+        const double given = this->*member = value;
+        const bool tiny = name == "temperature" && given > 0 && given < 1e-6;
+        if (!(given >= least && given <= most) || tiny) {
+          throw Error(name + " is " + value.dump() + ", expected " + (tiny ? "0 or 1e-6" : least == kTiny ? "more than 0" : Json(least).dump()) +
+                      " to " + Json(most).dump());
+        }
+      }
+      if (kIntegers.count(name)) this->*kIntegers.at(name) = value;
+      if (name == "seed") seed = value;
+      if (name == "suppress") suppress = value.get<Ids>();
+      if (name == "begin_suppress") begin_suppress = value.get<Ids>();
+      if (name == "bad_words") bad_words = value.get<std::vector<Ids>>();
+      if (name == "logit_bias") {
+        for (const auto& [token, bias] : value.items()) logit_bias[std::stoi(token)] = bias;
+      }
+    }
+  }
+
+  // Whether every token is the likeliest of the model's own logits, which graphs can choose as well.
+  bool greedy() const {
+    return temperature == 0 && repetition_penalty == 1 && presence_penalty == 0 && frequency_penalty == 0 && !no_repeat_ngram_size &&
+           !min_new_tokens && !min_length && logit_bias.empty() && suppress.empty() && begin_suppress.empty() && bad_words.empty();
+  }
 };
 
 // The processors of a request, in transformers' order, and the text that they have seen.

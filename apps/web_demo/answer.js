@@ -9,7 +9,7 @@ import { TextStream } from "./text.js";
  */
 
 /**
- * One answer, call by call. The text is the same with and without `speculate`.
+ * One answer, call by call. The text is the same in every mode.
  * @param {import("./conversation.js").Conversation} conversation
  * @param {import("./text.js").Tokenizer} tokenizer
  * @param {number[]} prompt

@@ -30,9 +30,10 @@ export class BundleError extends Error {}
  * @property {keyof typeof ARRAYS} cache_dtype
  * @property {{model_type: string, parameters: number, sha256: string}} model
  * @property {{layers: number, kv_heads: number, head_dim: number, vocab: number, gamma: number, k: number,
- *   tree: number[][], context: number, chunk: number}} geometry
+ *   tree: number[][], context: number, chunk: number, hidden?: number}} geometry
  * @property {{name: string}[]} functions
  * @property {{stop_ids: number[], frames: import("./frames.js").Frames | null}} chat
+ * @property {import("./sampling.js").Sampling & {do_sample?: boolean} | null} [sampling]  what the model recommends
  * @property {App[]} apps
  * @property {string} default_app
  * @property {Record<string, string>} roles
@@ -76,9 +77,20 @@ export class Bundle {
 
   /** Rows of the KV cache: `contract.Geometry.capacity`. */
   get capacity() {
-    const { context, chunk, tree } = this.manifest.geometry;
-    const emitted = 1 + Math.max(0, ...tree.map((path) => path.length)); // A
-    return Math.ceil((context + Math.max(emitted, chunk)) / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE;
+    const { context, chunk, tree, hidden } = this.manifest.geometry;
+    const written = 1 + (hidden ? tree.length : Math.max(0, ...tree.map((path) => path.length)));
+    return Math.ceil((context + Math.max(written, chunk)) / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE;
+  }
+
+  /**
+   * Sampling as asked for; what is not, as the model's `generation_config.json` recommends; else at temperature 1.
+   * @param {import("./sampling.js").Sampling} asked
+   * @returns {import("./sampling.js").Sampling}
+   */
+  sampling(asked) {
+    const { do_sample, ...recommended } = this.manifest.sampling ?? {};
+    const named = Object.fromEntries(Object.entries(recommended).filter(([, value]) => value !== null));
+    return { temperature: 1, ...named, ...asked };
   }
 
   /** @param {string} name */

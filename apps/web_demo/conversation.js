@@ -1,6 +1,7 @@
 /** The contract's functions (`ssdevice/contract.py`) of one app on a KV cache that the host holds. */
 
 import { readAdapter } from "./adapter.js";
+import { Adaptive } from "./adaptive.js";
 import { ARRAYS, BundleError } from "./bundle.js";
 
 const PREFILL = "prefill";
@@ -38,6 +39,8 @@ export class Engine {
     this.sessions = new Map();
     /** @type {Map<string, Conversation>} */
     this.conversations = new Map();
+    /** @type {Conversation | null} whose rows are in the cache */
+    this.used = null;
   }
 
   /**
@@ -54,11 +57,15 @@ export class Engine {
     for (const [contract, own] of Object.entries(functions)) {
       sessions[contract] = /** @type {InferenceSession} */ (this.sessions.get(own));
     }
-    const found = this.conversations.get(name);
-    if (found) {
-      Object.assign(found.sessions, sessions);
-      return found;
-    }
+    const conversation = this.conversations.get(name) ?? (await this.#begun(app));
+    Object.assign(conversation.sessions, sessions);
+    if (this.used !== conversation) conversation.length = 0;
+    this.used = conversation;
+    return conversation;
+  }
+
+  /** @param {import("./bundle.js").App} app */
+  async #begun(app) {
     /** @type {Record<string, Tensor>} */
     const adapter = {};
     for (const file of app.files) {
@@ -66,8 +73,8 @@ export class Engine {
         adapter[input] = new this.ort.Tensor(/** @type {any} */ (value.type), value.data, value.dims);
       }
     }
-    const opened = new Conversation(this, sessions, adapter);
-    this.conversations.set(name, opened);
+    const opened = new Conversation(this, {}, adapter);
+    this.conversations.set(app.name, opened);
     return opened;
   }
 
@@ -93,9 +100,10 @@ export class Conversation {
    * @param {Engine} engine
    * @param {Record<string, InferenceSession>} sessions by the contract's name
    * @param {Record<string, Tensor>} adapter by graph input
+   * @param {() => number} [clock] of adaptive mode, in seconds
    */
-  constructor(engine, sessions, adapter) {
-    const { geometry } = engine.bundle.manifest;
+  constructor(engine, sessions, adapter, clock = () => performance.now() / 1000) {
+    const { geometry, mode } = engine.bundle.manifest;
     this.engine = engine;
     this.sessions = sessions;
     this.adapter = adapter;
@@ -103,16 +111,27 @@ export class Conversation {
     this.context = geometry.context;
     this.capacity = engine.bundle.capacity;
     this.length = 0;
+    /** @type {number[]} the tokens of the committed rows; what follows them is undefined */
+    this.text = [];
     /** What the next step verifies, γ rows of k ids. */
     this.drafts = new Int32Array(geometry.gamma * geometry.k);
+    /** Whether the graphs draft; otherwise drafts only repeat the text. */
+    this.streams = mode !== null;
     /** @type {import("./sampling.js").Chooser | null} chooses the tokens; without it the graphs do, greedily */
     this.chooser = null;
     /** Ranks of the drafts on the way to each node of the tree, the root first. */
     this.nodes = [[], ...geometry.tree];
+    this.adaptives = { greedy: new Adaptive(clock), chosen: new Adaptive(clock) };
   }
 
-  get speculates() {
-    return this.engine.bundle.manifest.mode !== null && (STEP in this.sessions || DRAFT in this.sessions);
+  /** What decides between steps and plain calls: a step costs another time where the host chooses. */
+  get adaptive() {
+    return this.chooser ? this.adaptives.chosen : this.adaptives.greedy;
+  }
+
+  /** @param {boolean} samples whether the host chooses tokens */
+  speculates(samples) {
+    return (samples ? VERIFY : STEP) in this.sessions;
   }
 
   /**
@@ -120,11 +139,32 @@ export class Conversation {
    * @param {number[]} prompt
    */
   check(prompt) {
-    const { context, length } = this;
-    if (!prompt.length || length + prompt.length > context) {
-      throw new RangeError(`the prompt has ${prompt.length} tokens, expected 1 to ${context - length}`);
+    const { context } = this;
+    if (!prompt.length || prompt.length > context) {
+      throw new RangeError(`the prompt has ${prompt.length} tokens, expected 1 to ${context}`);
     }
     if (!this.#known(prompt)) throw new RangeError("the prompt has tokens that the model does not have");
+  }
+
+  /**
+   * How many tokens that a prompt begins with are committed. The last one must be computed, to predict the next.
+   * @param {number[]} prompt
+   */
+  shared(prompt) {
+    const most = Math.max(0, Math.min(this.length, prompt.length - 1));
+    const other = prompt.slice(0, most).findIndex((token, i) => token !== this.text[i]);
+    return other < 0 ? most : other;
+  }
+
+  /**
+   * Drafts a token `depth` places after the next one; the candidate that it replaces becomes the next best.
+   * @param {number} depth
+   * @param {number} token
+   */
+  propose(depth, token) {
+    const { k } = this.geometry;
+    const row = this.drafts.subarray(depth * k, (depth + 1) * k);
+    row.set([token, ...row.filter((other) => other !== token)].slice(0, k));
   }
 
   /**
@@ -132,7 +172,6 @@ export class Conversation {
    * @param {number[]} prompt
    */
   async prefill(prompt) {
-    this.check(prompt);
     const { geometry } = this;
     let token = 0;
     for (let start = 0; start < prompt.length; start += geometry.chunk) {
@@ -141,6 +180,7 @@ export class Conversation {
       chunk.set(ids);
       const out = await this.#call(PREFILL, { chunk, valid: Int32Array.of(ids.length) });
       token = this.#commit(out, [out.next_root.data[0]], ids.length)[0];
+      this.text.splice(this.length, Infinity, ...ids);
       this.length += ids.length;
     }
     return token;
@@ -152,10 +192,10 @@ export class Conversation {
    */
   async step(last) {
     const root = Int32Array.of(last);
-    if (this.chooser) return this.#choose(this.chooser, await this.#call(VERIFY, { root, drafts: this.drafts }));
-    const out = await this.#call(STEP, { root, drafts: this.drafts });
-    const count = out.count.data[0];
-    return this.#commit(out, Array.from(out.tokens.data.subarray(0, count)), count);
+    const out = await this.#call(this.chooser ? VERIFY : STEP, { root, drafts: this.drafts });
+    const tokens = this.chooser ? await this.#choose(this.chooser, out) : this.#accepted(out);
+    this.text.splice(this.length, Infinity, last, ...tokens.slice(0, -1));
+    return tokens;
   }
 
   /**
@@ -163,16 +203,17 @@ export class Conversation {
    * @param {number} last
    */
   async stepPlain(last) {
-    if (this.chooser) {
-      const out = await this.#call(VERIFY_PLAIN, { root: Int32Array.of(last) });
-      return this.#commit(out, [this.chooser.choose(out.logits.data)], 1)[0];
-    }
-    if (!(PLAIN in this.sessions)) {
-      const [token] = await this.step(last);
-      return token;
-    }
-    const out = await this.#call(PLAIN, { root: Int32Array.of(last) });
-    return this.#commit(out, [out.tokens.data[0]], 1)[0];
+    const out = await this.#call(this.chooser ? VERIFY_PLAIN : PLAIN, { root: Int32Array.of(last) });
+    const token = this.chooser ? this.chooser.choose(out.logits.data) : out.tokens.data[0];
+    this.#commit(out, [token], 1);
+    this.text.splice(this.length, Infinity, last);
+    return token;
+  }
+
+  /** @param {Record<string, any>} out of `step` */
+  #accepted(out) {
+    const count = out.count.data[0];
+    return this.#commit(out, Array.from(out.tokens.data.subarray(0, count)), count);
   }
 
   /**

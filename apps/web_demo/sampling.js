@@ -30,6 +30,48 @@ const GROUP = 256; // tokens whose smallest exponential number is known without 
  * @typedef {{ids: Int32Array, scores: Float32Array}} Candidates  ids ascending
  */
 
+/** Options that are numbers, and their ranges. */
+const RANGES = /** @type {const} */ ([
+  ["temperature", 0, 100],
+  ["top_k", 0, 2 ** 31],
+  ["top_p", Number.MIN_VALUE, 1],
+  ["min_p", 0, 1],
+  ["typical_p", Number.MIN_VALUE, 1],
+  ["repetition_penalty", Number.MIN_VALUE, 100],
+  ["presence_penalty", -100, 100],
+  ["frequency_penalty", -100, 100],
+  ["no_repeat_ngram_size", 0, 2 ** 31],
+  ["min_new_tokens", 0, 2 ** 31],
+  ["min_length", 0, 2 ** 31],
+]);
+
+/**
+ * Throws RangeError for a value outside of its range, or a token that the model does not have.
+ * @param {Sampling} sampling
+ * @param {number} vocab
+ */
+function check(sampling, vocab) {
+  for (const [name, least, most] of RANGES) {
+    const value = sampling[name] ?? least;
+    if (!(value >= least && value <= most)) throw new RangeError(`${name} is ${value}, expected ${least} to ${most}`);
+  }
+  const { temperature = 0, seed = 0n, logit_bias = {}, suppress = [], begin_suppress = [], bad_words = [] } = sampling;
+  if (temperature > 0 && temperature < 1e-6) throw new RangeError(`temperature is ${temperature}, expected 0 or 1e-6 to 100`);
+  if (seed < 0n || seed >= 1n << 64n) throw new RangeError(`seed is ${seed}, expected 0 to 2^64 - 1`);
+  if (bad_words.some((word) => !word.length)) throw new RangeError("bad_words has a sequence without tokens");
+  const ids = [...Object.keys(logit_bias).map(Number), ...suppress, ...begin_suppress, ...bad_words.flat()];
+  const wrong = ids.find((id) => !(Number.isInteger(id) && id >= 0 && id < vocab));
+  if (wrong !== undefined) throw new RangeError(`token ${wrong} is not one of the model's ${vocab}`);
+  if (Object.values(logit_bias).some(Number.isNaN)) throw new RangeError("logit_bias has a value that is no number");
+}
+
+/** @param {Sampling} sampling whether every token is the likeliest of the model's own logits, which graphs can choose as well */
+export function isGreedy({ temperature = 0, top_k, top_p, min_p, typical_p, seed, ...processors }) {
+  const { repetition_penalty = 1, logit_bias = {}, ...rest } = processors;
+  const asked = [...Object.values(rest), Object.keys(logit_bias)];
+  return temperature === 0 && repetition_penalty === 1 && asked.every((value) => (Array.isArray(value) ? !value.length : !value));
+}
+
 /**
  * The 32-bit words of Philox 4x32-10 for the counter (number, position, kind, 0).
  * @param {number} number
@@ -96,11 +138,14 @@ export class Noise {
 /** Chooses the tokens of one answer. */
 export class Chooser {
   /**
+   * Throws RangeError for what cannot be asked.
    * @param {Sampling} sampling
    * @param {number[]} prompt
    * @param {Iterable<number>} stops
+   * @param {number} vocab
    */
-  constructor(sampling, prompt, stops) {
+  constructor(sampling, prompt, stops, vocab) {
+    check(sampling, vocab);
     this.sampling = sampling;
     this.stops = [...stops];
     this.prompt = prompt.length;

@@ -11,7 +11,7 @@ import { encode, openTokenizer } from "./text.js";
 /**
  * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[], temperature?: number, seed?: string}} Request
  *   null stops the answer; without a temperature, or with 0, the likeliest tokens are chosen
- * @typedef {"plain" | "speculative"} Mode
+ * @typedef {import("./loop.js").Mode} Mode
  * @typedef {{type: "open", about: string, threads: number, apps: string[], app: string}
  *   | {type: "progress", path: string, done: number, total: number}
  *   | {type: "begin", mode: Mode}
@@ -117,7 +117,7 @@ const breathe = () =>
 async function decodeAll(request) {
   const { app, prompt, maxTokens, modes, temperature = 0, seed = "0" } = request;
   const { bundle, engine, frames, tokenizer } = await opened;
-  const sampling = temperature > 0 ? { temperature, seed: BigInt(seed) } : undefined;
+  const sampling = temperature > 0 ? bundle.sampling({ temperature, seed: BigInt(seed) }) : undefined;
   const conversation = await engine.use(app, sampling !== undefined);
   const content = userContent(bundle.app(app).instruction, prompt);
   const ids = encode(tokenizer, framed(frames, [{ role: "user", content }]));
@@ -125,13 +125,15 @@ async function decodeAll(request) {
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};
   for (const mode of modes) {
-    const speculate = mode === "speculative";
     if (current !== request) break;
-    if (speculate && !conversation.speculates) throw new BundleError(`the app ${app} has no streams to draft with`);
+    if (mode !== "plain" && !conversation.speculates(sampling !== undefined)) {
+      throw new BundleError(`the app ${app} verifies no drafts: choose plain decoding`);
+    }
+    conversation.length = 0; // so that each mode's time until the first token is that of a whole prompt
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);
-    for await (const run of answer(conversation, tokenizer, ids, { speculate, maxTokens, stopIds, sampling })) {
+    for await (const run of answer(conversation, tokenizer, ids, { mode, maxTokens, stopIds, sampling })) {
       tokens.push(...run.tokens);
       reply({ type: "run", mode, pieces: run.pieces, speed: run.speed });
       await breathe();

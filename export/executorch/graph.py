@@ -79,21 +79,17 @@ def worthwhile(nodes: Iterable[fx.Node]) -> bool:
 
 
 def delegation(name: str, program: ExportedProgram) -> str:
-    """A sentence on what a lowered function delegates, without allocations and views that cost nothing."""
-    outside: Counter[str] = Counter()
-    delegates = inside = 0
-    for node in program.graph_module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        operator = _name(node)
-        if operator == "executorch_call_delegate":
-            delegates += 1
-            lowered = getattr(program.graph_module, str(node.args[0].target))
-            inside += len(_names(lowered.original_module.graph_module.graph.nodes))
-        elif operator not in FREE:
-            outside[operator] += 1
+    """A sentence on what a lowered function delegates, as ExecuTorch's devtools count it."""
+    from executorch.devtools.backend_debug import get_delegation_info
+
+    found = get_delegation_info(program.graph_module)
+    operators = [one for one in found.delegation_by_operator.values() if not any(free in one.op_type for free in FREE)]
+    outside = Counter({one.op_type: one.non_delegated for one in operators if one.non_delegated})
     most = ", ".join(f"{operator} {count}" for operator, count in outside.most_common(SHOWN))
-    return f"{name}: {inside} operators in {delegates} delegates, {outside.total()} outside (most: {most})"
+    return (
+        f"{name}: {found.num_delegated_nodes} operators in {found.num_delegated_subgraphs} delegates, "
+        f"{outside.total()} outside (most: {most})"
+    )
 
 
 def _names(nodes: Iterable[fx.Node]) -> list[str]:

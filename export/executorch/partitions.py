@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 
@@ -70,29 +68,5 @@ def partitions_merged_by_masks() -> Iterator[None]:
         patch.object(partitioner, "_DependencyViewer", lambda _: None),  # of the base class, which is not asked
         patch.object(group_partitioner, "_DependencyViewer", Dependencies),
         patch.object(group_partitioner.GroupBasedPartitioner, "_can_merge_partitions", mergeable),
-    ):
-        yield
-
-
-@contextmanager
-def constants_duplicated_at_once() -> Iterator[None]:
-    """Constants that several delegates read become several inputs of one tensor; code is generated once, at the end."""
-    from executorch.exir.backend import backend_api
-    from executorch.exir.backend.canonical_partitioners import duplicate_constant_node_pass
-
-    duplicate, create = backend_api._maybe_duplicate_constant_nodes, backend_api._create_partitions
-
-    def duplicated(program: Any, tag: str) -> None:
-        with patch.object(GraphModule, "recompile"), patch.object(ExportedProgram, "_validate"):
-            duplicate(program, tag)
-
-    def created(module: GraphModule, *args: Any) -> Any:
-        module.recompile()
-        return create(module, *args)
-
-    with (
-        patch.object(backend_api, "_maybe_duplicate_constant_nodes", duplicated),
-        patch.object(backend_api, "_create_partitions", created),
-        patch.object(duplicate_constant_node_pass, "copy", SimpleNamespace(deepcopy=lambda what: what)),
     ):
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +17,11 @@ from unittest.mock import patch
 import torch.fx.traceback
 from torch._C import DispatchKey
 from torch._subclasses import FakeTensor
-from torch.export import ExportedProgram, ExportGraphSignature
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten
 
-from ssdevice.export.executorch.partitions import constants_duplicated_at_once, partitions_merged_by_masks
+from ssdevice.export.executorch.partitions import partitions_merged_by_masks
 from ssdevice.export.quiet import without_stack_traces
 
 # Passes of the XNNPACK backend for operators that a step never has: convolutions, batch norms, PReLU, resized images,
@@ -75,9 +75,7 @@ def faster() -> Iterator[None]:
         _results_kept(),
         _weights_shared(),
         _code_when_called(),
-        _signatures_read_once(),
         partitions_merged_by_masks(),
-        constants_duplicated_at_once(),
     ):
         yield
 
@@ -212,32 +210,4 @@ def _code_when_called() -> Iterator[None]:
         patch.object(GraphModule, "recompile", later),
         patch.object(GraphModule, "__str__", lambda _: "a graph"),  # for messages that nobody reads
     ):
-        yield
-
-
-TABLES = ("inputs_to_parameters", "inputs_to_buffers", "inputs_to_lifted_tensor_constants")
-"""What a signature computes from its inputs, and what the backend asks for every tensor of every delegate."""
-TABLES_OF = "ssdevice_tables"
-"""The attribute of a signature that keeps them."""
-
-
-@contextmanager
-def _signatures_read_once() -> Iterator[None]:
-    """A signature keeps its tables while its inputs have the same names and targets."""
-
-    def kept(name: str) -> property:
-        read = getattr(ExportGraphSignature, name).fget
-
-        def table(self: Any) -> Any:
-            inputs = [spec.arg.name for spec in self.input_specs], [spec.target for spec in self.input_specs]
-            known = self.__dict__.setdefault(TABLES_OF, {})
-            if known.get(name, ())[:1] != (inputs,):
-                known[name] = inputs, dict(read(self))  # a mappingproxy cannot be copied
-            return known[name][1]
-
-        return property(table)
-
-    with ExitStack() as stack:
-        for name in TABLES:
-            stack.enter_context(patch.object(ExportGraphSignature, name, kept(name)))
         yield

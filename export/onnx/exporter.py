@@ -25,7 +25,7 @@ from ssdevice.contract import (
     FunctionSpec,
     TensorSpec,
 )
-from ssdevice.errors import SSDeviceError, UnsupportedModelError
+from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.app_checks import check_slots
 from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
@@ -33,12 +33,10 @@ from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
-from ssdevice.export.onnx.cache import half_cache
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import added_norm, attention_in_one, best_column, gated_silu, rotary_split
-from ssdevice.export.onnx.graph import apply, finish, simplify
-from ssdevice.export.onnx.heads import permuted_heads
+from ssdevice.export.onnx.fused import added_norm, best_column, gated_silu, half_cache, rotary_split
+from ssdevice.export.onnx.graph import FINISH, apply, finish, simplify
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
@@ -136,7 +134,7 @@ def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Written
 
 def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
     """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
-    plan, g = job.plan, job.plan.geometry
+    plan = job.plan
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
     wanted = variants_of(plan.apps, plan.function_names)
     steps = sum(len(traced.functions) for traced in wanted)
@@ -149,8 +147,7 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
         for name in traced.functions:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
-            heads = g.kv_heads, plan.query_heads // g.kv_heads, g.head_dim
-            book = SlotBook(heads, exact=plan.options.quant is not Quant.FP32)
+            book = SlotBook(exact=plan.options.quant is not Quant.FP32)
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
             slots |= book.slots
@@ -167,7 +164,7 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
 
 
 class GraphWriter:
-    """Writes the traced graphs of one bundle. ``cache_dtype``: of the KV cache, which the first graph decides.
+    """Writes the traced graphs of one bundle. ``cache_dtype``: of the KV cache, the same for all graphs.
 
     ``argmax``: of every head only the best column is wanted, in all graphs of the bundle that share it.
     """
@@ -180,16 +177,13 @@ class GraphWriter:
     def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
         quant = self.plan.options.quant
-        simplify(edit, (permuted_heads,))
+        simplify(edit)
         quantize(edit, quant, self.store, book)
-        finish(edit, (attention_in_one, rotary_split, gated_silu, added_norm))
+        finish(edit, (rotary_split, gated_silu, added_norm))
         if self.argmax:
-            apply(edit, (best_column,))
-        # Where shapes coincide (one row, as many heads as groups), a graph may keep attention of standard operators.
-        if not self.cache_dtype:
-            self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit) else FLOATS
-        elif self.cache_dtype == HALVES and not half_cache(edit, anyhow=True):
-            raise SSDeviceError(f"{spec.name}: its cache cannot be in {HALVES}, as that of the graphs before it is")
+            apply(edit, (best_column, *FINISH))
+        cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
+        self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         inputs, outputs = (

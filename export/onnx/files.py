@@ -15,7 +15,7 @@ from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.editor import CONTRIB
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.linears import LINEAR_DOMAIN
-from ssdevice.runtime.onnx.kernels import ATTENTION, TREE_ATTENTION
+from ssdevice.runtime.onnx.kernels import ATTENTION, CAPPED_ATTENTION, TREE_ATTENTION
 
 INLINE = 1024
 """Constants of fewer bytes stay in the graph."""
@@ -102,5 +102,5 @@ def _strip(model: ir.Model) -> None:
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = PRODUCER, None
     model.graph.name = PRODUCER
-    if not any(node.op_type == "Softmax" for node in model.graph):
+    if not any(node.op_type == CAPPED_ATTENTION for node in model.graph):
         model.metadata_props[ATTENTION] = TREE_ATTENTION

@@ -15,6 +15,7 @@ from ssdevice.export.onnx.editor import CONTRIB, OPSET, SKIP_NORM
 from ssdevice.model.attention import MASKED
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
+    CAPPED_ATTENTION,
     DOMAIN,
     GATED_SILU,
     HALF_LINEAR,
@@ -87,9 +88,12 @@ ref = _Ref
 INT, INTS, FLOAT = ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT
 ROWS_FORM = {"axes": INTS, "keep": INT, "axis": INT, "block": INT}
 """What ``int8_linear`` is told of its rows."""
-ATTENTION_INPUTS = "q past_keys keys past_values values mask"
-ATTENTION_FORM = {"kv_heads": INT, "scale": FLOAT, **dict.fromkeys(("rows", "heads", "groups", "whole"), INTS)}
-"""Inputs and attributes of attention."""
+ATTENTION_INPUTS = "q past_keys keys more_keys past_values values more_values mask"
+PAST = (1, 4)
+"""Inputs of attention that the cache holds."""
+VIEWS = ("rows", "heads", "queries", "grouped", "scores", "weights", "split", "whole")
+ATTENTION_FORM = {"kv_heads": INT, "scale": FLOAT, **dict.fromkeys(VIEWS, INTS)}
+"""Inputs and attributes of attention; ``attention_form`` gives these their values."""
 
 
 def int4_linear() -> ir.Function:
@@ -171,22 +175,45 @@ def gated_silu() -> ir.Function:
     return body.function(body.add("Mul", body.add("Mul", gate, body.add("Sigmoid", gate)), up))
 
 
-def tree_attention() -> ir.Function:
-    """``TreeAttention(q [1, R, G N D], past keys [P, N D], keys [S, N D], past values [P, N D], values, mask)``.
+def attention_form(rows: int, kv_heads: int, groups: int, dim: int, scale: float) -> dict[str, Any]:
+    """The attributes of attention over ``rows`` new queries: the shapes of its function's views are among them."""
+    return {
+        "kv_heads": kv_heads,
+        "scale": scale,
+        "rows": [-1, kv_heads * dim],
+        "heads": [-1, kv_heads, dim],
+        "queries": [-1, kv_heads, groups, dim],
+        "grouped": [kv_heads, -1, dim],
+        "scores": [kv_heads, groups, rows, -1],
+        "weights": [kv_heads, rows * groups, -1],
+        "split": [kv_heads, groups, rows, dim],
+        "whole": [1, rows, kv_heads * groups * dim],
+    }
 
-    Mask ``[1, R G, P + S]``; new keys and values may have a leading dimension of one. The result is ``[1, R, N G D]``;
-    query heads are ordered by (group member, key head) and leave by (key head, group member). Attributes: ``kv_heads``
-    N, ``scale``, and the shapes of views: ``rows`` [-1, N D], ``heads`` [-1, N, D], ``groups`` [N, -1, G, D],
-    ``whole`` [1, -1, N G D].
+
+def tree_attention(name: str = TREE_ATTENTION) -> ir.Function:
+    """``TreeAttention(q [1, R, N G D], past keys [P, N D], keys, more keys, past values, values, more values, mask)``.
+
+    Two runs of new keys and values, of which the second may be empty. Mask ``[1, 1, R, P + S]`` for all S new ones. The
+    result is ``[1, R, N G D]``, its heads ordered by (key head, group member) as those of the queries. Attributes: see
+    ``attention_form``. ``CappedAttention`` bounds the scores by ``softcap`` in addition.
     """
-    body = _Body(TREE_ATTENTION, ATTENTION_INPUTS, **ATTENTION_FORM)
-    q, past_keys, keys, past_values, values, mask = body.inputs
-    every_key, every_value = (
-        body.view(body.add("Concat", past, body.view(new, "rows"), axis=0), "heads")
-        for past, new in ((past_keys, keys), (past_values, values))
+    capped = name == CAPPED_ATTENTION
+    body = _Body(name, ATTENTION_INPUTS, **ATTENTION_FORM, **({"softcap": FLOAT} if capped else {}))
+    q, mask = body.inputs[0], body.inputs[-1]
+    past_and_new = body.inputs[1:4], body.inputs[4:7]
+    keys, values = (
+        body.view(body.add("Concat", past, *(body.view(run, "rows") for run in new), axis=0), "heads")
+        for past, *new in past_and_new
     )
-    by_head: dict[str, Any] = {"transBatchA": 1, "transBatchB": 1, "transB": 1, "alpha": ref("scale")}
-    scores = body.add("FusedMatMul", body.view(q, "heads"), every_key, domain=CONTRIB, **by_head)
+    # FusedMatMul walks over keys and values head by head, as the cache holds them. The heads of a group are rows of one
+    # matrix, so keys are read once per group, and the mask of one row serves all of them.
+    queries = body.view(body.add("Transpose", body.view(q, "queries"), perm=[1, 2, 0, 3]), "grouped")
+    by_head: dict[str, Any] = {"transBatchB": 1, "transB": 1, "alpha": ref("scale")}
+    scores = body.view(body.add("FusedMatMul", queries, keys, domain=CONTRIB, **by_head), "scores")
+    if capped:
+        cap = body.add("Constant", value_float=ref("softcap"))
+        scores = body.add("Mul", body.add("Tanh", body.add("Div", scores, cap)), cap)
     # WebAssembly's Softmax adds four numbers at a time and the last one to three after them. Three masked columns at
     # the end keep those that count out of there, so a sum does not depend on how many rows a call has.
     masked = body.add("Constant", value_float=MASKED)
@@ -194,18 +221,21 @@ def tree_attention() -> ir.Function:
     wide = body.add("Pad", body.add("Add", scores, mask), sizes, masked, body.add("Constant", value_ints=[-1]))
     weights = body.add("Softmax", wide, axis=-1)
     weights = body.add("Slice", weights, *(body.add("Constant", value_ints=[at]) for at in (0, -TAIL, -1)))
-    out = body.view(body.add("FusedMatMul", weights, every_value, domain=CONTRIB, transBatchB=1), "groups")
-    return body.function(body.view(body.add("Transpose", out, perm=[1, 0, 2, 3]), "whole"))
+    out = body.add("FusedMatMul", body.view(weights, "weights"), values, domain=CONTRIB, transBatchB=1)
+    by_row = body.add("Transpose", body.view(out, "split"), perm=[2, 0, 1, 3])
+    return body.function(body.view(by_row, "whole"))
 
 
 def half_tree_attention() -> ir.Function:
     """``HalfTreeAttention``: tree_attention with past keys and values in float16, to which new ones are rounded."""
     body = _Body(HALF_TREE_ATTENTION, ATTENTION_INPUTS, **ATTENTION_FORM)
-    q, past_keys, keys, past_values, values, mask = body.inputs
     half, single = ir.DataType.FLOAT16, ir.DataType.FLOAT
-    old = [body.add("Cast", past, to=int(single)) for past in (past_keys, past_values)]
-    new = [body.add("Cast", body.add("Cast", rows, to=int(half)), to=int(single)) for rows in (keys, values)]
-    return body.function(body.call(TREE_ATTENTION, q, old[0], new[0], old[1], new[1], mask, form=ATTENTION_FORM))
+    q, *runs, mask = body.inputs
+    widened = [
+        body.add("Cast", run if at in PAST else body.add("Cast", run, to=int(half)), to=int(single))
+        for at, run in enumerate(runs, start=1)
+    ]
+    return body.function(body.call(TREE_ATTENTION, q, *widened, mask, form=ATTENTION_FORM))
 
 
 def half_linear() -> ir.Function:
@@ -217,6 +247,7 @@ def half_linear() -> ir.Function:
 
 FUNCTIONS: dict[str, Callable[[], ir.Function]] = {
     ADD_NORM: add_norm,
+    CAPPED_ATTENTION: partial(tree_attention, CAPPED_ATTENTION),
     GATED_SILU: gated_silu,
     HALF_LINEAR: half_linear,
     HALF_TREE_ATTENTION: half_tree_attention,

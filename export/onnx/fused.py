@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
+from ssdevice.contract import ROWS
 from ssdevice.export.onnx.editor import (
     CONTRIB,
     SKIP_NORM,
     Editor,
     Marked,
-    Shape,
     constant_of,
     only_user,
     producer,
@@ -20,8 +22,10 @@ from ssdevice.export.onnx.editor import (
 from ssdevice.export.onnx.graph import JOIN, WIDTH
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
+    CAPPED_ATTENTION,
     DOMAIN,
     GATED_SILU,
+    HALF_TREE_ATTENTION,
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
@@ -32,6 +36,7 @@ from ssdevice.runtime.onnx.kernels import (
 
 WIDEST = 16384
 """Inputs that ``Int8Argmax`` takes, at most."""
+HALF = ir.DataType.FLOAT16
 LARGE = 1 << 22
 """Bytes of a head that no cache holds; of others, reading half gains nothing."""
 
@@ -141,73 +146,26 @@ def _join_products(edit: Editor, split: ir.Node) -> None:
             edit.products.remove(product)
 
 
-def attention_in_one(edit: Editor, node: ir.Node) -> bool:
-    """Replace the nodes of attention over past and new rows by one operator."""
-    if node.op_type != "Softmax":
+def half_cache(edit: Editor, cache: Collection[str]) -> bool:
+    """Store the cache of a finished graph in float16; False, and nothing changes, if its attention has no kernel.
+
+    ``cache``: the names of its past keys and values, also of layers that the graph does not compute.
+
+    Without one every call would widen the whole cache. New rows stay float32 within the graph. Attention rounds them
+    to what the cache will hold, and so does the cast of those that leave: a call sees its own rows as later calls will.
+    """
+    graph = edit.graph
+    if any(node.op_type == CAPPED_ATTENTION for node in graph):
         return False
-    total = producer(node.inputs[0], "Add")
-    scores = producer(total.inputs[0], "FusedMatMul") if total is not None else None
-    product = only_user(node.outputs[0], "FusedMatMul")
-    if total is None or scores is None or product is None or product.inputs[0] is not node.outputs[0]:
-        return False
-    heads, keys, values = (_viewed(value) for value in (*scores.inputs, product.inputs[1]))
-    joined = [cat for value in (keys, values) if (cat := producer(value, "Concat")) is not None]
-    if len(joined) < 2 or any(len(cat.inputs) < 2 or cat.attributes.get_int("axis", 0) != 0 for cat in joined):
-        return False
-    end, mask = _end(product), source_of(total, 1)
-    shape, queries = sizes_of(scores.inputs[0]), sizes_of(heads)
-    if shape is None or len(shape) != 3 or queries is None or len(queries) != 3 or queries[0] != 1:
-        return False
-    out, (grouped, kv_heads, dim), (rows, width) = shape_of(end.outputs[0]), shape, queries[1:]
-    if queries != out or (shape_of(mask) or ())[:-1] != (1, grouped):
-        return False
-    attributes = {
-        "kv_heads": kv_heads,
-        "scale": scores.attributes.get_float("alpha", 1.0),
-        "rows": [-1, kv_heads * dim],
-        "heads": [-1, kv_heads, dim],
-        "groups": [kv_heads, -1, grouped // rows, dim],
-        "whole": [1, -1, width],
-    }
-    inputs = [heads, *(value for cat in joined for value in _past_and_new(edit, cat)), mask]
-    kind = end.outputs[0].dtype
-    edit.replace(end, edit.insert(end, TREE_ATTENTION, inputs, out, kind, attributes, DOMAIN))
+    for node in graph:
+        if node.op_type == TREE_ATTENTION:
+            node.op_type = HALF_TREE_ATTENTION
+    for value in graph.inputs:
+        if value.name in cache:
+            value.type = ir.TensorType(HALF)
+    for at, value in enumerate(graph.outputs):
+        if value.name == ROWS:
+            value.name = f"{ROWS}_float32"
+            made = edit.insert(None, "Cast", [value], shape_of(value), HALF, {"to": int(HALF)})
+            graph.outputs[at], made.name = made, ROWS
     return True
-
-
-def _past_and_new(edit: Editor, joined: ir.Node) -> list[ir.Value | None]:
-    """The rows of the cache and the new ones, which the operator takes with a leading dimension of one as well."""
-    past, *new = joined.inputs
-    if len(new) == 1:
-        return [past, _row_view(new[0]) or new[0]]
-    whole = [_row_view(value) for value in new]
-    lead: Shape = (1,) if None not in whole else ()
-    parts = whole if lead else new
-    sizes = [sizes_of(value) for value in parts]
-    total = None if None in sizes else sum(size[-2] for size in sizes if size is not None)
-    width = (shape_of(joined.outputs[0]) or (None,))[-1]
-    kind, attributes = joined.outputs[0].dtype, {"axis": len(lead)}
-    return [past, edit.insert(joined, "Concat", parts, (*lead, total, width), kind, attributes)]
-
-
-def _row_view(value: ir.Value | None) -> ir.Value | None:
-    """The ``[1, S, W]`` of which a value ``[S, W]`` is a view."""
-    view = _viewed(value)
-    shape = shape_of(view) or ()
-    return view if len(shape) == 3 and shape == (1, *(shape_of(value) or ())) else None
-
-
-def _viewed(value: ir.Value | None) -> ir.Value | None:
-    """What a Reshape views."""
-    view = producer(value, "Reshape")
-    return view.inputs[0] if view is not None else None
-
-
-def _end(product: ir.Node) -> ir.Node:
-    """The last of the views that bring the heads ``[N, R G, D]`` of a product into the order of the rows."""
-    view = only_user(product.outputs[0], "Reshape")
-    turned = only_user(view.outputs[0], "Transpose") if view is not None else None
-    whole = only_user(turned.outputs[0], "Reshape") if turned is not None else None
-    if whole is not None and turned is not None and tuple(turned.attributes["perm"].as_ints()) == (1, 0, 2, 3):
-        return whole
-    return view if view is not None else product

@@ -1,26 +1,18 @@
-"""Joins neighbouring operators of a finished graph into one node each, a region."""
+"""Joins neighbouring operators of ours in a finished graph into one node each, a region."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import OPSET, Editor, constant_of, shape_of, sizes_of
+from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.graph import LOGITS
-from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION, STANDARD
+from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION
 
 LEAST = 2
 """Operators in a region: one is better on its own."""
-SMALL = 1 << 12
-"""Elements of matrices whose product a region takes, at most."""
-MOST = 6
-"""Dimensions."""
-TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL}
-"""Of what operators of ONNX read and make there. Only those of MOVES take float16."""
-MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Shape", "Slice")
 
 
 def join_regions(edit: Editor) -> None:
@@ -34,7 +26,7 @@ def join_regions(edit: Editor) -> None:
     levels: dict[ir.Node, int] = {}  # odd for nodes that a region takes
     found: defaultdict[int, list[ir.Node]] = defaultdict(list)
     for node in graph:
-        inside = int(_fits(node))
+        inside = int(node.domain == DOMAIN and node.op_type in IN_REGIONS)
         before = [levels[maker] for value in node.inputs if value is not None and (maker := value.producer()) in levels]
         levels[node] = max((level + (level % 2 != inside) for level in before), default=inside)
         if inside:
@@ -43,37 +35,6 @@ def join_regions(edit: Editor) -> None:
         if len(nodes) >= LEAST:
             _join(edit, nodes)
     graph.sort()
-
-
-def _fits(node: ir.Node) -> bool:
-    """Whether a region takes the node."""
-    if node.domain == DOMAIN:
-        return node.op_type in IN_REGIONS
-    return not node.domain and node.op_type in STANDARD and None not in node.inputs and _fits_standard(node)
-
-
-def _fits_standard(node: ir.Node) -> bool:
-    """Whether standard.cpp takes an operator's attributes and inputs."""
-    kind, given = node.op_type, {name: attribute.value for name, attribute in node.attributes.items()}
-    for name, wanted in STANDARD[kind].items():
-        if name not in given or wanted not in (None, given[name]):
-            return False
-    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    shapes, types = [shape_of(value) for value in values], [value.dtype for value in values]
-    if any(shape is None or len(shape) > MOST for shape in shapes) or not TYPES.issuperset(types):
-        return False
-    if given.get("allowzero"):
-        return False
-    if ir.DataType.FLOAT16 in types and (kind not in MOVES or (kind == "Cast" and types[0] != ir.DataType.FLOAT)):
-        return False
-    if kind == "ArgMax":
-        return values[0].name != LOGITS  # whoever compares logits looks for what chooses of them
-    if kind == "MatMul":
-        return all(len(sizes) == 2 and prod(sizes) <= SMALL for sizes in (sizes_of(value) or () for value in values))
-    if kind in ("Slice", "Range"):
-        step = constant_of(node.inputs[-1])
-        return len(values) == (6 if kind == "Slice" else 4) and step is not None and step.size == 1 and bool(step > 0)
-    return True
 
 
 def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:

@@ -11,7 +11,6 @@ import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
 from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
-from ssdevice.export.onnx.heads import SUFFIX
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.onnx.nodes import ancestors, makers, show_products
 from ssdevice.export.parity.difference import Array
@@ -30,14 +29,14 @@ WRAPPED = ".base"
 class OnnxShown:
     """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take.
 
-    ``plan``: the app's. Query heads have another order in the graph (``heads.permuted_heads``).
+    ``plan``: the app's.
     """
 
     def __init__(
         self, files: Mapping[str, Path], plan: ExportPlan, cache_dtype: str, adapter: AdapterTensors | None
     ) -> None:
         self.dtype: type[np.generic] = np.dtype(cache_dtype).type
-        self.files, self.geometry, self.heads, self.slotted = files, plan.geometry, plan.query_heads, not plan.merged
+        self.files, self.geometry, self.slotted = files, plan.geometry, not plan.merged
         self.adapter = {name: value.numpy() for name, value in adapter.values.items()} if adapter is not None else {}
         self._open: tuple[str, ort.InferenceSession, list[tuple[str, str, str]]] | None = None
 
@@ -75,11 +74,7 @@ class OnnxShown:
 
     def _product(self, weight: str, source: Array, result: Array) -> Product:
         outputs = result.reshape(-1, result.shape[-1])
-        if weight.endswith(SUFFIX):
-            kv = self.geometry.kv_heads
-            shape = (len(outputs), self.heads // kv, kv, -1)
-            outputs = outputs.reshape(shape).swapaxes(1, 2).reshape(len(outputs), -1)
-        name = self.spell(weight.removesuffix(SUFFIX).partition(MODULE)[2])
+        name = self.spell(weight.partition(MODULE)[2])
         return Product(name, source.reshape(-1, source.shape[-1]), outputs)
 
 

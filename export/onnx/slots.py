@@ -34,7 +34,7 @@ from ssdevice.export.onnx.editor import (
     source_of,
 )
 from ssdevice.export.onnx.functions import ZERO_POINT
-from ssdevice.export.onnx.linears import LINEAR, Linear, Part
+from ssdevice.export.onnx.linears import LINEAR, Linear
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 
@@ -51,12 +51,8 @@ class Pair:
 
 @dataclass
 class SlotBook:
-    """The slots of one graph.
+    """The slots of one graph. ``exact``: one row must give the bits of several."""
 
-    ``heads``: (key heads, group, head width) of queries. ``exact``: one row must give the bits of several.
-    """
-
-    heads: tuple[int, int, int]
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
 
@@ -83,7 +79,8 @@ class SlotBook:
         if len({side.kind for side in sides}) > 1:
             raise ValueError(f"{linear.name} has slots of two kinds")
         parts = tuple(
-            self._part(part, pair.side if pair else None) for part, pair in zip(linear.parts, beside, strict=True)
+            SlotPart(pair.side.source if pair else "", int(part.weight.shape[0]))
+            for part, pair in zip(linear.parts, beside, strict=True)
         )
         return self._keep(Slot(sides[0].kind, linear.inputs, int8, parts))
 
@@ -93,17 +90,10 @@ class SlotBook:
             raise ValueError(f"slot {slot.name} has two forms in the graph")
         return slot
 
-    def _part(self, part: Part, side: Role | None) -> SlotPart:
-        outputs = int(part.weight.shape[0])
-        if side is None:
-            return SlotPart("", outputs)
-        return SlotPart(side.source, outputs, self.heads if side.permuted else ())
-
     def alone(self, edit: Editor) -> list[tuple[ir.Node, Slot, Role]]:
         """Placeholders that are left once the base's linears are lowered: factors that stand alone."""
         nodes = [(node, side) for node in edit.graph if (side := self._side_of(node)) is not None]
         shapes: dict[tuple[SlotKind, str], dict[bool, tuple[int, ...]]] = {}
-        permuted = {(side.kind, side.source) for _, side in nodes if side.permuted}
         for node, side in nodes:
             weight = constant_of(node.inputs[1])
             assert weight is not None
@@ -111,8 +101,7 @@ class SlotBook:
         found = []
         for node, side in nodes:
             shape = shapes[side.kind, side.source]
-            heads = self.heads if (side.kind, side.source) in permuted else ()
-            part = SlotPart(side.source, shape[True][0], heads)
+            part = SlotPart(side.source, shape[True][0])
             found.append((node, self._keep(Slot(side.kind, shape[False][1], False, (part,))), side))
         return found
 

@@ -15,7 +15,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, QUANTIZED_VALUE, XNNPACK, instructions, payload_of
+from ssdevice.runtime.executorch.file import (
+    COREML,
+    DELEGATE,
+    KERNEL,
+    QUANTIZED_VALUE,
+    XNNPACK,
+    instructions,
+    payload_of,
+)
 from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
 
 NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = range(1, 12)
@@ -79,8 +87,7 @@ class _Plan:
         delegates = list(self.plan.tables(7))
         outer = []
         for entry in delegates:
-            entry.text(0)
-            outer.append(self._delegate(payload_of(self.data, self.root, entry)))
+            outer.append(self._delegate(entry.text(0), payload_of(self.data, self.root, entry)))
         for instruction in instructions(self.plan):
             kind, call = instruction.byte(0), instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
@@ -93,14 +100,17 @@ class _Plan:
                 continue
             _within(f"{self.plan.text(0)}: an operator", [call.integer(0)], len(operators))
             _check_call(operators[call.integer(0)], [kinds[place] for place in arguments])
+            _check_ranks(operators[call.integer(0)][0], [values[place] for place in arguments])
 
-    def _delegate(self, payload: bytes) -> list[Table]:
+    def _delegate(self, backend: str, payload: bytes) -> list[Table]:
         """The tensors that a graph of XNNPACK takes and gives; none for another delegate.
 
         Checks where the graph finds its constants. What its nodes say is left to XNNPACK.
         """
-        if payload[4:8] != XNNPACK:
+        if backend == COREML:
             return []
+        if payload[4:8] != XNNPACK:
+            raise ValueError(f"a delegate of {backend[:60]!r} that begins like {payload[4:8]!r}")
         at, size, constants = struct.unpack_from("<III", payload, 10)
         graph = payload[at : at + size]
         if graph[4:8] not in GRAPHS:
@@ -231,6 +241,14 @@ def _check_call(operator: tuple[str, str], kinds: Sequence[int]) -> None:
     for kind, possible in zip(kinds, expected, strict=True):
         if possible and kind not in possible:
             raise ValueError(f"{operator[0]} is called with a value of kind {kind}, expected {sorted(possible)}")
+
+
+def _check_ranks(operator: str, arguments: Sequence[Table]) -> None:
+    """Raise ValueError for rows with other dimensions than the cache that they are written to: the kernel aborts."""
+    if operator == "aten::index_put_":
+        cache, rows = (len(arguments[number].table(1).integers(2)) for number in (0, 2))
+        if rows != cache:
+            raise ValueError(f"{operator} writes a tensor of {rows} dimensions into one of {cache}")
 
 
 @cache

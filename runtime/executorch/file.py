@@ -22,6 +22,16 @@ def has_coreml(file: Path) -> bool:
     return read_program(file, lambda _, root: any(is_coreml(plan) for plan in root.tables(1)))
 
 
+def operators_of(file: Path, function: str) -> set[str]:
+    """The kernels that a method of a program needs, as ExecuTorch names them. Raises BundleError for a damaged file."""
+
+    def names(_: Data, root: Table) -> set[str]:
+        entries = (entry for plan in root.tables(1) if plan.text(0) == function for entry in plan.tables(6))
+        return {".".join(filter(None, (entry.text(0), entry.text(1)))) for entry in entries}
+
+    return read_program(file, names)
+
+
 def is_coreml(plan: Table) -> bool:
     """Whether a method has Core ML delegates."""
     return any(entry.text(0) == COREML for entry in plan.tables(7))

@@ -25,8 +25,7 @@ from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry, TensorSpec
 from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.checks import check_program
-from ssdevice.runtime.executorch.description import describe_program
-from ssdevice.runtime.executorch.file import COREML, has_coreml
+from ssdevice.runtime.executorch.file import COREML, has_coreml, operators_of
 from ssdevice.runtime.notice import native_silence
 
 if TYPE_CHECKING:
@@ -292,7 +291,7 @@ def explain(file: Path, function: str, error: Exception) -> str:
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; load its libraries first"
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
-        missing = set(describe_program(file)[function]["kernels"]) - set(portable._get_operator_names())
+        missing = operators_of(file, function) - set(portable._get_operator_names())
         if missing:
             reason += f" ({', '.join(sorted(missing))})"
     if "0x20" in reason or "0x30" in reason:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
-METHODS, PACKAGE = "methods", "package"
+PACKAGE = "package"
 
 
 class ExecutorchTarget(RuntimeTarget):
@@ -52,24 +52,20 @@ class ExecutorchTarget(RuntimeTarget):
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.description import describe_package
         from ssdevice.runtime.executorch.delegates import open_delegates
-        from ssdevice.runtime.executorch.description import describe_program
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 
         file = bundle.file(PROGRAM)
-        found: dict[str, Any] = {METHODS: describe_program(file)}
-        if has_coreml(file):
-            _, interpreter = open_delegates(file)
-            found[PACKAGE] = describe_package(interpreter.package)
-        return found
+        if not has_coreml(file):
+            return {}
+        _, interpreter = open_delegates(file)
+        return {PACKAGE: describe_package(interpreter.package)}
 
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
         from ssdevice.mil.description import print_package
-        from ssdevice.runtime.executorch.description import print_program
 
         if PACKAGE in found:
             print_package(console, found[PACKAGE], size)
-        print_program(console, found[METHODS])
 
 
 TARGET = ExecutorchTarget()

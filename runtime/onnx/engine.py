@@ -39,6 +39,7 @@ STOP_SPINNING = "session.force_spinning_stop"
 """At the end of every call."""
 SILENT = 4  # errors are raised, and a log would print them again
 ort.set_default_logger_severity(SILENT)  # allocations do not use a session's logger
+OLDER = "; export it again if an older ssdevice exported it, or decode without kernels (--no-kernels)"
 BINDINGS = 256
 """Number of visible sizes for which a function keeps a binding: enough for answers over some 500 rows."""
 
@@ -117,7 +118,8 @@ class OnnxEngine(Engine):
                     options.register_custom_ops_library(str(built))
                 session = ort.InferenceSession(self.model(function, options), options, providers=[PROVIDER])
             except Exception as error:  # the bindings derive their errors from Exception itself
-                raise BundleError(f"{file}: ONNX Runtime cannot load it ({first_line(error)})") from error
+                said = f"{file}: ONNX Runtime cannot load it ({first_line(error)})"
+                raise BundleError(said + (OLDER if built is not None else "")) from error
         give_back(file.parent)
         return session
 

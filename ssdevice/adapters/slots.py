@@ -32,18 +32,14 @@ class SlotKind(StrEnum):
 
 @dataclass(frozen=True)
 class SlotPart:
-    """One linear of a slot. ``source``: its name in the adapter folder, empty for a linear that takes no factors.
-
-    ``heads``: (key heads, group, head width) if the graph orders the outputs' heads by group first; otherwise empty.
-    """
+    """One linear of a slot. ``source``: its name in the adapter folder, empty for a linear that takes no factors."""
 
     source: str
     outputs: int
-    heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.outputs < 1 or (self.heads and (len(self.heads) != 3 or min(self.heads) < 1)):
-            raise ConfigError(f"slot part {self.source!r}: outputs {self.outputs}, heads {list(self.heads)}")
+        if self.outputs < 1:
+            raise ConfigError(f"slot part {self.source!r}: outputs {self.outputs}, expected 1 or more")
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], 
         if factors is None:
             factors = Factors(np.zeros((0, slot.inputs), np.float32), np.zeros((part.outputs, 0), np.float32))
         downs.append(_checked(folder, slot, part, factors).down.T)
-        tensors[spec.name] = np.ascontiguousarray(_by_heads(part, factors.up).T)
+        tensors[spec.name] = np.ascontiguousarray(factors.up.T)
     if len(slot.parts) > 1:
         tensors[slot.ranks.name] = np.array([down.shape[1] for down in downs], np.int64)
     down = np.ascontiguousarray(np.concatenate(downs, axis=1))
@@ -219,13 +219,6 @@ def _checked(folder: Path, slot: Slot, part: SlotPart, factors: Factors) -> Fact
                 f"{folder}: a factor of {part.source!r} has shape {list(found.shape)}, expected {list(expected)}"
             )
     return factors
-
-
-def _by_heads(part: SlotPart, up: Array) -> Array:
-    """The rows of ``up`` in the graph's order of the linear's outputs."""
-    if not part.heads:
-        return up
-    return up.reshape(*part.heads, up.shape[1]).swapaxes(0, 1).reshape(up.shape)
 
 
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:

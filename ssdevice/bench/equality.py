@@ -13,9 +13,9 @@ Anything else is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,35 @@ class Comparison:
         change, margin = self.largest_change, difference.margin
         return change is not None and margin is not None and change <= self.ceiling and margin <= 2 * change
 
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as ``verify --json`` writes it."""
+        return {
+            "prompts": self.prompts,
+            "largest_logit_change": self.largest_change,
+            "ceiling": self.ceiling,
+            "differences": [
+                {
+                    "arm": d.mode,
+                    "prompt": d.prompt,
+                    "position": d.position,
+                    "expected": d.expected,
+                    "found": d.found,
+                    "margin": d.margin,
+                    "near_tie": self.near_tie(d),
+                }
+                for d in self.differences
+            ],
+        }
+
+    def near_ties(self) -> list[str]:
+        """The differences that are excused, one line each."""
+        return [
+            f"near-tie: {d.mode}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
+            f"are {d.margin:.3g} apart"
+            for d in self.differences
+            if self.near_tie(d)
+        ]
+
     def faults(self) -> list[str]:
         """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""
         found = []
@@ -121,6 +150,10 @@ class Equality(Comparison):
     def allowed(self) -> int:
         """How many prompts of a mode may differ: none in fp32, otherwise 0.5 % but at least one."""
         return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
+
+    def as_json(self) -> dict[str, Any]:
+        more = {"tokens": self.tokens, "arms": self.modes, "nodes": self.nodes, "nodes_ended": len(self.nodes_ended)}
+        return super().as_json() | more
 
     def faults(self) -> list[str]:
         """What breaks the promise of equal answers, one sentence each."""
@@ -233,28 +266,35 @@ def logit_change(
     return change, best[:, 1] - best[:, 0]
 
 
+def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Iterator[int]:
+    """Keep a mode on ``truth`` after ``ids``, whatever it chooses: how many tokens of ``truth`` each call stood for.
+
+    The first is 0, for the prefill. A token counts if all before it are truth: the first of a call always.
+    """
+    conversation.length = 0
+    if ids:
+        prefill(conversation, ids)
+    yield (at := 0)
+    while at + 1 < len(truth):
+        run, kept = advance(conversation, truth[at]), 1
+        while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
+            kept += 1
+        conversation.length += kept
+        at += kept
+        yield kept
+
+
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> NDArray[np.float32]:
     """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses.
 
     Raises BundleError for logits that are not finite.
     """
-    conversation.length = 0
-    if ids:
-        prefill(conversation, ids)
     rows: list[NDArray[np.float32]] = []
-    at = 0
-    while at + 1 < len(truth):
-        run = advance(conversation, truth[at])
-        logits = cast(ShowsLogits, conversation).logits
-        # A row counts if all tokens before it are truth: the first always, a later one if its predecessor is.
-        kept = 1
-        while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
-            kept += 1
-        rows.extend(logits[:kept])
-        if not np.isfinite(logits[:kept]).all():
+    for kept in lead(conversation, ids, truth, advance):
+        logits = cast(ShowsLogits, conversation).logits[:kept]
+        if not np.isfinite(logits).all():
             raise BundleError(f"{conversation.engine.source}: logits are not finite; export the bundle again")
-        conversation.length += kept
-        at += kept
+        rows.extend(logits)
     return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ssdevice.bench.peers import ours
-from ssdevice.bench.peers.arm import Arm, Json
-from ssdevice.bench.peers.remote import Worker
+import ssdevice
+from ssdevice.errors import SSDeviceError, first_line
+from ssdevice.memory import own_peak_mb
 from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.session import Session
+
+START = "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.bench.memory import main; main()"
 
 
 @dataclass(frozen=True)
@@ -24,16 +30,28 @@ def measure_memory(
     bundle: Path, app: str | None, mode: str, options: EngineOptions, prompt: Sequence[int], max_tokens: int
 ) -> ProcessMemory:
     """The memory of a fresh process that opens a bundle and answers a prompt twice. Raises SSDeviceError."""
-    settings: Json = {
-        "bundle": str(bundle.resolve()),
-        "app": app,
-        "mode": mode,
-        "options": asdict(options),
-        "sampling": {},
-        "stops": [],
-    }
-    with Worker(Arm("the process that measures memory", ours.__name__, settings, disk_bytes=0)) as worker:
-        for _ in range(2):  # the first answer opens graphs, which gives back the pages that others have mapped
-            worker.answer(prompt, max_tokens)
-        resident = worker.resident_mb()
-    return ProcessMemory(resident, max(resident, worker.peak_mb))  # Linux counts in batches: the peak may lag behind
+    asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]
+    root = str(Path(ssdevice.__file__).resolve().parents[1])
+    command = [sys.executable, "-P", "-c", START, root]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, encoding="utf-8")
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise SSDeviceError(f"the process that measures memory: {said[-1]}")
+    resident, peak = json.loads(done.stdout.splitlines()[-1])
+    return ProcessMemory(resident, max(resident, peak))  # Linux counts in batches: the peak may lag behind
+
+
+def main() -> None:
+    """The process: what it is asked comes from standard input, its memory in MB goes to standard output."""
+    import psutil
+
+    bundle, app, mode, options, prompt, max_tokens = json.load(sys.stdin)
+    try:
+        with Session.open(bundle, app=app, options=EngineOptions(**options)) as session:
+            for _ in range(2):  # the first answer opens graphs, which gives back the pages that others have mapped
+                session.reset()
+                for _ in session.runs(prompt, max_tokens=max_tokens, mode=mode):
+                    pass
+            print("\n" + json.dumps([psutil.Process().memory_info().rss / 1e6, own_peak_mb()]))
+    except SSDeviceError as error:
+        sys.exit(f"{type(error).__name__}: {first_line(error)}")

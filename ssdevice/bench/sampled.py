@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,9 @@ class Sampled(Equality):
             wrong = ((mode, other) for mode, other in self.other_bits.items() if other)
             found += [f"sampled, {mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
         return found
+
+    def as_json(self) -> dict[str, Any]:
+        return super().as_json() | {"other_bits": self.other_bits}
 
     def describe(self) -> list[str]:
         """The result for readers."""

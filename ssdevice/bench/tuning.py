@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 
 from ssdevice.bench.cost_table import CostTable, StepCost
-from ssdevice.bench.equality import answer, forcer, plain_of
+from ssdevice.bench.equality import answer, forcer, lead, plain_of
 from ssdevice.bench.machine import cpu_name, instructions
 from ssdevice.bench.runner import BenchOptions, Measured, take_turns, timed_answer
 from ssdevice.bundle.manifest import Manifest
@@ -58,19 +58,16 @@ def observe(
 
 
 def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int]) -> list[list[int]]:
-    conversation.length = 0
-    prefill(conversation, ids)
+    def wrong(conversation: Conversation, last: int) -> Sequence[int]:
+        return forcer(len(ids), truth, set())(conversation, last)  # the first node of a new forcer is the root
+
     rows = []
-    for at, root in enumerate(truth):
+    for at, _ in enumerate(lead(conversation, ids, truth, wrong)):
         row = []
         for stream, candidates in enumerate(conversation.drafts.tolist(), 1):
             true = truth[at + stream] if at + stream < len(truth) else -1
             row.append(candidates.index(true) if true in candidates else MISS)
         rows.append(row)
-        if at + 1 < len(truth):
-            # The first node of a new forcer is the root, so all drafts are wrong.
-            forcer(len(ids), truth, set())(conversation, root)
-            conversation.length += 1
     return rows
 
 

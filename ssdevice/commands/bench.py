@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bench.peers.arm import SAMPLING
 from ssdevice.bundle.staging import check_writable, write_json
 from ssdevice.commands.opening import (
     add_bundle,
@@ -21,7 +20,6 @@ from ssdevice.commands.opening import (
     positive,
     refuse_ignored,
 )
-from ssdevice.commands.peers import PEERS_OPTIONS, add_peers, measure_peers
 from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -41,19 +39,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_bundle(parser)
     add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
+    add_measuring(parser)
+    add("--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)")
+    add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
+    add("--profile", action="store_true", help="instead, show where the time of a call goes")
+    add_sampling(parser)
+    add_engine(parser)
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Declare what is measured and where the report goes."""
+    add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     add("--limit", type=positive, metavar="N", help="the first N prompts")
     add("--rounds", type=positive, metavar="R", help=f"runs of each prompt (default {ROUNDS})")
     add("--max-tokens", type=positive, default=128, metavar="N", help="end an answer here (default 128)")
     add("--skip-long", action="store_true", help="leave out prompts that exceed the context")
-    add("--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
     add("--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json")
-    add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
-    add("--profile", action="store_true", help="instead, show where the time of a call goes")
-    add_sampling(parser)
-    add_engine(parser)
-    add_peers(parser)
+
+
+def check_measuring(args: argparse.Namespace) -> None:
+    """Raise InputError, before any work, for a report that cannot be written."""
+    check_new_file(args.json, "--json")
+    if args.report is not None:
+        if args.report.exists() and not args.report.is_dir():
+            raise InputError(f"--report {args.report}: this is a file, expected a folder")
+        check_writable(args.report, "--report")
+
+
+def bench_options(args: argparse.Namespace) -> BenchOptions:
+    """The options that ``add_measuring`` declared."""
+    from ssdevice.bench.runner import BenchOptions
+
+    return BenchOptions(args.rounds or ROUNDS, args.max_tokens, args.skip_long)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,20 +86,8 @@ def run(args: argparse.Namespace) -> int:
         with open_session(args, profile=True) as session:
             show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
         return 0
-    from ssdevice.bench.runner import BenchOptions
-    from ssdevice.commands.progress import Progress
-
-    options = BenchOptions(args.rounds or ROUNDS, args.max_tokens, args.skip_long)
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
-    if args.peers is not None:
-        from ssdevice.bench.peers.table import as_markdown
-
-        with Progress(args.quiet) as progress:
-            report = measure_peers(args, folders, examples, options, progress.report)
-        text = as_markdown(report)
-    else:
-        report, text = _measure(args, folders, examples, options)
-    _finish(args, report, text)
+    finish(args, *_measure(args, folders, examples, bench_options(args)))
     return 0
 
 
@@ -88,33 +95,17 @@ def _check_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
     from ssdevice.bench.quality import METRICS
 
-    check_new_file(args.json, "--json")
+    check_measuring(args)
     check_new_file(args.plot, "--plot")
-    if args.report is not None and args.report.exists() and not args.report.is_dir():
-        raise InputError(f"--report {args.report}: this is a file, expected a folder")
-    for folder, option in ((args.report, "--report"), (args.genai, "--genai")):
-        if folder is not None:
-            check_writable(folder, option)
     if args.metric is not None and args.metric not in METRICS:
         raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
     if args.profile and args.beside is not None:
         raise InputError(f"--profile takes one bundle; leave out {args.beside}")
     if args.profile:
-        measuring = ("--peers", "--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
+        measuring = ("--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
-    if args.peers is not None or args.profile:
-        known = SAMPLING if args.peers is not None else ()
-        names = (*HELP, *STRUCTURES, "logit_bias", "sample")
-        choices = [flag(name) for name in names if name not in known]
-        refuse_ignored(args, f"of how tokens are chosen, this takes {', '.join(known) or 'nothing'}", *choices)
-    if args.peers is not None and not args.temperature:
-        refuse_ignored(args, "without --temperature tokens are chosen greedily", "--top-k", "--top-p", "--seed")
-    if args.draft_model is not None:
-        refuse_ignored(args, "a model that drafts for another is measured greedily", "--temperature")
-    if args.peers is None:
-        refuse_ignored(args, "it goes with --peers", *PEERS_OPTIONS)
-    else:
-        refuse_ignored(args, "--peers compares speeds in a table", "--plot", "--metric")
+        choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
+        refuse_ignored(args, "--profile chooses tokens greedily", *choices)
 
 
 def _measure(
@@ -146,7 +137,7 @@ def _measure(
     return report, "\n\n".join(texts)
 
 
-def _finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
+def finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
     """Write the report, print it as Markdown, and say if it does not count."""
     if args.report is not None:
         from ssdevice.bench.page import write_page

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 OF_STREAMS = (
     "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank", "--stream-mlp",
-    "--draft-vocabulary", "--alpha-main", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
+    "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
 )  # fmt: skip
 TOKEN_RANK = 256
 """Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
@@ -35,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, metavar="ADAPTER", help="adapter folder to write")
     add("--mode", choices=[m.value for m in Mode], help="shared (default) or lossless")
     add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
-    add("--dev", type=Path, metavar="FILE", help="held-out data: tokens per step are reported at the end")
-    add("--dev-limit", type=int, metavar="N", help="dev prompts to decode (default 100)")
+    add("--dev", type=Path, metavar="FILE", help="held-out data, for tokens per step on its first 100 prompts")
     add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
     add("--freeze-lora", action="store_true",
         help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
@@ -46,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
     add("--self-prompt", type=int, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--temperature", type=float, help="of sampled prompts (default 0.8)")
-    add("--top-p", type=float, help="of sampled prompts (default 0.95)")
     add("--answer-tokens", type=int, metavar="N",
         help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
     stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
@@ -70,15 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = recipe.add_argument
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
-    add("--epochs", type=float, help="passes over the data (default 5)")
-    add("--steps", type=int, help="optimizer steps instead of epochs")
-    add("--batch-size", type=int, default=32, help="rows per batch in each process (default 32)")
-    add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
+    add("--steps", type=int, help="optimizer steps (default: five passes over the data)")
+    add("--batch-size", type=int, default=32, help="rows per step in each process (default 32)")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
-    add("--warmup", type=int, default=50, metavar="STEPS",
-        help="steps in which the learning rate rises, a tenth of all at most (default 50)")  # fmt: skip
-    add("--weight-decay", type=float, default=0.0)
-    add("--alpha-main", type=float, metavar="α0", help="weight of the next-token loss (default 1; 0 if answers stay)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1; 1 if answers stay)")
     add("--by-reach", action=argparse.BooleanOptionalAction,
         help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
@@ -92,12 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
         help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
-    add("--keep-gb", type=float, metavar="GB",
-        help="memory for the main rows that lossless training on a CPU keeps between epochs (default 4)")  # fmt: skip
-    add("--gradient-checkpointing", action="store_true", help="take less memory and a third more time")
     add("--seed", type=int, default=0)
     add_threads(parser)
-    add("--checkpoint-seconds", type=float, default=120.0, metavar="S", help="time between checkpoints (default 120)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,28 +138,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
-    from ssdevice.train.options import Objective, SelfPrompt, TrainOptions
+    from ssdevice.train.options import Objective, TrainOptions
 
-    own = SelfPrompt(args.self_prompt, **_given(args, "temperature", "top_p")) if args.self_prompt is not None else None
-    with_defaults = _given(args, "dev_limit", "epochs", "soft_labels", "segment", "keep_gb")
-    return TrainOptions(
-        model=args.model, data=tuple(args.data), app=args.app, out=args.out, streams=_streams(args),
-        objective=Objective(args.objective), instruction=args.instruction, dev=args.dev,
-        limit=args.limit, init=args.init, freeze_lora=args.freeze_lora, steps=args.steps,
-        batch_size=args.batch_size, accumulate=args.accumulate, lr=args.lr, warmup=args.warmup,
-        weight_decay=args.weight_decay,
-        alpha_main=args.alpha_main, alpha_stream=args.alpha_stream, by_reach=args.by_reach,
-        max_length=args.max_length, precision=args.precision,
-        base_precision=args.base_precision, recompute=args.gradient_checkpointing,
-        draft_vocabulary=args.draft_vocabulary, self_prompt=own, answer_tokens=args.answer_tokens,
-        seed=args.seed, self_distill=args.self_distill, checkpoint_seconds=args.checkpoint_seconds,
-        **with_defaults,
-    )  # fmt: skip
-
-
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options of these names that were given; the others have their defaults in the dataclass."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = (each.name for each in fields(TrainOptions))
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    made = {"data": tuple(args.data), "streams": _streams(args), "objective": Objective(args.objective)}
+    return TrainOptions(**given | made)
 
 
 def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
@@ -185,13 +157,8 @@ def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
         (lossless, "in lossless mode main rows have no LoRA of this training", ("--lora-rank",)),
         (not lossless and layers, "streams have adapters in lossless mode", ("--adapter-rank",)),
         (not lossless or not layers, "MSA layers have adapters in lossless mode", ("--stream-mlp",)),
-        (options.frozen, "main rows stay as they are", ("--alpha-main",)),
-        (not options.frozen, "main rows change, so they are not kept", ("--keep-gb",)),
-        (options.self_prompt is None, "it goes with --self-prompt", ("--temperature", "--top-p")),
         (options.self_prompt is not None, "there are no rows of --data", ("--limit",)),
         (not writes, "it goes with --self-distill or --self-prompt", ("--answer-tokens",)),
-        (options.dev is None, "it goes with --dev", ("--dev-limit",)),
-        (options.steps is not None, "--steps says how long", ("--epochs",)),
     ):
         if ignored:
             refuse_ignored(args, why, *names)

@@ -26,7 +26,7 @@ from ssdevice.errors import InputError, MissingExtraError, ParityError
 from ssdevice.progress import count
 
 if TYPE_CHECKING:
-    from ssdevice.bench.equality import Comparison, Equality
+    from ssdevice.bench.equality import Equality
     from ssdevice.bundle.folder import Bundle
     from ssdevice.model.step import StreamModel
     from ssdevice.progress import Report
@@ -121,7 +121,7 @@ class _Checks:
             shown = _engine_with_logits(args, bundle)
             stops, precision = session.tokenizer.stop_ids, bundle.manifest.precision
             result = compare(session.engine, shown, prompts, stops, most, precision, report)
-            self.found["equality"] = _as_json(result)
+            self.found["equality"] = result.as_json()
             self.lines += _describe(result, shown is not None)
             if examples:
                 self._quality(session, result, examples)
@@ -144,7 +144,7 @@ class _Checks:
         most, seeds = self.args.max_tokens or MAX_TOKENS, self.args.seeds or 0
         precision = self.bundle.manifest.precision
         result = compare_sampled(session.engine, session.tokenizer, prompts, most, precision, seeds, report)
-        self.found["sampled"] = {**_as_json(result), "other_bits": result.other_bits}
+        self.found["sampled"] = result.as_json()
         self.lines += result.describe()
         self.faults += result.faults()
 
@@ -200,14 +200,8 @@ class _Checks:
         if agreement.largest_change is not None:
             change = f"{agreement.largest_change:.3g} between the bundles (ceiling {agreement.ceiling})"
             self.lines.append(f"logits: change by at most {change}")
-        self.lines += _near_ties(agreement)
-        self.found["against"] = {
-            "bundle": str(args.against),
-            "prompts": agreement.prompts,
-            "largest_logit_change": agreement.largest_change,
-            "ceiling": agreement.ceiling,
-            "differences": _differences(agreement),
-        }
+        self.lines += agreement.near_ties()
+        self.found["against"] = {"bundle": str(args.against), **agreement.as_json()}
         self.faults += agreement.faults()
 
     def _reference(self) -> Path | None:
@@ -315,42 +309,5 @@ def _describe(result: Equality, measured: bool) -> list[str]:
             "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
             "ExecuTorch programs if they were exported with --logits"
         )
-    lines += _near_ties(result)
+    lines += result.near_ties()
     return lines
-
-
-def _near_ties(result: Comparison) -> Sequence[str]:
-    return [
-        f"near-tie: {d.mode}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
-        f"are {d.margin:.3g} apart"
-        for d in result.differences
-        if result.near_tie(d)
-    ]
-
-
-def _as_json(result: Equality) -> dict[str, Any]:
-    return {
-        "prompts": result.prompts,
-        "tokens": result.tokens,
-        "arms": result.modes,
-        "nodes": result.nodes,
-        "nodes_ended": len(result.nodes_ended),
-        "largest_logit_change": result.largest_change,
-        "ceiling": result.ceiling,
-        "differences": _differences(result),
-    }
-
-
-def _differences(result: Comparison) -> list[dict[str, Any]]:
-    return [
-        {
-            "arm": d.mode,
-            "prompt": d.prompt,
-            "position": d.position,
-            "expected": d.expected,
-            "found": d.found,
-            "margin": d.margin,
-            "near_tie": result.near_tie(d),
-        }
-        for d in result.differences
-    ]

@@ -30,7 +30,7 @@ class Role:
 
     For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), and whether it is
     the second factor (``up``), and whether it belongs to no linear but the streams themselves (``own``, see
-    ``Streams.own_terms``). ``permuted``: the graph orders its outputs' heads differently from the model.
+    ``Streams.own_terms``).
     """
 
     part: Part
@@ -38,7 +38,6 @@ class Role:
     source: str = ""
     up: bool = False
     own: bool = False
-    permuted: bool = False
 
 
 def low_rank_terms(model: StreamModel) -> dict[nn.Module, tuple[SlotKind, str]]:

@@ -21,6 +21,8 @@ from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_r
 from ssdevice.train.options import TrainOptions
 from ssdevice.tree import Tree
 
+DEV_LIMIT = 100
+"""Dev prompts to decode; trees are chosen on twice as many train rows."""
 TREE_SIZES = (5, 8, 12, 16)
 TREE_WIDTH = 8
 
@@ -54,7 +56,7 @@ def evaluate(job: Job, dev: list[Sample], train_samples: list[Sample]) -> DevRes
     """The DevResult of the saved adapter; None in processes other than the first, which only help to decode."""
     options, place = job.options, job.place
     model = loading.load(job.folder, options.out, options.max_length).model.to(place.device)
-    chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * options.dev_limit]
+    chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * DEV_LIMIT]
 
     def own(samples: list[Sample], stage: str) -> list[Sample]:
         room = [options.max_length - sample.prompt for sample in samples]

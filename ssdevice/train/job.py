@@ -1,15 +1,95 @@
-"""What every stage of a training run is given."""
+"""What every stage of a run is given, its device and precision, and its share when several processes train together."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train import checkpoint
 from ssdevice.train.options import TrainOptions
-from ssdevice.train.place import Place
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=12)
+"""How long processes wait for each other: one may still be generating answers when the others are done."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``device`` of this process, ``rank`` among ``world`` processes; ``bf16``: products run in bfloat16."""
+
+    device: torch.device
+    rank: int
+    world: int
+    bf16: bool
+    state: Any
+
+    @classmethod
+    def find(cls, precision: str) -> Place:
+        """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start several processes."""
+        from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
+
+        # Several processes without CUDA must be told to use the CPU; a single one may have an Apple GPU.
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.cuda.is_available())
+        state = PartialState(cpu=cpu, timeout=PATIENCE) if several else PartialState(cpu=cpu)
+        bf16 = has_bf16(state.device) if precision == "auto" else precision == "bf16"
+        return cls(state.device, state.process_index, state.num_processes, bf16, state)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes the files and reports."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's share of the items."""
+        return list(items[self.rank :: self.world])
+
+    def wait(self) -> None:
+        """Wait for all processes."""
+        self.state.wait_for_everyone()
+
+    def leave(self) -> None:
+        """Leave the group of processes."""
+        if self.world > 1:
+            self.state.destroy_process_group()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A context in which products are bfloat16, if that is the precision."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def parallel(self, module: nn.Module) -> nn.Module:
+        """The module with its gradients averaged over the processes."""
+        if self.world == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(module, device_ids=devices, broadcast_buffers=False)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world > 1:
+            torch.distributed.all_reduce(value)
+        return value
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16. CPUs that do not emulate it, about 30 times slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        found = torch.cpu.get_capabilities()
+        return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16"))
+    return False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.backbone import Masks, Rope
+from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import causal, stream_positions
 from ssdevice.train.node_attention import attending_by_node
@@ -46,14 +46,14 @@ class StreamingLoss(nn.Module):
     Losses are means over the predicted tokens of their stream, in nats. Streams do not predict tokens outside the draft
     vocabulary. Main rows run without gradients if nothing in them is trained (α0 = 0). ``nodes``: how many of them, of
     all rows of a batch together, run their streams in one pass; a batch of more than that is recomputed segment by
-    segment in the backward pass. ``recompute``: keep one hidden state per layer for it and recompute the rest.
+    segment in the backward pass.
     """
 
     place: Tensor
 
-    def __init__(self, model: StreamModel, weights: LossWeights, nodes: int = 2048, recompute: bool = False) -> None:
+    def __init__(self, model: StreamModel, weights: LossWeights, nodes: int = 2048) -> None:
         super().__init__()
-        self.model, self.weights, self.nodes, self.recompute = model, weights, nodes, recompute
+        self.model, self.weights, self.nodes = model, weights, nodes
         place = torch.arange(int(model.backbone.config.vocab_size))
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
@@ -90,7 +90,7 @@ class StreamingLoss(nn.Module):
             segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
                 arguments = (middle, final if self.weights.soft else None, part, tokens, lengths, rows)
-                if (len(segments) > 1 or self.recompute) and torch.is_grad_enabled():
+                if len(segments) > 1 and torch.is_grad_enabled():
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
                     sums = sums + self._segment(*arguments)
@@ -121,20 +121,9 @@ class StreamingLoss(nn.Module):
         masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         rope = backbone.rope(positions[None])
         h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))
-        middle, _ = self._layers(0, model.first_msa, h, rope, masks)
-        final, rows = self._layers(model.first_msa, backbone.num_layers, middle, rope, masks)
+        middle, _ = backbone.run(0, model.first_msa, h, rope, masks)
+        final, rows = backbone.run(model.first_msa, backbone.num_layers, middle, rope, masks)
         return middle, final, rows
-
-    def _layers(self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks) -> tuple[Tensor, list[KeyValue]]:
-        """``Backbone.run``; with ``recompute`` layer by layer, keeping only their inputs."""
-        run = self.model.backbone.run
-        if not self.recompute or not torch.is_grad_enabled():
-            return run(first, last, h, rope, masks)
-        rows: list[KeyValue] = []
-        for i in range(first, last):
-            h, new = checkpoint(run, i, i + 1, h, rope, masks, use_reentrant=False)
-            rows += new
-        return h, rows
 
     def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
         rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))

@@ -6,19 +6,65 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.model.attention import KeyValue
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import Batch, BatchOrder, Sample, collate, pieces
 from ssdevice.train.job import Job
 from ssdevice.train.loss import StreamingLoss
-from ssdevice.train.main_rows import MainRows
-from ssdevice.train.options import TrainOptions
+from ssdevice.train.options import EPOCHS, TrainOptions
 from ssdevice.train.start import Moments
+
+CHECKPOINT_SECONDS = 120.0
+WARMUP = 50
+"""Steps in which the learning rate rises; a tenth of all at most."""
+
+Rows = tuple[Tensor, Tensor | None, list[KeyValue]]
+"""What ``StreamingLoss.run_main`` gives; None for final states from which no stream learns."""
+
+
+class MainRows:
+    """Main rows of a frozen base, kept between epochs: nothing in them is trained, so they never change.
+
+    Rows are kept by sample in CPU memory, up to ``limit`` bytes; what does not fit is recomputed each time.
+    """
+
+    def __init__(self, loss: StreamingLoss, limit: int) -> None:
+        self.loss, self.left = loss, limit
+        self.kept: dict[Sample, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def of(self, samples: Sequence[Sample], batch: Batch) -> Rows:
+        """The main rows of ``batch``, which is ``samples`` collated."""
+        if not all(sample in self.kept for sample in samples):
+            middle, final, rows = self.loss.run_main(batch.tokens)
+            self._keep(samples, [middle, *([final] if self.loss.weights.soft else ()), *chain.from_iterable(rows)])
+            return middle, final, rows
+        width = batch.tokens.shape[1]
+        middle, *flat = (
+            # Rows beyond a sample's length are always masked.
+            torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(batch.tokens.device)
+            for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
+        )
+        kept = flat.pop(0) if self.loss.weights.soft else None
+        return middle, kept, list(zip(flat[::2], flat[1::2], strict=True))
+
+    def _keep(self, samples: Sequence[Sample], parts: Sequence[Tensor]) -> None:
+        """Keep the rows of each sample in ``parts``, all ``[B, .., S, n]``."""
+        for i, sample in enumerate(samples):
+            mine = [part[i, ..., : len(sample.ids), :] for part in parts]
+            size = sum(part.numel() * part.element_size() for part in mine)
+            if sample not in self.kept and size <= self.left:
+                self.left -= size
+                self.kept[sample] = [part.to("cpu", copy=True) for part in mine]
 
 
 def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> list[list[float]]:
@@ -27,24 +73,23 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> l
     ``fresh``: the streams have not been trained before, so where they start is fitted first.
     """
     options, place = job.options, job.place
-    steps = options.steps or max(1, int(options.epochs * order.per_epoch / options.accumulate))
+    steps = options.steps or EPOCHS * order.per_epoch
     run = _Run(loss, options, steps)
     run.resume(options.out)
     # An accelerator computes them sooner than it fetches them.
-    keeps = options.frozen and not options.alphas[0] and place.device.type == "cpu"
-    kept = MainRows(loss, int(options.keep_gb * 1e9)) if keeps else None
+    keeps = options.frozen and place.device.type == "cpu"
+    kept = MainRows(loss, psutil.virtual_memory().available // (2 * place.world)) if keeps else None
     if fresh and not run.step:
         _fit_start(job, loss, order, kept)
     parallel = place.parallel(loss)
-    batches = order.from_position(run.step * options.accumulate)
+    batches = order.from_position(run.step)
     saved = time.monotonic()
     try:
         while run.step < steps:
-            groups = [next(batches) for _ in range(options.accumulate)]
-            losses = place.total(_backward(job, loss, parallel, groups, kept)).tolist()
+            losses = place.total(_backward(job, loss, parallel, next(batches), kept)).tolist()
             run.update([round(x, 4) for x in losses])
             job.report("train", run.step, steps, " ".join(f"{x:.3f}" for x in losses))
-            if place.main and time.monotonic() - saved > options.checkpoint_seconds:
+            if place.main and time.monotonic() - saved > CHECKPOINT_SECONDS:
                 run.save(options.out)
                 saved = time.monotonic()
     finally:
@@ -64,8 +109,8 @@ class _Run:
         self.learned = {name: p for name, p in loss.named_parameters() if p.requires_grad}
         if not self.learned:
             raise InputError("nothing to train: the LoRA rank is 0 and there are no streams")
-        self.optimizer = torch.optim.AdamW(self.learned.values(), lr=options.lr, weight_decay=options.weight_decay)
-        warmup = min(options.warmup, steps // 10)
+        self.optimizer = torch.optim.AdamW(self.learned.values(), lr=options.lr, weight_decay=0.0)
+        warmup = min(WARMUP, steps // 10)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup)))
         )
@@ -130,23 +175,19 @@ def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
     return collate(samples, job.tokenizer.stop_ids[0]).to(job.place.device)
 
 
-def _backward(
-    job: Job, loss: StreamingLoss, parallel: nn.Module, groups: list[list[Sample]], kept: MainRows | None
-) -> Tensor:
-    """Accumulate the gradients of one step over ``groups`` of samples; returns this process's part of the losses.
+def _backward(job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None) -> Tensor:
+    """Accumulate the gradients of one step over ``group``; returns this process's part of the losses.
 
-    Losses are means over the whole step: over all groups and all processes, each of which sees its share of a group.
-    So n processes compute the same as one with n times the batch.
+    Losses are means over the whole step: over all processes, each of which sees its share of the group. So n
+    processes compute the same as one with n times the batch.
     """
     place = job.place
-    counts = torch.stack([loss.counts(*_collated(job, group)) for group in groups]).sum(0)
+    counts = loss.counts(*_collated(job, group))
     parts = torch.zeros_like(counts)
     # A process without a sample takes part in the averaging with a sample of weight 0.
-    passes: list[tuple[list[Sample], float]] = []
-    for group in groups:
-        share = place.share(group)
-        passes += [(samples, float(bool(share))) for samples in pieces(share or group[:1], loss.nodes)]
-    for number, (samples, weight) in enumerate(passes, 1):
+    share = place.share(group)
+    passes, weight = pieces(share or group[:1], loss.nodes), float(bool(share))
+    for number, samples in enumerate(passes, 1):
         batch = _collated(job, samples)
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(passes)
         with parallel.no_sync() if wait else nullcontext():  # type: ignore[operator]

@@ -24,40 +24,23 @@ class Objective(StrEnum):
 
 
 ANSWER_TOKENS = 192
-
-
-@dataclass(frozen=True)
-class SelfPrompt:
-    """How the model writes its own prompts: their number, the sampling temperature and top-p."""
-
-    prompts: int
-    temperature: float = 0.8
-    top_p: float = 0.95
-
-    def __post_init__(self) -> None:
-        if self.prompts < 1:
-            raise ConfigError(f"--self-prompt {self.prompts}: expected 1 or more")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: expected a finite number above 0")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p}: expected a number above 0, at most 1")
+EPOCHS = 5
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """The options of one run.
 
-    ``steps``: instead of ``epochs`` over the data. ``lr`` falls linearly to 0 after ``warmup`` steps. ``alpha_main``,
-    ``alpha_stream``: α0 and αj of eq. 5; None for 1 and 0.1, or 0 and 1 if main rows stay as they are. ``by_reach``:
-    see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights. ``limit``: use only the
-    first rows. ``init``: adapter folder to continue from; with ``self_distill`` its completions are
-    learned. ``freeze_lora``: in shared mode, train only what streams have of their own. ``self_distill``: train on
-    the model's own greedy completions. ``self_prompt``: no data, the model also writes the prompts.
+    ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj of eq. 5; None for 0.1, or 1 if main rows stay as
+    they are. ``by_reach``: see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights.
+    ``limit``: use only the first rows. ``init``: adapter folder to continue from; with ``self_distill`` its
+    completions are learned. ``freeze_lora``: in shared mode, train only what streams have of their own.
+    ``self_distill``: train on the model's own greedy completions. ``self_prompt``: no data, the model
+    also writes so many prompts.
     ``answer_tokens``: longest generated answer (None: the longest completion of the data, or ANSWER_TOKENS).
     ``batch_size``: per process. ``draft_vocabulary``: number of tokens that streams choose among (0: all, None: see
     vocabulary.default_size). ``precision``: of matrix products; auto is bf16 if the hardware has it.
-    ``base_precision``: of the frozen base in memory. ``recompute``: gradient checkpointing. ``keep_gb``: memory for
-    the main rows that lossless training keeps between epochs.
+    ``base_precision``: of the frozen base in memory.
     """
 
     model: str
@@ -68,18 +51,12 @@ class TrainOptions:
     objective: Objective = Objective.STREAMING
     instruction: str = ""
     dev: Path | None = None
-    dev_limit: int = 100
     limit: int | None = None
     init: Path | None = None
     freeze_lora: bool = False
-    epochs: float = 5.0
     steps: int | None = None
     batch_size: int = 32
-    accumulate: int = 1
     lr: float = 5e-4
-    warmup: int = 50
-    weight_decay: float = 0.0
-    alpha_main: float | None = None
     alpha_stream: float | None = None
     by_reach: bool | None = None
     soft_labels: float = 0.0
@@ -87,14 +64,11 @@ class TrainOptions:
     segment: int = 64
     precision: str = "auto"
     base_precision: str = "fp32"
-    recompute: bool = False
     draft_vocabulary: int | None = None
-    self_prompt: SelfPrompt | None = None
+    self_prompt: int | None = None
     answer_tokens: int | None = None
     seed: int = 0
     self_distill: bool = False
-    checkpoint_seconds: float = 120.0
-    keep_gb: float = 4.0
 
     def __post_init__(self) -> None:
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
@@ -113,29 +87,24 @@ class TrainOptions:
 
     def _check_numbers(self) -> None:
         """Raise ConfigError for a number that no training can use; NaN and infinity are among them."""
-        main, stream = self.alphas
         for option, number, least in (
-            ("--steps", self.steps, 1), ("--limit", self.limit, 1), ("--dev-limit", self.dev_limit, 1),
+            ("--steps", self.steps, 1), ("--limit", self.limit, 1), ("--self-prompt", self.self_prompt, 1),
             ("--answer-tokens", self.answer_tokens, 1), ("--batch-size", self.batch_size, 1),
-            ("--accumulate", self.accumulate, 1), ("--segment", self.segment, 1), ("--max-length", self.max_length, 2),
+            ("--segment", self.segment, 1), ("--max-length", self.max_length, 2),
         ):  # fmt: skip
             if number is not None and number < least:
                 raise ConfigError(f"{option} {number}: expected {least} or more")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed {self.seed}: expected 0 or more, below 2 to the power of 63")
-        for option, value in {
-            "--warmup": self.warmup, "--weight-decay": self.weight_decay, "--alpha-main": main,
-            "--alpha-stream": stream, "--keep-gb": self.keep_gb, "--checkpoint-seconds": self.checkpoint_seconds,
-        }.items():  # fmt: skip
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{option} {value}: expected a finite number, 0 or more")
+        stream = self.alphas[1]
+        if not 0 <= stream < math.inf:
+            raise ConfigError(f"--alpha-stream {stream}: expected a finite number, 0 or more")
         if not 0 <= self.soft_labels <= 1:
             raise ConfigError(f"--soft-labels {self.soft_labels}: expected a share from 0 to 1")
-        for option, value in {"--lr": self.lr, "--epochs": self.epochs}.items():
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{option} {value}: expected a finite number above 0")
-        if not stream and (not main or self.frozen):
-            raise ConfigError("nothing is learned: raise --alpha-stream (or, in shared mode, --alpha-main) above 0")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: expected a finite number above 0")
+        if not stream and self.frozen:
+            raise ConfigError("nothing is learned: raise --alpha-stream above 0")
 
     @property
     def nodes(self) -> int:
@@ -157,9 +126,8 @@ class TrainOptions:
         """(α0, αj)."""
         if self.objective is Objective.NEXT_TOKEN:
             return 1.0, 0.0
-        main = (0.0 if self.frozen else 1.0) if self.alpha_main is None else self.alpha_main
-        stream = (1.0 if self.frozen else 0.1) if self.alpha_stream is None else self.alpha_stream
-        return main, stream
+        main, stream = (0.0, 1.0) if self.frozen else (1.0, 0.1)
+        return main, stream if self.alpha_stream is None else self.alpha_stream
 
     def fingerprint(self, base_sha256: str, world: int, examples: Sequence[Example]) -> str:
         """A hash of options, base, and the contents of data and ``init``, wherever they lie.
@@ -167,9 +135,7 @@ class TrainOptions:
         A checkpoint may only be continued by a run with the same one. ``world``: number of processes; two with half
         the batch each may continue what one began. ``examples``: the rows of ``data``.
         """
-        fixed = {
-            k: v for k, v in vars(self).items() if k not in ("out", "checkpoint_seconds", "dev", "dev_limit", "keep_gb")
-        }
+        fixed = {k: v for k, v in vars(self).items() if k not in ("out", "dev")}
         fixed["batch_size"] = self.batch_size * world
         fixed["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()
         fixed["init"] = _adapter_sha256(self.init) if self.init is not None else None

@@ -27,14 +27,12 @@ from ssdevice.runtime.notice import say_once
 from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample
-from ssdevice.train.evaluation import DevResult, dev_prompts, evaluate
-from ssdevice.train.job import Job
+from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate
+from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.optimization import optimize
 from ssdevice.train.options import Objective, TrainOptions
-from ssdevice.train.place import Place
-from ssdevice.train.samples import read_samples
-from ssdevice.train.self_prompt import check_template
+from ssdevice.train.samples import check_template, read_samples
 from ssdevice.train.start import scale_follow
 from ssdevice.train.vocabulary import covered, default_size, draft_ids
 
@@ -52,7 +50,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     tokenizer = open_tokenizer(folder, options.init)
     if options.self_prompt is not None:
         check_template(tokenizer, options.instruction)
-    dev_examples = read_examples(options.dev, limit=options.dev_limit) if options.dev is not None else []
+    dev_examples = read_examples(options.dev, limit=DEV_LIMIT) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
     examples = read_examples(options.data, limit=options.limit) if options.data else []
     place = Place.find(options.precision)
@@ -84,7 +82,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(job, model, init, samples)
         weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels)
-        loss = StreamingLoss(model, weights, options.nodes, options.recompute).to(place.device)
+        loss = StreamingLoss(model, weights, options.nodes).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(job, loss, order, fresh=not _trained(init))
         if place.main:
@@ -206,11 +204,11 @@ def _save(
         training = {
             "rows": rows,
             "steps": len(history),
-            "batch_size": options.batch_size * options.accumulate,
+            "batch_size": options.batch_size,
             "lr": options.lr,
             "alphas": list(options.alphas),
             "self_distill": options.self_distill or options.self_prompt is not None,
-            "self_prompt": options.self_prompt.prompts if options.self_prompt is not None else 0,
+            "self_prompt": options.self_prompt or 0,
             "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
         }
         settings = AdapterSettings(options.app, options.streams, identity, options.instruction, training)

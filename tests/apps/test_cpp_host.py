@@ -31,6 +31,7 @@ from tests.fuzz.mutator import rehash
 from tests.once import made_once
 from tests.runtime import tiny_bundle as tiny
 from tests.vectors.sampling import FILE as VECTORS
+from tests.vectors.sessions import FILE as SESSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "apps" / "cpp_host"
@@ -49,7 +50,7 @@ def lines(rows: Prompts) -> str:
     return "".join(" ".join(map(str, row)) + "\n" for row in rows)
 
 
-MODES = (("speculative", "--speculative"), ("plain", "--plain"), ("adaptive", ""))
+MODES = (("speculative", "--speculative"), ("plain", "--plain"), ("plain_step", "--plain-step"), ("adaptive", ""))
 """Python's decoding modes, and the options of the host; when the last one makes steps depends on what they take."""
 
 
@@ -66,6 +67,8 @@ def compare(
         assert session.engine.kernels is with_kernels
         given = prompts(session)
         for mode, option in MODES:
+            if sampling and mode == "plain_step":
+                continue
             expected, emitted, steps = [], 0, 0
             for ids in given:
                 list(session.runs(ids, max_tokens=max_tokens, mode=mode, sampling=sampling))
@@ -134,22 +137,29 @@ def test_a_bundle_for_sampling_decodes_greedily_without_options(with_kernels: bo
 
 
 def test_answers_are_those_of_the_test_vectors() -> None:
-    done = subprocess.run([host_build.vectors(), VECTORS], capture_output=True, text=True)
+    done = subprocess.run([host_build.vectors("vectors"), VECTORS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
+
+
+def test_the_loop_repeats_recorded_sessions() -> None:
+    done = subprocess.run([host_build.vectors("sessions"), SESSIONS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "-1"], '--temperature is "-1", expected 0.0 to 100.0'),
-        (["--temperature", "nan"], "--temperature is"),
+        (["--temperature", "-1"], "temperature is -1.0, expected 0.0 to 100.0"),
+        (["--temperature", "1e-7"], "temperature is 1e-07, expected 0 or 1e-6 to 100.0"),
+        (["--temperature", "nan"], "temperature is"),
         (["--temperature", "warm"], '--temperature is "warm", expected a number'),
-        (["--temperature", "1", "--top-p", "0"], '--top-p is "0", expected more than 0 to 1.0'),
+        (["--temperature", "1", "--top-p", "0"], "top_p is 0.0, expected more than 0 to 1.0"),
         (["--temperature", "1", "--seed", str(1 << 64)], f"from 0 to {(1 << 64) - 1}"),
         (["--temperature", "1", "--seed", "-1"], "--seed is"),
         (["--temperature", "1", "--top-k", "2.5"], '--top-k is "2.5", expected a whole number'),
-        (["--seed", "3"], "--seed has no effect without --temperature"),
-        (["--top-p", "0.5", "--repetition-penalty", "1.1"], "--top-p has no effect without --temperature"),
+        (["--seed", "3", "--temperature", "0"], "--seed has no effect: --temperature 0 chooses the likeliest token"),
+        (["--temperature", "0", "--sample"], "--sample has no effect: --temperature 0"),
+        (["--sample", "--plain-step"], "--plain-step takes the graph's own tokens; with sampling choose --plain"),
         (["--logit-bias", "5"], '--logit-bias is "5", expected ID=X'),
         (["--logit-bias", "5=x"], "expected a number"),
         (["--logit-bias", "99999=1"], "token 99999 is not one of the model's"),
@@ -173,11 +183,42 @@ def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
     refused(run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--temperature", "1"), "export it with --choose host")
 
 
-@pytest.mark.parametrize("option", ["", "--speculative"])
-def test_drafts_repeat_the_text_of_a_model_without_streams(option: str, with_kernels: bool) -> None:
+def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(folder: Path) -> None:
+    bundle = tiny.tiny_bundle("int8", choose=True)
+    file = recommending(bundle, folder, top_k=5, repetition_penalty=1.4, temperature=0.9, suppress=[7, 9])
+    prompts = [[1, 2, 3], [7]]
+    with Session.open(file) as session:
+        for options, asked in (
+            (["--sample"], {}),
+            (["--temperature", "1.5", "--seed", "4"], {"temperature": 1.5, "seed": 4}),
+            (["--top-p", "0.8"], {"top_p": 0.8}),
+        ):
+            expected = []
+            for ids in prompts:
+                list(session.runs(ids, max_tokens=20, sampling=session.sampling(**asked)))
+                expected.append(session.last.tokens)
+            done = run(file, lines(prompts), "--max-tokens", "20", *options)
+            assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
+    done = run(file, lines(prompts), "--max-tokens", "20")
+    assert done.stderr.startswith("host: the model recommends sampling; --sample does so\n")
+    assert done.stdout == run(bundle.folder, lines(prompts), "--max-tokens", "20", "--temperature", "0").stdout
+    wrong = recommending(bundle, folder, top_p=3.0)
+    refused(run(wrong, "1\n", "--sample"), "top_p is 3.0, expected more than 0 to 1.0")
+
+
+def recommending(bundle: Bundle, folder: Path, **sampling: object) -> Path:
+    """A copy of a bundle whose model recommends something."""
+    shutil.copytree(bundle.folder, folder, dirs_exist_ok=True)
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    manifest["sampling"] = {"do_sample": True, **sampling}
+    (folder / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+    return folder
+
+
+def test_drafts_repeat_the_text_of_a_model_without_streams(with_kernels: bool) -> None:
     bundle = tiny.tiny_bundle("int8", streams=False, repeats=3)
     compare(bundle, lambda _: [[1, 2, 3, 4] * 4, [7, 5, 3], [2] * 9], 60, with_kernels)
-    options = [*option.split(), *([] if with_kernels else ["--no-kernels"])]
+    options = [] if with_kernels else ["--no-kernels"]
     done = run(bundle.folder, lines([[2] * 9]), "--max-tokens", "13", *options)
     assert len(set(done.stdout.split())) == 1  # the model repeats a token so often
     assert float(done.stderr.split()[2]) > 1.5, done.stderr
@@ -185,7 +226,7 @@ def test_drafts_repeat_the_text_of_a_model_without_streams(option: str, with_ker
 
 def test_a_bundle_for_plain_decoding_needs_no_option(with_kernels: bool) -> None:
     bundle = tiny.tiny_bundle("int8", streams=False)
-    chosen: tuple[list[str], ...] = ([], ["--plain"], ["--speculative"])
+    chosen: tuple[list[str], ...] = ([], ["--plain"], ["--plain-step"], ["--speculative"])
     answers = {run(bundle.folder, "1 2 3\n", "--max-tokens", "9", *options).stdout for options in chosen}
     assert len(answers) == 1 and len(answers.pop().split()) > 1
 

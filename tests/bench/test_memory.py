@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from ssdevice.bench.memory import measure_memory
-from ssdevice.bench.peers.worker import own_peak_mb
 from ssdevice.errors import SSDeviceError
+from ssdevice.memory import own_peak_mb
 from ssdevice.runtime.engine import EngineOptions
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell the two apart")
 def test_the_peak_does_not_include_the_parent() -> None:
     large = b"1" * 400_000_000
-    asked = [sys.executable, "-c", "from ssdevice.bench.peers.worker import own_peak_mb; print(own_peak_mb())"]
+    asked = [sys.executable, "-c", "from ssdevice.memory import own_peak_mb; print(own_peak_mb())"]
     child = float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
     assert child < len(large) / 1e6 < own_peak_mb()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.cli import COMMANDS, TERMINATED
+from ssdevice.cli import COMMANDS, TERMINATED, command_module
 from ssdevice.commands.sampling import HELP
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
@@ -23,7 +22,8 @@ REQUIRED = {
     "export": ["--model", "m", "--target", "onnx"],
     "run": ["b", "--data", "d"],
     "chat": ["b"],
-    "bench": ["b", "--data", "d", "--peers", "m"],
+    "bench": ["b", "--data", "d"],
+    "peers": ["b", "--data", "d", "--model", "m"],
     "verify": ["b"],
     "tune": ["b", "--data", "d"],
     "web": ["b"],
@@ -33,12 +33,10 @@ REQUIRED = {
 OWN_PROMPTS = ["--model", "m", "--app", "a", "--out", "o"]
 BESIDE = {
     ("train", "--self-prompt"): OWN_PROMPTS,
-    ("train", "--temperature"): [*OWN_PROMPTS, "--self-prompt", "4"],
-    ("train", "--top-p"): [*OWN_PROMPTS, "--self-prompt", "4"],
     ("run", "--logprobs"): ["b", "--data", "d", "--json"],
 }
 CHOICE = {f"--{name.replace('_', '-')}" for name in HELP}
-"""Options of how tokens are chosen; peers do not have them."""
+"""Options of how tokens are chosen."""
 POSITIVE = {"--top-p", "--typical-p", "--repetition-penalty"}
 SIGNED = {"--presence-penalty", "--frequency-penalty"}
 ZERO = {
@@ -47,8 +45,7 @@ ZERO = {
     "--queue",  # nobody waits
     "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
-    "--alpha-main", "--alpha-stream", "--soft-labels", "--weight-decay", "--warmup", "--keep-gb", "--seed",
-    "--checkpoint-seconds",
+    "--alpha-stream", "--soft-labels", "--seed",
 }  # fmt: skip
 """Options for which 0 means something."""
 TEXTS = {"--sizes": ("2,0", "2,nan", "2,-4"), "--tree": ("chain:0", "chain:nan", "chain:-1")}
@@ -59,12 +56,12 @@ def numeric() -> list[tuple[str, str, str]]:
     found = []
     for name in COMMANDS:
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"ssdevice.commands.{name}").add_arguments(parser)
+        command_module(name).add_arguments(parser)
         for action in parser._actions:
             option = action.option_strings[-1] if action.option_strings else ""
             if action.type in (int, float) or "whole.<locals>" in getattr(action.type, "__qualname__", ""):
                 wrong = ["nan", "inf", "-inf", "1e999", "0.5.", ""] + ([] if option in SIGNED else ["-1"])
-                may_be_0 = option in ZERO or (name in ("run", "chat", "bench") and option in CHOICE - POSITIVE)
+                may_be_0 = option in ZERO or (name in ("run", "chat", "bench", "peers") and option in CHOICE - POSITIVE)
                 found += [(name, option, value) for value in (wrong if may_be_0 else [*wrong, "0"])]
             found += [(name, option, value) for value in TEXTS.get(option, ())]
     return found
@@ -134,9 +131,6 @@ def filled(text: str, **more: str) -> str:
         ("chat BUNDLE --logprobs 3", "--logprobs has no effect: it goes with ssdevice run --json"),
         ("bench BUNDLE --data DATA --profile --json x.json", "--json has no effect: --profile"),
         ("bench BUNDLE --data DATA --profile --rounds 3", "--rounds has no effect: --profile"),
-        ("bench BUNDLE --data DATA --gguf x", "--gguf has no effect: it goes with --peers"),
-        ("bench BUNDLE --data DATA --without hf", "--without has no effect: it goes with --peers"),
-        ("bench BUNDLE --data DATA --peers m --plot x.png", "--plot has no effect: --peers"),
         ("verify BUNDLE --integrity-only --model m", "--model has no effect: --integrity-only runs nothing"),
         ("verify BUNDLE --integrity-only --max-tokens 64", "--max-tokens has no effect"),
         (
@@ -177,7 +171,7 @@ def work(*_: object, **__: object) -> None:
         "bench BUNDLE --data DATA --json OUT",
         "bench BUNDLE --data DATA --report OUT",
         "bench BUNDLE --data DATA --plot OUT.png",
-        "bench BUNDLE --data DATA --peers MODEL --genai OUT",
+        "peers BUNDLE --model MODEL --data DATA --genai OUT",
         "tune BUNDLE --data DATA --out OUT",
         "tune BUNDLE --data DATA --write-cost-table OUT",
         "export --model MODEL --target onnx --out OUT",

@@ -11,7 +11,6 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ssdevice.runtime.onnx import kernels
-from tests.export.onnx.steps import STEPS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 F, H, I8, U8, N, J, B = np.float32, np.float16, np.int8, np.uint8, np.int32, np.int64, np.bool_
@@ -82,8 +81,9 @@ def operator(rng: Random) -> Node:
     codes, scales = drawn(rng, I8, inputs, outputs), np.full(outputs, 0.5, F)
     ids = drawn(rng, N, 2, rows) % outputs
     dim, heads, past = rng.choice([4, 16, 64]), rng.choice([1, 2]), rng.choice([0, 3, 20])
-    cached = (drawn(rng, H, past, heads * dim), drawn(rng, F, rows, heads * dim))
-    seen = np.where(drawn(rng, N, 1, 3 * rows, past + rows) > 1, F(0), F(-1e9))
+    more = rng.choice([0, 2])
+    cached = (drawn(rng, H, past, heads * dim), *(drawn(rng, F, count, heads * dim) for count in (rows, more)))
+    seen = np.where(drawn(rng, N, rows, 1, past + rows + more) > 1, F(0), F(-1e9))
     attention = (drawn(rng, F, 1, rows, 3 * heads * dim), *cached, *cached, seen)
     angles = drawn(rng, F, 1, rows, dim // 2)
     blocks = drawn(rng, U8, outputs, (inputs + 31) // 32, 16)
@@ -120,35 +120,36 @@ def line(kind: str, attributes: dict[str, object], inputs: list[int], outputs: l
 
 
 def step(rng: Random) -> Node:
-    """A region of a single operator, one of ours or one of ONNX."""
-    if rng.random() < 0.4:
-        own = operator(rng)
-        count, made = len(own.inputs), len(own.types)
-        steps = line(own.kind, own.attributes, [*range(count)], [*range(count, count + made)])
-        return replace(own, kind=kernels.REGION, attributes={"text": f"{count} {made}\n{steps}"})
-    kind, attributes, arrays = rng.choice(STEPS)
-    count = len(arrays)
-    steps = line(kind, attributes, [*range(count)], [count + 1]) + line("Cast", {"to": 1}, [count + 1], [count])
-    return region(f"{count} 1\n{steps}", *arrays)
+    """A region of a single operator."""
+    own = operator(rng)
+    count, made = len(own.inputs), len(own.types)
+    steps = line(own.kind, own.attributes, [*range(count)], [*range(count, count + made)])
+    return replace(own, kind=kernels.REGION, attributes={"text": f"{count} {made}\n{steps}"})
+
+
+STEPS: tuple[tuple[str, dict[str, object], int, int], ...] = (
+    (kernels.ADD_NORM, {"epsilon": 1e-5}, 3, 2),
+    (kernels.GATED_SILU, {}, 1, 1),
+    (kernels.HALF_LINEAR, {}, 2, 1),
+    (kernels.ROTARY_SPLIT, {"heads": 2, "kv_heads": 1}, 3, 3),
+    (kernels.TREE_ATTENTION, {"kv_heads": 1, "scale": 0.125}, 8, 1),
+)
+"""Operators with their attributes and numbers of inputs and outputs."""
 
 
 def chain(rng: Random) -> Node:
     """A region of steps that read whatever there is."""
-    values = [int(value) for value in rng.choices(INTEGERS[:6], k=rng.choice([1, 2, 3]))]
-    inputs = (
-        drawn(rng, F, *rng.choices(SIZES[:6], k=rng.choice([1, 2, 3]))),
-        np.array(values, J),
-        np.array([rng.choice(INTEGERS)], J),
-        np.array([1], J),
-        drawn(rng, B, 3),
-    )
+    width = rng.choice(SIZES[1:8])
+    x, y = (drawn(rng, F, 1, rng.choice([1, 3]), width * rng.choice([1, 2])) for _ in range(2))
+    inputs = (x, y, drawn(rng, F, width), drawn(rng, F, 3, width), drawn(rng, H, width, width))
     known, steps = [*range(len(inputs))], ""
-    for number in range(rng.choice([1, 2, 3, 5])):
-        kind, attributes, arrays = rng.choice(STEPS)
-        steps += line(kind, attributes, rng.choices(known, k=len(arrays)), [len(inputs) + 1 + number])
-        known += [len(inputs) + 1 + number] * 3
-    steps += line("Cast", {"to": 1}, [known[-1]], [len(inputs)])
-    return region(f"{len(inputs)} 1\n{steps}", *inputs)
+    for _ in range(rng.choice([1, 2, 3, 5])):
+        kind, attributes, reads, makes = rng.choice(STEPS)
+        made = [known[-1] + 2 + at if len(known) == len(inputs) else known[-1] + 1 + at for at in range(makes)]
+        steps += line(kind, attributes, rng.choices(known, k=reads), made)
+        known += made
+    steps += line(kernels.GATED_SILU, {}, [known[-1]], [len(inputs)])
+    return replace(region(f"{len(inputs)} 1\n{steps}", *inputs), constants=frozenset({4}))
 
 
 def shape(rng: Random, node: Node) -> Node:
@@ -211,7 +212,7 @@ def text(rng: Random, steps: str) -> str:
     if kind == "number":
         words[place] = rng.choice(NUMBERS)
     elif kind == "operator":
-        words[0] = rng.choice([*kernels.STANDARD, *kernels.IN_REGIONS, kernels.REGION, ""])
+        words[0] = rng.choice([*kernels.IN_REGIONS, kernels.REGION, ""])
     elif kind == "attribute":
         words = [f"{word.partition('=')[0]}={rng.choice(INTEGERS)}" if "=" in word else word for word in words]
     elif kind == "word":

@@ -18,10 +18,10 @@ TORCH = ("node", "spec")
 
 def neutral_files(repository: Path) -> Iterator[Path]:
     """The product's files outside the folders of targets."""
-    for root in ("ssdevice", "export", "runtime"):
+    for root in ("ssdevice", "export", "runtime", "peers"):
         for file in sorted((repository / root).rglob("*.py")):
             parts = file.relative_to(repository).parts
-            linked = root == "ssdevice" and parts[1] in ("export", "runtime")
+            linked = root == "ssdevice" and parts[1] in ("export", "runtime", "peers")
             if not linked and not (root != "ssdevice" and parts[1] in targets.BUILT_IN):
                 yield file
 

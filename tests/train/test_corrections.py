@@ -80,13 +80,10 @@ def test_streams_to_go_on_from_decide_what_was_not_asked_for(
 @pytest.mark.parametrize(
     "change",
     [
-        {"steps": -5}, {"steps": 0}, {"limit": 0}, {"dev_limit": 0}, {"seed": -1},
-        {"checkpoint_seconds": float("nan")},
-        {"batch_size": 0}, {"accumulate": 0}, {"segment": 0}, {"answer_tokens": 0}, {"max_length": 1},
-        {"warmup": -1}, {"weight_decay": -1.0}, {"weight_decay": float("inf")}, {"lr": float("nan")},
-        {"lr": float("inf")}, {"lr": 0.0}, {"epochs": float("inf")}, {"epochs": float("nan")}, {"epochs": -1.0},
-        {"alpha_main": float("nan")}, {"alpha_stream": -1.0}, {"keep_gb": float("nan")},
-        {"alpha_main": 0.0, "alpha_stream": 0.0}, {"streams": LOSSLESS, "alpha_stream": 0.0, "alpha_main": 1.0},
+        {"steps": -5}, {"steps": 0}, {"limit": 0}, {"seed": -1},
+        {"batch_size": 0}, {"segment": 0}, {"answer_tokens": 0}, {"max_length": 1},
+        {"self_prompt": 0, "data": ()}, {"lr": float("nan")}, {"lr": float("inf")}, {"lr": 0.0}, {"alpha_stream": -1.0},
+        {"alpha_stream": float("nan")}, {"streams": LOSSLESS, "alpha_stream": 0.0},
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_train_are_refused(change: dict[str, Any]) -> None:
@@ -112,7 +109,8 @@ def test_a_run_without_a_step_can_be_corrected(
 def test_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
-    again = command(base, data, tmp_path / "x", "--steps", "4", "--checkpoint-seconds", "0")[3:]
+    again = command(base, data, tmp_path / "x", "--steps", "4")[3:]
+    monkeypatch.setattr(optimization, "CHECKPOINT_SECONDS", 0.0)
     backward, steps = optimization._backward, list[int]()
 
     def third_is_nan(*arguments: Any) -> torch.Tensor:
@@ -131,7 +129,8 @@ def test_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
 def test_an_interrupt_within_a_step_does_not_count_it_twice(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    options = ("--steps", "4", "--mode", "lossless", "--checkpoint-seconds", "0", "--precision", "fp32")
+    options = ("--steps", "4", "--mode", "lossless", "--precision", "fp32")
+    monkeypatch.setattr(optimization, "CHECKPOINT_SECONDS", 0.0)
     assert main(command(base, data, tmp_path / "whole", *options)[3:]) == 0
     step, steps = torch.optim.AdamW.step, list[int]()
 

@@ -12,7 +12,7 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive
 from ssdevice.train.batches import Sample, collate
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows, targets
-from ssdevice.train.main_rows import MainRows
+from ssdevice.train.optimization import MainRows
 
 GAMMA = 3
 

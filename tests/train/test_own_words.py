@@ -18,10 +18,9 @@ from ssdevice.errors import ConfigError
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.train.batches import Sample
 from ssdevice.train.distill import _line, written
-from ssdevice.train.job import Job
+from ssdevice.train.job import Job, Place
 from ssdevice.train.options import TrainOptions
-from ssdevice.train.place import Place
-from ssdevice.train.self_prompt import FILE, distinct
+from ssdevice.train.samples import FILE, distinct
 from ssdevice.train.vocabulary import covered, draft_ids
 from tests.train.test_run import base, command  # noqa: F401  # fixture
 
@@ -93,7 +92,7 @@ def test_a_draft_vocabulary_is_of_what_is_said() -> None:
 @pytest.mark.parametrize("instruction", ["", "a b"])
 def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) -> None:  # noqa: F811
     found = []
-    for name, extra in (("first", []), ("again", ["--weight-decay", "1"])):
+    for name, extra in (("first", []), ("again", ["--lr", "1e-3"])):
         arguments = command(base, Path("unused"), tmp_path / name, "--mode", "lossless", "--self-prompt", "12")[3:]
         at = arguments.index("--data")
         del arguments[at : at + 2]

@@ -1,8 +1,9 @@
-"""``python -m tests.vectors`` writes ``sampling.json``, what hosts in other languages must choose."""
+"""``python -m tests.vectors`` writes the files here that hosts in other languages follow."""
 
 from __future__ import annotations
 
-from tests.vectors.sampling import FILE, record, text
+from tests.vectors import sampling, sessions
 
 if __name__ == "__main__":
-    FILE.write_text(text(record()), "utf-8")
+    for each in (sampling, sessions):
+        each.FILE.write_text(each.text(each.record()), "utf-8")

@@ -1,11 +1,13 @@
 """Test vectors of sampling for hosts in every language: numbers of the noise, and the tokens of whole answers.
 
-Logits are not stored. Of step s, token i has, in unsigned integers of 32 bits and then in float64, where all is exact::
+Logits are not stored. Of row n, token i has, in unsigned integers of 32 bits and then in float64, where all is exact::
 
-    x = (i + 1) * 2654435761 + (s % 3 + 1) * 2246822519
+    x = (i + 1) * 2654435761 + (n + 1) * 2246822519
     x = (x ^ (x >> 15)) * 2246822519
     z = ((x ^ (x >> 13)) >> 8) / 2^24
     logit = float32(16 * z * z - 8)
+
+Step s has row s % 3.
 
 An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has 64 bits), and
 ``left``, the number of tokens that truncation left each time.
@@ -77,15 +79,18 @@ def text(vectors: Mapping[str, list[Any]]) -> str:
     return "{" + ",\n".join(parts) + "}\n"
 
 
-def logits(vocab: int, step: int) -> NDArray[np.float32]:
-    """Those of a step."""
+def row(vocab: int, number: int) -> NDArray[np.float32]:
+    """The logits of a row, ``[vocab]``."""
     low = np.uint64(0xFFFFFFFF)
-    x = (
-        np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(2654435761) + np.uint64((step % 3 + 1) * 2246822519)
-    ) & low
+    x = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(2654435761) + np.uint64((number + 1) * 2246822519) & low
     x = ((x ^ (x >> np.uint64(15))) * np.uint64(2246822519)) & low
     z = ((x ^ (x >> np.uint64(13))) >> np.uint64(8)).astype(np.float64) / 2**24
     return (16 * z * z - 8).astype(np.float32)
+
+
+def logits(vocab: int, step: int) -> NDArray[np.float32]:
+    """Those of a step."""
+    return row(vocab, step % 3)
 
 
 def sampling_of(case: Mapping[str, Any]) -> Sampling:

@@ -46,6 +46,8 @@ TREE_ATTENTION = "TreeAttention"
 """Grouped-query attention of new rows over the cache and themselves; attention.cpp says how."""
 HALF_TREE_ATTENTION = "HalfTreeAttention"
 """The same over a cache in float16."""
+CAPPED_ATTENTION = "CappedAttention"
+"""TREE_ATTENTION with a soft cap of its scores, for which there is no kernel."""
 
 REGION = "Region"
 """Several operators in one node; region.cpp says how its attribute ``text`` lists them."""
@@ -61,29 +63,7 @@ IN_REGIONS = (
     TIED_EMBEDDING,
     TREE_ATTENTION,
 )
-"""Operators of ours that a region takes."""
-STANDARD: dict[str, dict[str, int | None]] = {
-    "Add": {},
-    "And": {},
-    "ArgMax": {"axis": -1, "keepdims": 0},
-    "Cast": {"to": None},
-    "Concat": {"axis": None},
-    "Equal": {},
-    "Expand": {},
-    "Gather": {"axis": None},
-    "Less": {},
-    "LessOrEqual": {},
-    "MatMul": {},
-    "Mul": {},
-    "Range": {},
-    "Reshape": {},
-    "Shape": {"start": None, "end": None},
-    "Slice": {},
-    "Sub": {},
-    "Where": {},
-}
-"""Those of ONNX (standard.cpp, moves.cpp), with the attributes that they must have; None: with any value."""
-
+"""Operators that a region takes."""
 ATTENTION = "ssdevice.attention"
 """Metadata of a graph whose whole attention is that of TREE_ATTENTION."""
 

@@ -1,11 +1,11 @@
 // Attention of few rows over a KV cache and over themselves: the rows of a draft tree, each of which sees its ancestors.
 //
-// TreeAttention(q [1, R, G * N * D], past keys [P, N * D], keys [.., S, N * D], past values [P, N * D], values [.., S, N * D],
-//               mask [1, R * G, P + S]; kv_heads = N, scale) -> [1, R, N * G * D], all float
+// TreeAttention(q [1, R, N * G * D], past keys [P, N * D], keys, more keys, past values [P, N * D], values, more values,
+//               mask of R * (P + S + M) numbers; kv_heads = N, scale) -> [1, R, N * G * D], all float
 // HalfTreeAttention: the same with past keys and values in float16, to which new ones are rounded before they are used.
 //
-// Query heads are ordered by (group member, key head) in q and by (key head, group member) in the result. The mask repeats a
-// row's G times. A row sees those of the P + S rows whose mask is above kHidden; the mask is added to their scores. What a row
+// New keys and values are S rows and M more, [.., N * D]; there may be no more. Query heads are ordered by (key head, group member).
+// A row sees those of the P + S + M rows whose mask is above kHidden; the mask is added to their scores. What a row
 // sees is gathered in order first, and all sums run over that order: so a row's bits do not depend on where what it sees
 // stands, in the cache or among the new rows, nor on the other rows. Products and sums are fused multiply-adds; dot products
 // sum eight lanes pairwise at the end.
@@ -21,7 +21,16 @@ constexpr float kHidden = -1e8f;
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
-  int64_t rows, past, fresh, heads, groups, dim;  // R, P, S, N, G, D
+  int64_t rows, heads, groups, dim;  // R, N, G, D
+};
+
+// Keys and values that lie together: those of the cache, the new ones, or more.
+constexpr size_t kRuns = 3;
+
+template <typename Element>
+struct Run {
+  const Element *keys, *values;
+  int64_t rows;
 };
 
 // What one row sees: rows of keys and values by pointer, and their masks. Room for a whole vector at the end.
@@ -165,29 +174,31 @@ struct Call {
 
   Sizes sizes;
   const float *q, *mask;
-  const Element *past_keys, *keys, *past_values, *values;
+  Run<Element> runs[kRuns];
+  int64_t all;  // their rows
   float scale;
   float* y;
   int64_t number = ++calls;
 
   // The query heads of one row that share a key head.
-  void Run(int64_t unit) const {
+  void Unit(int64_t unit) const {
     thread_local Seen<Element> seen;
-    const int64_t row = unit / sizes.heads, head = unit % sizes.heads, width = sizes.heads * sizes.dim;
+    const int64_t row = unit / sizes.heads, head = unit % sizes.heads;
     if (seen.call != number || seen.row != row) Gather(row, &seen);
     for (int64_t first = 0; first < sizes.groups; first += kGroups) {
       const int count = static_cast<int>(std::min<int64_t>(kGroups, sizes.groups - first));
       Heads heads{count, {}, {}, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
       for (int g = 0; g < count; ++g) {
-        heads.q[g] = q + (row * sizes.groups + first + g) * width + head * sizes.dim;
-        heads.y[g] = y + ((row * sizes.heads + head) * sizes.groups + first + g) * sizes.dim;
+        const int64_t at = (unit * sizes.groups + first + g) * sizes.dim;
+        heads.q[g] = q + at;
+        heads.y[g] = y + at;
       }
       Attend(heads, &seen);
     }
   }
 
   void Gather(int64_t row, Seen<Element>* seen) const {
-    const int64_t width = sizes.heads * sizes.dim, all = sizes.past + sizes.fresh;
+    const int64_t width = sizes.heads * sizes.dim;
     seen->call = number;
     seen->row = row;
     const size_t room = static_cast<size_t>(all) + kLanes;
@@ -195,31 +206,30 @@ struct Call {
     seen->values.resize(room);
     seen->mask.resize(room);
     seen->weights.resize(room * kGroups);
-    const float* shown = mask + row * sizes.groups * all;
+    const float* shown = mask + row * all;
     size_t count = 0;
-    for (int64_t at = 0; at < all; ++at) {
-      if (!(shown[at] > kHidden)) continue;
-      const bool old = at < sizes.past;
-      const int64_t start = (old ? at : at - sizes.past) * width;
-      seen->keys[count] = (old ? past_keys : keys) + start;
-      seen->values[count] = (old ? past_values : values) + start;
-      seen->mask[count++] = shown[at];
-    }
+    for (const Run<Element>& run : runs)
+      for (int64_t at = 0; at < run.rows; ++at, ++shown) {
+        if (!(*shown > kHidden)) continue;
+        seen->keys[count] = run.keys + at * width;
+        seen->values[count] = run.values + at * width;
+        seen->mask[count++] = *shown;
+      }
     seen->count = count;
     for (size_t i = count; i < count + kLanes; ++i) {  // a vector's end: scores of weight 0
-      seen->keys[i] = keys;
-      seen->values[i] = values;
+      seen->keys[i] = runs[1].keys;
+      seen->values[i] = runs[1].values;
       seen->mask[i] = -INFINITY;
     }
   }
 };
 
 // New rows as the cache will hold them.
-const float* Rounded(const float* rows, size_t, std::vector<float>*) { return rows; }
+const float* Rounded(const Tensor& rows, std::vector<float>*) { return rows.As<float>(); }
 
-const Half* Rounded(const float* rows, size_t count, std::vector<Half>* room) {
-  room->resize(count);
-  HalvesOf(rows, static_cast<int64_t>(count), room->data());
+const Half* Rounded(const Tensor& rows, std::vector<Half>* room) {
+  room->resize(static_cast<size_t>(rows.shape.Count()));
+  HalvesOf(rows.As<float>(), rows.shape.Count(), room->data());
   return room->data();
 }
 
@@ -231,33 +241,28 @@ class Attention : public Kernel {
   }
 
   void Compute(Context& context) const override {
-    Tensor tensors[6];
-    for (size_t i = 0; i < 6; ++i) tensors[i] = context.Input(i);
-    const auto& [q, past_keys, keys, past_values, values, mask] = tensors;
-    const size_t rank = keys.shape.Rank();
-    const int64_t width = past_keys.shape.Last();
-    Require(q.shape.Rank() == 3 && q.shape[0] == 1 && (rank == 2 || (rank == 3 && keys.shape[0] == 1)) &&
-                keys.shape == values.shape && past_keys.shape.Rank() == 2 && past_keys.shape == past_values.shape &&
-                width == keys.shape.Last() && width > 0 && width % heads_ == 0 && q.shape[2] > 0 && q.shape[2] % width == 0,
-            "the queries do not fit the keys and values");
-    const Sizes sizes{q.shape[1], past_keys.shape[0], keys.shape[rank - 2], heads_, q.shape[2] / width, width / heads_};
-    Require(sizes.fresh > 0, "there are no new rows");
-    const int64_t masks = Times(sizes.rows * sizes.groups, Plus(sizes.past, sizes.fresh));
-    Require(mask.shape.Count() == masks, "the mask does not fit the rows");
+    const Tensor q = context.Input(0), mask = context.Input(1 + 2 * kRuns);
+    const int64_t width = context.Input(1).shape.Last();
+    Require(q.shape.Rank() == 3 && q.shape[0] == 1 && width > 0 && width % heads_ == 0 && q.shape[2] > 0 && q.shape[2] % width == 0,
+            "the queries do not fit the keys");
+    thread_local std::vector<Element> rounded[2 * kRuns];
+    Run<Element> runs[kRuns];
+    int64_t all = 0;
+    for (size_t i = 0; i < kRuns; ++i) {
+      const Tensor keys = context.Input(1 + i), values = context.Input(1 + kRuns + i);
+      Require(keys.shape == values.shape && keys.shape.Last() == width, "the keys do not fit the values");
+      runs[i].rows = keys.shape.Rows();
+      runs[i].keys = i ? Rounded(keys, &rounded[i]) : keys.As<Element>();
+      runs[i].values = i ? Rounded(values, &rounded[kRuns + i]) : values.As<Element>();
+      all = Plus(all, runs[i].rows);
+    }
+    Require(runs[1].rows > 0, "there are no new rows");
+    const Sizes sizes{q.shape[1], heads_, q.shape[2] / width, width / heads_};
+    Require(mask.shape.Count() == Times(sizes.rows, all), "the mask does not fit the rows");
     float* y = context.Output<float>(0, q.shape);
-    thread_local std::vector<Element> rounded[2];
-    const auto fresh = static_cast<size_t>(keys.shape.Count());
-    Call<Element> call{sizes,
-                       q.template As<float>(),
-                       mask.template As<float>(),
-                       past_keys.template As<Element>(),
-                       Rounded(keys.template As<float>(), fresh, &rounded[0]),
-                       past_values.template As<Element>(),
-                       Rounded(values.template As<float>(), fresh, &rounded[1]),
-                       scale_,
-                       y};
+    Call<Element> call{sizes, q.As<float>(), mask.As<float>(), {runs[0], runs[1], runs[2]}, all, scale_, y};
     const int64_t units = sizes.rows * sizes.heads;
-    context.Each(units, [&](int64_t unit) { call.Run(unit); }, Times(masks, width) < kAlone);
+    context.Each(units, [&](int64_t unit) { call.Unit(unit); }, Times(q.shape.Count(), all) < kAlone);
   }
 
  private:
@@ -265,12 +270,13 @@ class Attention : public Kernel {
   float scale_;
 };
 
-constexpr Type kNew = Type::kFloat;
+Operator Named(const char* name, std::unique_ptr<Kernel> (*make)(const Info&), Type past) {
+  constexpr Type kNew = Type::kFloat;
+  return {name, make, {kNew, past, kNew, kNew, past, kNew, kNew, kNew}};
+}
 
 }  // namespace
 
-Operator TreeAttention() { return {"TreeAttention", Make<Attention<float>>, {kNew, kNew, kNew, kNew, kNew, kNew}}; }
+Operator TreeAttention() { return Named("TreeAttention", Make<Attention<float>>, Type::kFloat); }
 
-Operator HalfTreeAttention() {
-  return {"HalfTreeAttention", Make<Attention<Half>>, {kNew, Type::kHalf, kNew, Type::kHalf, kNew, kNew}};
-}
+Operator HalfTreeAttention() { return Named("HalfTreeAttention", Make<Attention<Half>>, Type::kHalf); }

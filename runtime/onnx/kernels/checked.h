@@ -15,11 +15,6 @@ inline int64_t Plus(int64_t a, int64_t b) {
   return a;
 }
 
-inline int64_t Minus(int64_t a, int64_t b) {
-  Require(!__builtin_sub_overflow(a, b, &a), kTooLarge);
-  return a;
-}
-
 inline int64_t Times(int64_t a, int64_t b) {
   Require(!__builtin_mul_overflow(a, b, &a), kTooLarge);
   return a;

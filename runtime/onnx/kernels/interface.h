@@ -45,9 +45,6 @@ class Api {
   Status* ShapeOf(const Value* value, Shape** out) const {
     return At<Status*(const Value*, Shape**)>(65)(value, out);
   }
-  Status* Inputs(const KernelContext* context, size_t* out) const {
-    return At<Status*(const KernelContext*, size_t*)>(88)(context, out);
-  }
   Status* Input(const KernelContext* context, size_t index, const Value** out) const {
     return At<Status*(const KernelContext*, size_t, const Value**)>(90)(context, index, out);
   }

@@ -66,14 +66,13 @@ class Shape {
     Require(rank_ < kMost, "a tensor has too many dimensions");
     Set(rank_++, size);
   }
-  Shape With(size_t axis, int64_t size) const {
-    Require(axis < rank_, "a tensor has too few dimensions");
+  Shape WithLast(int64_t size) const {
+    Require(rank_ > 0, "a tensor has too few dimensions");
     Shape other = *this;
-    other.elements_ /= std::max<int64_t>(sizes_[axis], 1);
-    other.Set(axis, size);
+    other.elements_ /= std::max<int64_t>(Last(), 1);
+    other.Set(rank_ - 1, size);
     return other;
   }
-  Shape WithLast(int64_t size) const { return With(rank_ - 1, size); }
   int64_t Count() const {
     int64_t count = 1;
     for (size_t i = 0; i < rank_; ++i) count *= sizes_[i];
@@ -99,14 +98,13 @@ struct Half {
 };
 
 // The numbers are those of ONNX.
-enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kHalf = 10 };
+enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 
 inline constexpr Type TypeOf(float) { return Type::kFloat; }
 inline constexpr Type TypeOf(uint8_t) { return Type::kUint8; }
 inline constexpr Type TypeOf(int8_t) { return Type::kInt8; }
 inline constexpr Type TypeOf(int32_t) { return Type::kInt32; }
 inline constexpr Type TypeOf(int64_t) { return Type::kInt64; }
-inline constexpr Type TypeOf(bool) { return Type::kBool; }
 inline constexpr Type TypeOf(Half) { return Type::kHalf; }
 
 inline size_t BytesOf(Type type) {
@@ -114,7 +112,7 @@ inline size_t BytesOf(Type type) {
     case Type::kInt64: return 8;
     case Type::kFloat: case Type::kInt32: return 4;
     case Type::kHalf: return 2;
-    case Type::kUint8: case Type::kInt8: case Type::kBool: return 1;
+    case Type::kUint8: case Type::kInt8: return 1;
     default: throw std::runtime_error("a tensor has elements of an unknown type");
   }
 }
@@ -136,7 +134,6 @@ using Work = void (*)(void* data, size_t at);
 class Context {
  public:
   virtual ~Context() = default;
-  virtual size_t Inputs() = 0;
   virtual Tensor Input(size_t index) = 0;
   virtual void* Output(size_t index, const Shape& shape, Type type) = 0;
   // Runs work(data, i) for 0 <= i < total, on several threads if there are.
@@ -212,6 +209,5 @@ std::unique_ptr<Kernel> Make(const Info& info) {
   return std::make_unique<Made>(info);
 }
 
-// All operators of the library, and those of ONNX that a region takes besides (standard.cpp, moves.cpp).
+// All operators of the library.
 const std::vector<Operator>& Operators();
-const std::vector<Operator>& StandardOperators();

@@ -127,11 +127,6 @@ class NodeContext : public Context {
   // ``threads`` of the crew; 0: those of the session.
   NodeContext(const ort::Api& api, ort::KernelContext* context, int threads) : api_(api), context_(context), threads_(threads) {}
 
-  size_t Inputs() override {
-    size_t count = 0;
-    Check(api_.Inputs(context_, &count));
-    return count;
-  }
   Tensor Input(size_t index) override {
     const ort::Value* value = nullptr;
     Check(api_.Input(context_, index, &value));

@@ -3,7 +3,7 @@
 // Region(inputs of any types ..; text) -> outputs of any types ..: the steps that ``text`` lists, one after another. Its first line has the
 // numbers of inputs and outputs, I and O. Every other line is a step: an operator's name, those of its attributes that are numbers,
 // and the values that it reads and makes, as in "AddNorm epsilon=1e-05 : 0 7 1 > 8 9". Values 0 .. I - 1 are the node's inputs, the
-// next O its outputs, and all others are known inside only. A step is an operator of the library or of standard.cpp.
+// next O its outputs, and all others are known inside only. A step is an operator of the library.
 
 #include <locale>
 #include <map>
@@ -23,8 +23,7 @@ struct Step {
 
 // A value as an input of a step.
 const Tensor& Taken(const Step& step, size_t input, const Tensor& value) {
-  const Type type = input < step.op->inputs.size() ? step.op->inputs[input] : Type::kAny;
-  Require(type == Type::kAny || type == value.type, "an input has another type than its operator takes");
+  Require(step.op->inputs[input] == value.type, "an input has another type than its operator takes");
   return value;
 }
 
@@ -84,15 +83,12 @@ class StepInfo : public Info {
   size_t inputs_;
 };
 
-// The operator of a step. One that lists no inputs takes any number of them.
 const Operator& OperatorOf(const Step& step) {
-  for (const auto* operators : {&Operators(), &StandardOperators()})
-    for (const Operator& op : *operators)
-      if (step.name == op.name && step.name != "Region") {
-        const bool fits = op.inputs.empty() || op.inputs.size() == step.inputs.size();
-        Require(fits && op.outputs == step.outputs.size(), "a step does not fit its operator");
-        return op;
-      }
+  for (const Operator& op : Operators())
+    if (step.name == op.name && !op.Variadic()) {
+      Require(op.inputs.size() == step.inputs.size() && op.outputs == step.outputs.size(), "a step does not fit its operator");
+      return op;
+    }
   throw std::runtime_error("there is no operator of this name");
 }
 
@@ -184,7 +180,6 @@ class StepContext : public Context {
     step.kernel->Compute(*this);
   }
 
-  size_t Inputs() override { return step_->inputs.size(); }
   Tensor Input(size_t index) override {
     const size_t value = step_->inputs[index];
     if (values_[value].data == nullptr && value < fused_.inputs_) values_[value] = whole_.Input(value);

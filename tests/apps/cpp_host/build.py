@@ -56,9 +56,10 @@ def host() -> Path:
     return made_once("cpp_host/host", make)
 
 
-def vectors() -> Path:
-    """The program for test vectors of sampling."""
-    return made_once("cpp_host/vectors", lambda file: _compile(file, Path(__file__).with_name("vectors.cpp")))
+def vectors(name: str) -> Path:
+    """A program for test vectors: ``vectors`` of sampling, ``sessions``."""
+    source, include = Path(__file__).with_name(f"{name}.cpp"), package() / "include"
+    return made_once(f"cpp_host/{name}", lambda file: _compile(file, source, f"-I{include}"))
 
 
 def _compile(file: Path, source: Path, *options: str) -> None:

@@ -6,46 +6,9 @@
 #include <iostream>
 #include <iterator>
 
-#include "choice.h"
+#include "vectors.h"
 
-std::vector<float> logits_of(int64_t vocab, int64_t step) {
-  std::vector<float> made;
-  for (uint32_t i = 0; i < vocab; ++i) {
-    uint32_t x = (i + 1) * 2654435761u + static_cast<uint32_t>(step % 3 + 1) * 2246822519u;
-    x = (x ^ x >> 15) * 2246822519u;
-    const double z = ((x ^ x >> 13) >> 8) / 16777216.0;
-    made.push_back(static_cast<float>(16 * z * z - 8));
-  }
-  return made;
-}
-
-Sampling sampling_of(const Json& case_) {
-  Sampling s;
-  const Json& given = case_.at("sampling");
-  const std::map<std::string, double*> numbers{{"temperature", &s.temperature}, {"top_p", &s.top_p}, {"min_p", &s.min_p},
-      {"typical_p", &s.typical_p}, {"repetition_penalty", &s.repetition_penalty}, {"presence_penalty", &s.presence_penalty},
-      {"frequency_penalty", &s.frequency_penalty}};
-  const std::map<std::string, int64_t*> integers{{"top_k", &s.top_k}, {"no_repeat_ngram_size", &s.no_repeat_ngram_size},
-      {"min_new_tokens", &s.min_new_tokens}, {"min_length", &s.min_length}};
-  const std::map<std::string, Ids*> ids{{"suppress", &s.suppress}, {"begin_suppress", &s.begin_suppress}};
-  for (const auto& [name, value] : given.items()) {
-    if (numbers.count(name)) {
-      *numbers.at(name) = value;
-    } else if (integers.count(name)) {
-      *integers.at(name) = value;
-    } else if (ids.count(name)) {
-      *ids.at(name) = value.get<Ids>();
-    } else if (name == "bad_words") {
-      s.bad_words = value.get<std::vector<Ids>>();
-    } else if (name == "logit_bias") {
-      for (const auto& [token, bias] : value.items()) s.logit_bias[std::stoi(token)] = bias;
-    } else {
-      throw Error("an option that this program does not know: " + name);
-    }
-  }
-  s.seed = std::stoull(case_.at("seed").get<std::string>());
-  return s;
-}
+std::vector<float> logits_of(int64_t vocab, uint32_t step) { return row_of(vocab, step % 3); }
 
 // The microseconds of a choice from 49,152 logits in a file of float32 rows.
 void time_choices(const char* file, const Json& asked) {
@@ -101,7 +64,7 @@ int main(int argc, char** argv) try {
     Chooser choose(sampling, given.at("prompt").get<Ids>(), given.at("stops").get<Ids>(), given.at("vocab"));
     Ids tokens;
     std::vector<int64_t> left;
-    for (size_t step = 0; step < given.at("tokens").size(); ++step) {
+    for (uint32_t step = 0; step < given.at("tokens").size(); ++step) {
       std::vector<float> logits = logits_of(given.at("vocab"), step);
       tokens.push_back(choose(logits.data()));
       if (sampling.temperature > 0) left.push_back(choose.left());

@@ -1,6 +1,6 @@
 // node decode.mjs SOURCES NODE_MODULES BUNDLE < requests: decodes in Node with the modules of the page.
-// A request is a line {"app", "prompt" or "ids", "max_tokens"}, with "sampling" and "seed" (as text) if the host chooses; its answer
-// is {"ids", "plain", "speculative", "text", "steps"}.
+// A request is a line {"app", "prompt" or "ids", "max_tokens"}, with "sampling" and "seed" (as text) if the host chooses, and "sample":
+// true for what the model recommends beside them; its answer is {"ids", "text", "steps"} and tokens by mode.
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
@@ -29,13 +29,15 @@ try {
   const engine = new Engine(ort, bundle);
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
   for await (const line of createInterface({ input: process.stdin })) {
-    const { app, prompt: content, ids, max_tokens: maxTokens, sampling: asked, seed } = JSON.parse(line);
-    const sampling = asked && { ...asked, seed: BigInt(seed) };
+    const { app, prompt: content, ids, max_tokens: maxTokens, sampling: asked, seed, sample } = JSON.parse(line);
+    const named = asked && { ...asked, seed: BigInt(seed) };
+    const sampling = sample ? bundle.sampling(named) : named;
     const conversation = await engine.use(app, sampling !== undefined);
     const said = { ids: ids ?? encode(tokenizer, prompt(bundle.manifest.chat.frames, [{ role: "user", content }])) };
-    for (const mode of conversation.speculates ? ["plain", "speculative"] : ["plain"]) {
+    const modes = sampling ? ["plain", "adaptive", "speculative"] : ["plain", "plain_step", "adaptive", "speculative"];
+    for (const mode of conversation.speculates(sampling !== undefined) ? modes : ["plain"]) {
       [said[mode], said.text] = [[], ""];
-      const options = { speculate: mode === "speculative", maxTokens, stopIds, sampling };
+      const options = { mode, maxTokens, stopIds, sampling };
       for await (const { tokens, pieces, speed } of answer(conversation, tokenizer, said.ids, options)) {
         said[mode].push(...tokens);
         said.text += pieces.map((piece) => piece.text).join("");

@@ -38,7 +38,8 @@ def test_a_drafted_row_has_the_bits_of_plain_decoding(length: int, kind: str, tm
         feeds = {
             "q": queries[None, new], "past_keys": old_keys[:shown], "keys": keys[new],
             "past_values": old_values[:shown], "values": values[new],
-            "mask": np.where(seen, np.float32(0), np.float32(-1e9)).repeat(GROUPS, axis=0)[None],
+            "more_keys": keys[:0], "more_values": values[:0],
+            "mask": np.where(seen, np.float32(0), np.float32(-1e9))[None, None],
         }  # fmt: skip
         file = tmp_path / f"{rows}-{shown}.onnx"
         file.write_bytes(attention_model(kind, rows, shown, DIM))

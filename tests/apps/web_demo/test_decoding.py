@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from itertools import product
@@ -26,6 +27,7 @@ from ssdevice.runtime.session import Session
 from tests.apps.web_demo import host, shipped
 from tests.runtime import tiny_bundle as tiny
 from tests.vectors.sampling import FILE as VECTORS
+from tests.vectors.sessions import FILE as SESSIONS
 
 TEXTS = (
     "<|user|>List the names of all customers.<|end|><|assistant|>",
@@ -53,7 +55,7 @@ def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -
         # The last of these sizes fills the context.
         requests = [{"app": tiny.APP, "ids": ids, "max_tokens": most} for ids in prompts for most in (1, 2, 3, 1000)]
         for request, said in zip(requests, host.decoded(bundle.folder, requests), strict=True):
-            for mode in ("plain", "speculative"):
+            for mode in ("plain", "plain_step", "adaptive", "speculative"):
                 assert said[mode] == expected(session, request["ids"], mode, request["max_tokens"])
                 assert said["text"] == session.last.text
             assert said["steps"] == session.last.steps
@@ -81,7 +83,7 @@ def test_sampled_answers_are_those_of_a_session() -> None:
         for request, said in zip(requests, host.decoded(bundle.folder, requests), strict=True):
             asked = request.get("sampling")
             sampling = asked and Sampling(**asked, seed=int(request["seed"]))
-            for mode in ("plain", "speculative"):
+            for mode in ("plain", "adaptive", "speculative"):
                 runs = session.runs(request["ids"], max_tokens=request["max_tokens"], mode=mode, sampling=sampling)
                 assert said[mode] == [token for run in runs for token in run.tokens], request
 
@@ -90,6 +92,53 @@ def test_answers_are_those_of_the_test_vectors() -> None:
     done = host.script("vectors.mjs", VECTORS)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["cases"] > 200
+
+
+def test_the_loop_repeats_recorded_sessions() -> None:
+    done = host.script("sessions.mjs", SESSIONS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(json.loads(done.stdout)) == ["sessions"], done.stdout
+
+
+def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(tmp_path: Path) -> None:
+    bundle = tiny.tiny_bundle("fp32", choose=True)
+    folder = shutil.copytree(bundle.folder, tmp_path / "bundle")
+    document = json.loads((folder / "manifest.json").read_text("utf-8"))
+    document["sampling"] = {"do_sample": True, "top_k": 5, "repetition_penalty": 1.4, "suppress": [7], "min_p": None}
+    (folder / "manifest.json").write_text(json.dumps(document), "utf-8")
+    cases: tuple[dict[str, Any], ...] = ({"seed": 1}, {"temperature": 0.6, "seed": 2}, {"top_k": 0, "seed": 3})
+    requests = [
+        {
+            "app": tiny.APP,
+            "ids": [9, 8],
+            "max_tokens": 20,
+            "sample": True,
+            "seed": str(asked["seed"]),
+            "sampling": {name: value for name, value in asked.items() if name != "seed"},
+        }
+        for asked in cases
+    ]
+    with Session.open(folder, threads=1) as session:
+        for asked, said in zip(cases, host.decoded(folder, requests), strict=True):
+            runs = session.runs([9, 8], max_tokens=20, mode="plain", sampling=session.sampling(**asked))
+            assert said["plain"] == said["adaptive"] == [token for run in runs for token in run.tokens], asked
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1, expected 0 to 100"),
+        ({"temperature": 1e-7}, "temperature is 1e-7, expected 0 or 1e-6 to 100"),
+        ({"top_p": 0}, "top_p is 0, expected 5e-324 to 1"),
+        ({"suppress": [9999]}, "token 9999 is not one of the model's 99"),
+        ({"bad_words": [[]]}, "bad_words has a sequence without tokens"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(sampling: dict[str, Any], message: str) -> None:
+    asked = {"temperature": 1, **sampling}
+    request = {"app": tiny.APP, "ids": [9], "max_tokens": 2, "sampling": asked, "seed": "0"}
+    done = host.script("decode.mjs", tiny.tiny_bundle("fp32", choose=True).folder, given=host.lines([request]))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{message}\n")
 
 
 def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:

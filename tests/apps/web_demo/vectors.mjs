@@ -3,17 +3,12 @@
 
 import { readFileSync } from "node:fs";
 import { load, sources } from "./load.mjs";
+import { rowOf } from "./rows.mjs";
 
 const { Chooser, Noise, philox } = await load(sources, "sampling.js");
 const vectors = JSON.parse(readFileSync(process.argv[4], "utf8"));
 
-const logitsOf = (vocab, step) =>
-  Float32Array.from({ length: vocab }, (_, i) => {
-    let x = (Math.imul(i + 1, 2654435761) + Math.imul((step % 3) + 1, 2246822519)) >>> 0;
-    x = Math.imul(x ^ (x >>> 15), 2246822519) >>> 0;
-    const z = ((x ^ (x >>> 13)) >>> 8) / 2 ** 24;
-    return 16 * z * z - 8;
-  });
+const logitsOf = (vocab, step) => Float32Array.from(rowOf(vocab, step % 3));
 const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 const near = (one, other) => Math.abs(one - other) <= 1e-14 * Math.max(1, Math.abs(other));
 
@@ -31,7 +26,7 @@ for (const given of vectors.noise) {
 }
 for (const given of vectors.logits) expect(same(Array.from(logitsOf(5, given.step)), given.first), given);
 for (const given of vectors.choices) {
-  const chooser = new Chooser({ ...given.sampling, seed: BigInt(given.seed) }, given.prompt, given.stops);
+  const chooser = new Chooser({ ...given.sampling, seed: BigInt(given.seed) }, given.prompt, given.stops, given.vocab);
   const [tokens, left] = [[], []];
   for (let step = 0; step < given.tokens.length; step++) {
     tokens.push(chooser.choose(logitsOf(given.vocab, step)));

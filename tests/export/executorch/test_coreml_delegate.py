@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,10 +27,9 @@ from ssdevice.export.target import exporter
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import load
 from ssdevice.runtime.engine import EngineOptions, open_engine
-from ssdevice.runtime.executorch.delegates import open_delegates
-from ssdevice.runtime.executorch.description import describe_program
+from ssdevice.runtime.executorch.delegates import Delegate as Call
+from ssdevice.runtime.executorch.delegates import Write, open_delegates
 from ssdevice.runtime.executorch.engine import PROGRAM
-from ssdevice.runtime.executorch.file import COREML
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.export.executorch import programs
@@ -80,11 +80,11 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
 
 def test_every_method_is_one_delegate_and_writes_of_the_cache() -> None:
     made = bundle(*QUICK)
-    calls = describe_program(made.file(PROGRAM))
-    assert set(calls) == set(made.functions)
-    for found in calls.values():
-        assert [one["backend"] for one in found["delegates"]] == [COREML]
-        assert found["kernels"] == {"aten::index_put_": 2 * made.geometry.layers}
+    methods, _ = open_delegates(made.file(PROGRAM))
+    assert set(methods) == set(made.functions)
+    for method in methods.values():
+        calls = Counter(type(call) for call in method.instructions)
+        assert calls == {Call: 1, Write: 2 * made.geometry.layers}
 
 
 def test_methods_share_one_package_that_goes_with_its_interpreter() -> None:

@@ -88,13 +88,3 @@ def test_a_graph_is_code_when_it_is_called() -> None:
         module.recompile()
         assert module(torch.ones(1)).item() == 1
     assert module(torch.ones(1)).item() == 1
-
-
-def test_a_signature_follows_its_inputs() -> None:
-    program = torch.export.export(Sums().eval(), (torch.ones(4, 6),), strict=False)
-    before = dict(program.graph_signature.inputs_to_parameters)
-    with faster():
-        signature = program.graph_signature
-        assert dict(signature.inputs_to_parameters) == before and before
-        del signature.input_specs[0]
-        assert len(signature.inputs_to_parameters) == len(before) - 1

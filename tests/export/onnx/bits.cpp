@@ -66,11 +66,12 @@ void SayAttention(const Operator& op, int64_t rows, int64_t past, int64_t heads,
   const auto q = Floats({1, rows, groups * width}), keys = Floats({1, rows, width}), values = Floats({1, rows, width});
   const auto past_keys = cached({past, width}), past_values = cached({past, width});
   int64_t at = 0;
-  const Array<float> mask({1, rows * groups, past + rows}, [&] {  // a chain over all of the cache but its last two rows
-    const int64_t row = at / (groups * (past + rows)), column = at++ % (past + rows);
+  const Array<float> mask({rows, 1, past + rows}, [&] {  // a chain over all of the cache but its last two rows
+    const int64_t row = at / (past + rows), column = at++ % (past + rows);
     return column < past - 2 || (column >= past && column - past <= row) ? 0.0f : -1e9f;
   });
-  Say(op, {q, past_keys, keys, past_values, values, mask}, heads);
+  const auto none = Floats({0, width});
+  Say(op, {q, past_keys, keys, none, past_values, values, none, mask}, heads);
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
     nodes = [first, narrow, wide, total]
     factor = Role(Part.FACTOR, SlotKind.LORA, SOURCE)
     roles = {"base": Role(Part.LAYERS), "down": factor, "up": replace(factor, up=True)}
-    return quantized([x], nodes, [out], [base, down, up], quant, SlotBook((1, 1, outputs), True), roles)
+    return quantized([x], nodes, [out], [base, down, up], quant, SlotBook(True), roles)
 
 
 def slot_feeds(weight: Floats, down: Floats) -> dict[str, NDArray[np.generic]]:

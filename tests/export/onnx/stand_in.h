@@ -25,7 +25,6 @@ struct Call : Context {
   std::vector<Tensor> inputs;
   std::map<size_t, std::vector<Result>> outputs;
 
-  size_t Inputs() override { return inputs.size(); }
   Tensor Input(size_t index) override { return inputs[index]; }
   void* Output(size_t index, const Shape& shape, Type) override {
     outputs[index].resize(static_cast<size_t>(shape.Count()));

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 
 from ssdevice.adapters.settings import read_settings
@@ -17,14 +16,11 @@ from ssdevice.bench.equality import FORCED, Equality, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import FUNCTIONS, NEXT_DRAFTS, PLAIN, PREFILL, STEP
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob, TargetResult
-from ssdevice.export.onnx import exporter
-from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
-from ssdevice.export.onnx.fused import attention_in_one
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.export.onnx.nodes import show_regions
 from ssdevice.export.onnx.parts import parts_of
@@ -347,31 +343,10 @@ def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: st
     show_regions(model)
     graph = model.graph
     assert {node.name for node in graph.node} == set(parts)
-    attention = [
-        parts[node.name] for node in graph.node if node.op_type in ("Softmax", TREE_ATTENTION, HALF_TREE_ATTENTION)
-    ]
+    attention = [parts[node.name] for node in graph.node if node.op_type in (TREE_ATTENTION, HALF_TREE_ATTENTION)]
     # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
     assert attention.count("layers") >= bundle.manifest.model.layers
     assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
-
-
-def test_a_graph_whose_attention_is_not_one_operator_reads_the_same_cache(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def but_plainly(edit: Editor, node: ir.Node) -> bool:
-        drafts = any(value.name == NEXT_DRAFTS for value in edit.graph.outputs)
-        return drafts and attention_in_one(edit, node)
-
-    monkeypatch.setattr(exporter, "attention_in_one", but_plainly)
-    result = compared_along_a_chain(base, adapter, tmp_path / "bundle", "int8")
-    assert result.differences == []
-    bundle = Bundle.open(tmp_path / "bundle")
-    assert bundle.manifest.cache_dtype == "float16"
-    models = {name: onnx.load(str(bundle.file(name)), load_external_data=False) for name in (STEP, PLAIN)}
-    for model in models.values():
-        show_regions(model)
-    kinds = {name: {node.op_type for node in model.graph.node} for name, model in models.items()}
-    assert HALF_TREE_ATTENTION in kinds[STEP] and "Softmax" in kinds[PLAIN]
 
 
 @pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])

@@ -21,7 +21,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
-from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.functions import add_functions, attention_form
 from ssdevice.export.onnx.nodes import show_regions
 from ssdevice.export.onnx.parts import parts_of
 from ssdevice.export.onnx.quantization import Int4Weight
@@ -396,24 +396,20 @@ CACHES = {kernels.TREE_ATTENTION: np.float32, kernels.HALF_TREE_ATTENTION: np.fl
 """The operators of attention, and the type of their caches."""
 
 
-def attention_model(kind: str, rows: int, past: int, dim: int) -> bytes:
-    """An operator of attention as the exporter writes it, with its function."""
+def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0) -> bytes:
+    """An operator of attention as the exporter writes it, with its function; ``more``: new rows in the second run."""
     width = KV_HEADS * dim
     shapes = {
         "q": (1, rows, GROUPS * width),
         "past_keys": (past, width),
-        "keys": (rows, width),
+        "keys": (rows - more, width),
+        "more_keys": (more, width),
         "past_values": (past, width),
-        "values": (rows, width),
-        "mask": (1, rows * GROUPS, past + rows),
+        "values": (rows - more, width),
+        "more_values": (more, width),
+        "mask": (1, 1, rows, past + rows),
     }
-    views = {
-        "rows": [-1, width],
-        "heads": [-1, KV_HEADS, dim],
-        "groups": [KV_HEADS, -1, GROUPS, dim],
-        "whole": [1, -1, GROUPS * width],
-    }
-    model = model_of(kind, shapes, 1, kv_heads=KV_HEADS, scale=dim**-0.5, **views)
+    model = model_of(kind, shapes, 1, **attention_form(rows, KV_HEADS, GROUPS, dim, dim**-0.5))
     if CACHES[kind] == np.float32:
         return model
     typed = onnx.load_from_string(model)
@@ -427,9 +423,10 @@ def attention_inputs(kind: str, past: int, dim: int, seen: np.ndarray, shown: in
     """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in ``seen [R, R]``."""
     rng, rows, width = np.random.default_rng(past), len(seen), KV_HEADS * dim
     visible = np.concatenate([np.tile(np.arange(past) < shown, (rows, 1)), seen], axis=1)
-    mask = np.where(visible, np.float32(0), np.float32(-1e9)).repeat(GROUPS, axis=0)[None]
+    mask = np.where(visible, np.float32(0), np.float32(-1e9))[None, None]
     drawn = {"q": (1, rows, GROUPS * width), "keys": (rows, width), "values": (rows, width)}
     drawn |= {"past_keys": (past, width), "past_values": (past, width)}
+    drawn |= {"more_keys": (0, width), "more_values": (0, width)}
     types = {"past_keys": CACHES[kind], "past_values": CACHES[kind]}
     made = {name: rng.standard_normal(shape).astype(types.get(name, np.float32)) for name, shape in drawn.items()}
     return {"mask": mask, **made}
@@ -449,6 +446,18 @@ def test_attention_is_that_of_standard_operators_up_to_rounding(
 
 
 @pytest.mark.parametrize("kind", CACHES)
+def test_new_rows_in_two_runs_are_attended_to_as_in_one(library: Path, kind: str) -> None:
+    feeds = attention_inputs(kind, 40, 64, ANCESTORS, 29)
+    two = dict(feeds)
+    for name in ("keys", "values"):
+        two |= {name: feeds[name][:1], f"more_{name}": feeds[name][1:]}
+    for file in (library, None):
+        (in_one,) = session(attention_model(kind, 4, 40, 64), file).run(None, feeds)
+        (in_two,) = session(attention_model(kind, 4, 40, 64, more=3), file).run(None, two)
+        np.testing.assert_array_equal(in_two, in_one)
+
+
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("dim", [64, 20])
 def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int, kind: str) -> None:
     feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29)
@@ -459,10 +468,11 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
             name: np.concatenate([feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]]).astype(CACHES[kind])
             for name in ("keys", "values")
         }
-        mask = np.zeros((1, GROUPS, len(past["keys"]) + 1), np.float32)
+        mask = np.zeros((1, 1, 1, len(past["keys"]) + 1), np.float32)
         mask[..., -2] = -1e9
         alone = {"q": feeds["q"][:, node : node + 1], "mask": mask}
         alone |= {name: feeds[name][node : node + 1] for name in past}
+        alone |= {f"more_{name}": feeds[f"more_{name}"] for name in past}
         alone |= {f"past_{name}": rows for name, rows in past.items()}
         (row,) = session(attention_model(kind, 1, len(past["keys"]), dim), library).run(None, alone)
         np.testing.assert_array_equal(row[0, 0], tree[0, node])

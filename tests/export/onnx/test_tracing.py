@@ -14,8 +14,8 @@ from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, Geometry, T
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.graph import finish, simplify
-from ssdevice.export.onnx.heads import permuted_heads
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
@@ -50,7 +50,7 @@ def test_every_function_of_every_family(family: str) -> None:
             module = function_module(name, exportable(model), geometry, schedule)
             form = ExternalCacheForm(name, module, backbone.kv_heads).eval()
             edit = trace(form, spec.inputs, [tensor.name for tensor in spec.outputs])
-            simplify(edit, (permuted_heads,))
+            simplify(edit)
             quantize(edit, Quant.FP32, WeightStore())
             finish(edit)
             with torch.no_grad():
@@ -75,6 +75,7 @@ def run(edit: Editor, given: dict[str, np.ndarray]) -> list[np.ndarray]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     edit.graph.opset_imports["com.microsoft"] = 1
+    add_functions(edit.model)
     return ort.InferenceSession(ir.serde.serialize_model(edit.model).SerializeToString(), options).run(None, given)
 
 

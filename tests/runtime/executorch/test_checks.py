@@ -18,7 +18,7 @@ from ssdevice.runtime.executorch import checks
 from ssdevice.runtime.executorch.checks import INT, TENSOR, TENSORS, check_program
 from ssdevice.runtime.executorch.engine import PROGRAM
 from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, instructions
-from ssdevice.runtime.executorch.flatbuffer import Table, read_program
+from ssdevice.runtime.executorch.flatbuffer import Table, read_program, segment
 from ssdevice.runtime.executorch.program import load_program
 from tests.export.executorch import programs
 from tests.fuzz.programs import mutate
@@ -54,9 +54,29 @@ def value(plan: Table, kind: int) -> Table:
     return next(entry for entry in plan.tables(2) if entry.byte(0) == kind)
 
 
-def index_of_int(plan: Table) -> int:
-    """What -1 stands for below: a value that is no tensor."""
-    return [entry.byte(0) for entry in plan.tables(2)].index(INT)
+NUMBER, FLAT = -1, -2
+"""What stands below for the index of a value that is no tensor, and of a tensor of one dimension."""
+
+
+def index_of(plan: Table, wanted: int) -> int:
+    """The first value of the kind that is wanted."""
+    values = list(plan.tables(2))
+    if wanted == NUMBER:
+        return [entry.byte(0) for entry in values].index(INT)
+    return next(i for i, e in enumerate(values) if e.byte(0) == TENSOR and e.table(1).length(2) == 1)
+
+
+def payload(plan: Table) -> int:
+    """Where the data of the first delegate begins."""
+    segments = list(Table.root(plan.data, 0).tables(4))
+    return segment(plan.data, segments[next(plan.tables(7)).table(1).integer(1)])[0]
+
+
+def write(plan: Table) -> Table:
+    """The first call that writes rows into a cache."""
+    names = [entry.text(0) for entry in plan.tables(6)]
+    calls = (one.table(1) for one in instructions(plan) if one.byte(0) == KERNEL)
+    return next(found for found in calls if names[found.integer(0)] == "aten::index_put_")
 
 
 def first_argument(plan: Table) -> Table:
@@ -95,7 +115,14 @@ def inner(plan: Table) -> Table:
         (lambda plan: field(list(plan.tables(7))[1].table(1), 1), 1, WORD, "a call of XNNPACK has "),
         (lambda plan: call(plan, DELEGATE).vector(1, 4)[0] - 4, 1, WORD, "a call of XNNPACK has the index 1 of 1"),
         (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], 0, WORD, "a call of XNNPACK has a tensor of"),
-        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], -1, WORD, "a call of XNNPACK has a value of kind 2"),
+        (lambda plan: call(plan, DELEGATE).vector(1, 4)[0], NUMBER, WORD, "a call of XNNPACK has a value of kind 2"),
+        (
+            lambda plan: write(plan).vector(1, 4)[0] + 2 * WORD,
+            FLAT,
+            WORD,
+            "writes a tensor of 1 dimensions into one of 3",
+        ),
+        (lambda plan: payload(plan) + 4, ord("Y"), BYTE, "a delegate of 'XnnpackBackend' that begins like b'YH00'"),
     ],
 )
 def test_a_number_that_leads_nowhere_is_refused(
@@ -104,7 +131,7 @@ def test_a_number_that_leads_nowhere_is_refused(
     at = read_program(file, lambda _, root: place(next(p for p in root.tables(1) if p.text(0) == "step")))
     if number < 0:
         number = read_program(
-            file, lambda _, root: index_of_int(next(p for p in root.tables(1) if p.text(0) == "step"))
+            file, lambda _, root: index_of(next(p for p in root.tables(1) if p.text(0) == "step"), number)
         )
     changed = bytearray(file.read_bytes())
     changed[at : at + width] = number.to_bytes(width, "little")

@@ -14,8 +14,8 @@ from ssdevice.cli import main
 from ssdevice.contract import FUNCTIONS, PLAIN
 from ssdevice.errors import BundleError
 from ssdevice.runtime.executorch import program as loaded
-from ssdevice.runtime.executorch.description import describe_program
 from ssdevice.runtime.executorch.engine import PROGRAM
+from ssdevice.runtime.executorch.file import has_coreml, operators_of
 from tests.export.executorch import programs
 
 PORTABLE: Any = pytest.importorskip("executorch.extension.pybindings.portable_lib")
@@ -26,22 +26,10 @@ def file() -> Path:
     return programs.bundle().file(PROGRAM)
 
 
-def test_every_function_is_read_with_what_it_calls(file: Path) -> None:
-    found = describe_program(file)
-    assert set(found) == set(FUNCTIONS)  # constants take no inputs
-    for calls in found.values():
-        runs = calls["portable_runs"]
-        assert len(runs) == len(calls["delegates"]) + 1
-        assert calls["portable_calls"] == sum(calls["kernels"].values()) == sum(runs)
-        assert calls["breaks"] == sum(run > 0 for run in runs[1:-1])
-        assert all(one["backend"] == "XnnpackBackend" and one["operators"] for one in calls["delegates"])
-        layers = programs.bundle().geometry.layers
-        assert calls["kernels"]["aten::index_put_"] == 2 * layers  # keys and values of each layer are written in place
-
-
 def test_kernels_are_those_the_runtime_has(file: Path) -> None:
     known = set(PORTABLE._get_operator_names())
-    assert all(set(calls["kernels"]) <= known for calls in describe_program(file).values())
+    for function in FUNCTIONS:
+        assert "aten::index_put_" in operators_of(file, function) <= known
 
 
 def test_an_operator_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +45,13 @@ def test_a_cut_file_is_refused_in_one_line(file: Path, tmp_path: Path, part: flo
     cut = tmp_path / "model.pte"
     cut.write_bytes(data[: int(part * len(data)) if isinstance(part, float) else part])
     with pytest.raises(BundleError, match="model.pte: not a whole ExecuTorch program") as found:
-        describe_program(cut)
+        has_coreml(cut)
     assert "\n" not in str(found.value)
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot be read"):
-        describe_program(tmp_path / "model.pte")
+        has_coreml(tmp_path / "model.pte")
 
 
 def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Path) -> None:
@@ -76,13 +64,13 @@ def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Pat
         target = tmp_path / "model.pte"
         target.write_bytes(changed)
         try:
-            describe_program(target)
+            operators_of(target, PLAIN)
         except BundleError:
             refused += 1
     assert refused > 0
 
 
-def test_inspect_shows_delegates_and_what_stands_outside(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_is_delegated_and_what_is_outside(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(programs.bundle().folder)]) == 0
     out = capsys.readouterr().out
-    assert "XnnpackBackend" in out and "outside in step_plain: " in out and "index_put_ 4" in out
+    assert "step_plain: " in out and " delegates, " in out and "index_put_default 4" in out

@@ -12,17 +12,11 @@ import pytest
 
 from ssdevice.runtime.onnx import kernels
 from tests.compiled_kernels import COMPILER, NO_COMPILER, built
-from tests.fuzz.operator_graphs import Array, Node, region
+from tests.fuzz.operator_graphs import Node, region
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 F, H, I8, U8, J, B = np.float32, np.float16, np.int8, np.uint8, np.int64, np.bool_
 X = np.arange(4, dtype=F)
-WRAPS = (1 << 62) + 1
-"""Times four, it is 4 in 64 bits: as many elements as ``X`` has."""
-
-
-def numbers(*values: int) -> Array:
-    return np.array(values, J)
 
 
 def opened(node: Node | Path) -> ort.InferenceSession:
@@ -33,29 +27,7 @@ def opened(node: Node | Path) -> ort.InferenceSession:
     return ort.InferenceSession(str(node) if isinstance(node, Path) else node.model(), options)
 
 
-STEPS = {
-    "a view of more than there is": ("Reshape : 0 1 > 4\nGather axis=0 : 4 2 > 3", numbers(WRAPS, 4), numbers(8)),
-    "a view of negative sizes": ("Reshape : 0 1 > 4\nGather axis=0 : 4 2 > 3", numbers(-2, -2), numbers(0)),
-    "room for four, written for ever": ("Expand : 0 1 > 4\nGather axis=0 : 4 2 > 3", numbers(WRAPS, 4), numbers(0)),
-    "more than a range can hold": ("Range : 2 1 2 > 4\nCast to=1 : 4 > 3", numbers((1 << 61) + 4), numbers(1)),
-    "more than memory can hold": ("Range : 2 1 2 > 4\nCast to=1 : 4 > 3", numbers(1 << 32), numbers(1)),
-    "from least to most": ("Range : 1 2 2 > 4\nCast to=1 : 4 > 3", numbers(-(1 << 63)), numbers((1 << 63) - 1)),
-}
-"""Steps from inputs 0, ``X``, 1 and 2 to output 3; the numbers 1 and 2."""
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_sizes_that_no_machine_has_are_refused(name: str) -> None:
-    steps, *rest = STEPS[name]
-    with pytest.raises(Exception, match="a size is (too large|negative)"):
-        opened(node := region(f"3 1\n{steps}", X, *rest)).run(None, node.feeds())
-
-
-def test_nothing_is_moved_in_no_time_however_often() -> None:
-    """A million times a million rows of no bytes, and of no numbers."""
-    x, ids = np.zeros((1 << 20, 1, 0), F), np.zeros(1 << 20, J)
-    node = region("2 1\nGather axis=1 : 0 1 > 2", x, ids)
-    assert opened(node).run(None, node.feeds())[0].shape == (1 << 20, 1 << 20, 0)
+def test_endless_rows_of_no_numbers_take_no_time() -> None:
     rows = np.zeros((3, 1 << 40, 0), F)
     for node in (
         Node(kernels.GATED_SILU, (rows,)),
@@ -66,7 +38,7 @@ def test_nothing_is_moved_in_no_time_however_often() -> None:
 
 @pytest.mark.parametrize(
     ("text", "outputs"),
-    [("2 1\nAdd : 0 1 > 2", 1), ("1 2\nAdd : 0 0 > 1\nAdd : 0 0 > 2", 1), ("1 1\nAdd : 0 0 > 1", 2)],
+    [("2 1\nGatedSilu : 0 > 2", 1), ("1 2\nGatedSilu : 0 > 1\nGatedSilu : 0 > 2", 1), ("1 1\nGatedSilu : 0 > 1", 2)],
 )
 def test_a_region_whose_node_has_other_inputs_or_outputs_is_refused(text: str, outputs: int) -> None:
     with pytest.raises(Exception, match="other numbers of inputs or outputs"):
@@ -81,8 +53,8 @@ def test_a_region_without_steps_is_refused(text: str) -> None:
 
 def attention(kind: str, fresh: int = 1, past: int = 3, queries: int = 16, **attributes: Any) -> Node:
     old = np.zeros((past, 16), H if kind == kernels.HALF_TREE_ATTENTION else F)
-    new, mask = np.zeros((fresh, 16), F), np.zeros((1, queries // 16, past + fresh), F)
-    inputs = (np.zeros((1, 1, queries), F), old, new, old, new, mask)
+    new, more, mask = np.zeros((fresh, 16), F), np.zeros((0, 16), F), np.zeros((1, 1, past + fresh), F)
+    inputs = (np.zeros((1, 1, queries), F), old, new, more, old, new, more, mask)
     return Node(kind, inputs, attributes={"kv_heads": 1, "scale": 1.0, **attributes})
 
 
@@ -136,26 +108,12 @@ def test_weights_between_the_places_of_their_numbers_are_refused(past: int, tmp_
         opened(tmp_path / "g.onnx")
 
 
-def test_a_truth_of_another_byte_than_one_is_true() -> None:
-    when = np.array([0, 1, 2, 255], U8).view(B)
-    node = region("3 1\nAnd : 0 0 > 4\nWhere : 4 1 2 > 3", when, X, -X)
-    np.testing.assert_array_equal(opened(node).run(None, node.feeds())[0], [0, 1, 2, 3])
-
-
-def test_integers_wrap_around_as_those_of_onnx_do() -> None:
-    most = np.array([(1 << 63) - 1, -(1 << 63)], J)
-    for kind, given in (("Add", 1), ("Sub", -1), ("Mul", 3)):
-        node = region(f"2 1\n{kind} : 0 1 > 2", most, numbers(given), types=(7,))
-        with np.errstate(over="ignore"):
-            expected = {"Add": most + given, "Sub": most - given, "Mul": most * given}[kind]
-        np.testing.assert_array_equal(opened(node).run(None, node.feeds())[0], expected)
-
-
 def test_a_session_goes_on_after_an_error() -> None:
-    node = region("2 1\nReshape : 0 1 > 3\nGatedSilu : 3 > 2", X, numbers(2, 2))
+    rows = np.array([[1, -1, 1, 2]], F)
+    node = region("2 2\nGatedSilu : 0 > 4\nAddNorm epsilon=1e-5 : 4 4 1 > 2 3", rows, rows[0, :2], types=(1, 1))
     session = opened(node)
     before = session.run(None, node.feeds())[0]
-    for wrong in (numbers(WRAPS, 4), numbers(-7), numbers(1 << 40), numbers(4, 1)):
-        with pytest.raises(Exception, match="Region: "):
+    for wrong in (np.zeros(3, F), np.zeros((1, 2), F), np.zeros(0, F)):
+        with pytest.raises(Exception, match="Region: AddNorm: its rows do not fit"):
             session.run(None, {**node.feeds(), "i1": wrong})
     np.testing.assert_array_equal(session.run(None, node.feeds())[0], before)

@@ -7,12 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ssdevice.cli import main
-from ssdevice.errors import InputError
+from ssdevice.contract import STEP
+from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx import kernels
+from ssdevice.runtime.onnx.engine import OnnxEngine
+from ssdevice.tree import Tree
 from tests.compiled_kernels import COMPILER, NO_COMPILER, built, native_objects
+from tests.fuzz.operator_graphs import region
+from tests.runtime.scripted import make_geometry
 from tests.runtime.tiny_bundle import tiny_bundle
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
@@ -61,6 +68,15 @@ def test_the_command_puts_the_kernels_where_engines_find_them(
 def bundle() -> Path:
     """Made before there is a library, which an export would use."""
     return tiny_bundle("fp32").folder
+
+
+def test_a_graph_of_an_older_version_says_what_to_do(tmp_path: Path, library: Path) -> None:
+    x = np.ones((1, 4), np.float32)
+    file = tmp_path / "step.onnx"
+    file.write_bytes(region("2 1\nAdd : 0 1 > 2", x, x).model())
+    engine = OnnxEngine({STEP: file}, make_geometry(Tree.chain(2)), "float32", EngineOptions(threads=1))
+    with pytest.raises(BundleError, match=r"no operator of this name.*export it again.*--no-kernels"):
+        engine.session(STEP)
 
 
 def test_half_a_library_is_one_line_and_can_be_left_out(

@@ -10,11 +10,11 @@ from time import sleep
 
 from ssdevice.bench.beside import by_token
 from ssdevice.bench.machine import Load, LoadWatch
-from ssdevice.bench.peers.arm import PEERS, Arm, Setup, Skip, UnavailableError
-from ssdevice.bench.peers.remote import SETTLE_SECONDS, Worker
 from ssdevice.bench.runner import WARM_UP_PROMPTS, BenchOptions, Measured, take_turns
 from ssdevice.bench.statistics import Interval
 from ssdevice.errors import InputError
+from ssdevice.peers.arm import PEERS, Arm, Setup, Skip, UnavailableError
+from ssdevice.peers.remote import SETTLE_SECONDS, Worker
 from ssdevice.progress import Report, track
 
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ssdevice.bench.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
+from ssdevice.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
 
 NAME = "llama.cpp"
 

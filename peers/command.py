@@ -1,4 +1,4 @@
-"""``ssdevice bench --peers``: measure bundles beside other engines on the same weights."""
+"""``ssdevice peers``: measure bundles beside other engines on the same weights."""
 
 from __future__ import annotations
 
@@ -6,59 +6,76 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ssdevice.commands.opening import engine_options, open_bundle, positive
+from ssdevice.bundle.staging import check_writable
+from ssdevice.commands.bench import add_measuring, bench_options, check_measuring, finish
+from ssdevice.commands.opening import add_engine, add_signature, engine_options, open_bundle, positive, refuse_ignored
+from ssdevice.commands.sampling import HELP, flag
+from ssdevice.data import read_examples
 from ssdevice.errors import ContextOverflowError, InputError
+from ssdevice.peers.arm import PEERS, SAMPLING, Setup
 
 if TYPE_CHECKING:
-    from ssdevice.bench.peers.arm import Arm, Skip
     from ssdevice.bench.runner import BenchOptions
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import App
     from ssdevice.data import Example
-    from ssdevice.progress import Report
+    from ssdevice.peers.arm import Arm, Skip
     from ssdevice.text.tokenizer import ChatTokenizer
 
 GGUF = "model.gguf"
 LOOKUP = (2, 10)
-PEERS_OPTIONS = ("--gguf", "--genai", "--lookup", "--draft-model", "--without", "--python")
 
 
-def add_peers(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--peers`` and what goes with it."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``ssdevice peers BUNDLE.. --model MODEL --data FILE``."""
+    add = parser.add_argument
+    add("bundles", type=Path, nargs="+", metavar="BUNDLE", help="bundle folders")
+    add(
+        "--model", type=Path, required=True, metavar="MODEL", help="their base for other engines, a Hugging Face folder"
+    )
+    add("--app", metavar="NAME", help="app of the bundles (default: the default app)")
+    add_signature(parser)
+    add_measuring(parser)
+    for name in SAMPLING:
+        kind, text = HELP[name]
+        add(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    add_engine(parser)
     group = parser.add_argument_group("other engines", "these need the extra 'peers'; what is missing is skipped")
     add = group.add_argument
-    add("--peers", type=Path, metavar="MODEL", help="measure beside other engines on this Hugging Face folder")
     add("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
     add("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
-    add("--lookup", type=positive, nargs="+", metavar="N", help="tokens of prompt lookup (default 2 and 10)")
+    add(
+        "--lookup",
+        type=positive,
+        nargs="+",
+        default=LOOKUP,
+        metavar="N",
+        help="tokens of prompt lookup (default 2 and 10)",
+    )
     add("--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams")
     add("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
     add("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable")
 
 
-def measure_peers(
-    args: argparse.Namespace, folders: Sequence[Path], examples: Sequence[Example], options: BenchOptions, show: Report
-) -> dict[str, Any]:
-    """The report of ``ssdevice.bench.peers.table``.
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print Markdown on standard output.
 
     Prompts are those of the first bundle's app: its chat template and its instruction, for every engine alike. Raises
     InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
     """
     from ssdevice.bench.comparable import check_same
-    from ssdevice.bench.peers import ours, two_models
-    from ssdevice.bench.peers.arm import PEERS, SAMPLING, Setup
-    from ssdevice.bench.peers.compare import compare, offers
-    from ssdevice.bench.peers.table import as_json
+    from ssdevice.commands.progress import Progress
+    from ssdevice.peers import ours, two_models
+    from ssdevice.peers.compare import compare, offers
+    from ssdevice.peers.table import as_json, as_markdown
     from ssdevice.runtime.opened import tokenizer_of
 
-    pythons = dict(_named_python(text) for text in args.python)
-    for name in (*args.without, *pythons):
-        if name not in PEERS:
-            raise InputError(f"no peer {name[:60]!r}; there are {', '.join(PEERS)}")
-    bundles = [open_bundle(args, folder) for folder in folders]
-    _check_weights(bundles, args.peers)
+    pythons = _check_options(args)
+    examples, options = read_examples(args.data, args.limit, require_completion=False), bench_options(args)
+    bundles = [open_bundle(args, folder) for folder in args.bundles]
+    _check_weights(bundles, args.model)
     drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
     if drafter is not None:
         mine, expected = (each.manifest.model.vocab for each in (drafter, bundles[0]))
@@ -67,32 +84,53 @@ def measure_peers(
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
     prompts = _prompts(tokenizer, first.app(args.app).instruction, examples, options, context)
-    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     setup = Setup(
-        model=args.peers,
-        gguf=args.gguf or args.peers / GGUF,
+        model=args.model,
+        gguf=args.gguf or args.model / GGUF,
         genai=args.genai,
         threads=args.threads or os.cpu_count() or 1,
         context=context,
         stops=tokenizer.stop_ids,
-        lookup=tuple(dict.fromkeys(args.lookup or LOOKUP)),
-        sampling=sampling if sampling.get("temperature") else {},
+        lookup=tuple(dict.fromkeys(args.lookup)),
+        sampling={name: value for name in SAMPLING if args.temperature and (value := getattr(args, name)) is not None},
         pythons=pythons,
     )
     offered: list[Arm | Skip] = []
     notes = ["all engines are given the same ids; other engines run the base model only"]
-    names = {folder.resolve().name for folder in folders}
-    for folder, bundle in zip(folders, bundles, strict=True):
-        label = f"ssdevice {folder.resolve().name if len(names) == len(folders) else folder}"
+    names = {folder.resolve().name for folder in args.bundles}
+    for folder, bundle in zip(args.bundles, bundles, strict=True):
+        label = f"ssdevice {folder.resolve().name if len(names) == len(bundles) else folder}"
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
         if drafter is not None:
             offered += two_models.offers(bundle, drafter, engine_options(args), setup, label)
         notes.append(f"{label}: {_note(bundle.app(args.app))}")
-    offered += offers(setup, args.without, show)
-    if setup.gguf.is_file() and "llama.cpp" not in args.without:
-        notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
-    found = compare(offered, prompts, options, show)
-    return as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
+    with Progress(args.quiet) as progress:
+        offered += offers(setup, args.without, progress.report)
+        if setup.gguf.is_file() and "llama.cpp" not in args.without:
+            notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
+        found = compare(offered, prompts, options, progress.report)
+    report = as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
+    finish(args, report, as_markdown(report))
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> dict[str, str]:
+    """The interpreters by peer. Raises InputError, before any work, for options that cannot be carried out."""
+    from ssdevice.runtime.sampling.options import Sampling
+
+    check_measuring(args)
+    Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
+    if args.genai is not None:
+        check_writable(args.genai, "--genai")
+    if not args.temperature:
+        refuse_ignored(args, "without --temperature tokens are chosen greedily", *map(flag, SAMPLING[1:]))
+    if args.draft_model is not None:
+        refuse_ignored(args, "a model that drafts for another is measured greedily", "--temperature")
+    pythons = dict(_named_python(text) for text in args.python)
+    for name in (*args.without, *pythons):
+        if name not in PEERS:
+            raise InputError(f"no peer {name[:60]!r}; there are {', '.join(PEERS)}")
+    return pythons
 
 
 def _prompts(
@@ -124,10 +162,10 @@ def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
     from ssdevice.bench.comparable import check_base
 
     if not model.is_dir():
-        raise InputError(f"--peers {model}: no such folder; expected a Hugging Face model folder")
+        raise InputError(f"--model {model}: no such folder; expected a Hugging Face model folder")
     sha256 = weights_sha256(model)
     for bundle in bundles:
-        check_base(f"--peers {model}", sha256, bundle)
+        check_base(f"--model {model}", sha256, bundle)
 
 
 def _note(app: App) -> str:

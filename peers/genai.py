@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup, Skip, UnavailableError
+from ssdevice.peers.arm import Answer, Arm, Json, Offers, Setup, Skip, UnavailableError
 
 NAME = "genai"
 PRECISIONS = ("int4", "int8")

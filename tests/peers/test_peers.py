@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ssdevice.bench.machine import LoadWatch
-from ssdevice.bench.peers import genai, hf, llamacpp, ours
-from ssdevice.bench.peers.arm import PEERS, Answer, Arm, Setup, Skip, UnavailableError
-from ssdevice.bench.peers.compare import compare, offers
-from ssdevice.bench.peers.remote import Worker
-from ssdevice.bench.peers.table import as_json, as_markdown
-from ssdevice.bench.peers.two_models import DraftModel
 from ssdevice.bench.runner import BenchOptions, take_turns
 from ssdevice.cli import main
 from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.peers import genai, hf, llamacpp, ours
+from ssdevice.peers.arm import PEERS, Answer, Arm, Setup, Skip, UnavailableError
+from ssdevice.peers.compare import compare, offers
+from ssdevice.peers.remote import Worker
+from ssdevice.peers.table import as_json, as_markdown
+from ssdevice.peers.two_models import DraftModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import decode
 from ssdevice.text.stream import Emission
@@ -249,7 +249,7 @@ def test_the_command_measures_a_bundle_and_says_what_is_missing(
     data.write_text("\n".join(json.dumps({"prompt": text}) for text in ("hello", "x" * 90)) + "\n")
     bundle, model = str(tiny.tiny_bundle("fp32").folder), str(tiny.base_folder())
     options = ["--rounds", "1", "--max-tokens", "8", "--threads", "1", "--without", "transformers", "--quiet"]
-    command = ["bench", bundle, "--data", str(data), "--peers", model, "--json", str(report), *options]
+    command = ["peers", bundle, "--data", str(data), "--model", model, "--json", str(report), *options]
     assert main(command) == 2 and "--skip-long leaves out" in capsys.readouterr().err
     assert main([*command, "--skip-long"]) == 0
     text, found = capsys.readouterr().out, json.loads(report.read_text())
@@ -273,7 +273,7 @@ def test_engines_sample_alike(peer: str, tmp_path: Path, capsys: pytest.CaptureF
     options = ["--rounds", "1", "--max-tokens", "12", "--threads", "1", "--quiet", "--json", str(report)]
     asked = ["--temperature", "1.5", "--top-k", "50", "--seed", "3"]
     asked += [] if peer == "transformers" else ["--without", "transformers"]
-    assert main(["bench", bundle, "--data", str(data), "--peers", model, *options, *asked]) == 0
+    assert main(["peers", bundle, "--data", str(data), "--model", model, *options, *asked]) == 0
     found = json.loads(report.read_text())
     assert found["sampling"] == {"temperature": 1.5, "top_k": 50, "seed": 3}
     assert "temperature 1.5, top-k 50, seed 3" in capsys.readouterr().out
@@ -287,13 +287,13 @@ def test_engines_sample_alike(peer: str, tmp_path: Path, capsys: pytest.CaptureF
     ("options", "message"),
     [
         (["--seed", "3"], "--seed has no effect: without --temperature"),
-        (["--temperature", "1", "--min-p", "0.1"], "--min-p has no effect: of how tokens are chosen, this takes"),
+        (["--temperature", "1", "--min-p", "0.1"], "unrecognized arguments: --min-p"),
+        (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "1", "--draft-model", "d"], "--temperature has no effect: a model that drafts"),
         (["--without", "llama"], "no peer 'llama'; there are llama.cpp, genai, transformers"),
         (["--python", "genai"], "expected PEER=FILE"),
         (["--python", "gen=/x"], "no peer 'gen'"),
-        (["--profile"], "--peers has no effect: --profile"),
-        (["--peers", "/no/such/model"], "no such folder"),
+        (["--model", "/no/such/model"], "no such folder"),
     ],
 )
 def test_options_are_checked(
@@ -302,7 +302,7 @@ def test_options_are_checked(
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "hello"}) + "\n")
     bundle, model = str(tiny.tiny_bundle("fp32").folder), str(tiny.base_folder())
-    assert main(["bench", bundle, "--data", str(data), "--peers", model, *options]) == 2
+    assert main(["peers", bundle, "--data", str(data), "--model", model, *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -310,7 +310,7 @@ def test_other_weights_than_the_bundles_are_refused(tmp_path: Path, capsys: pyte
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "hello"}) + "\n")
     (tmp_path / "model.safetensors").write_bytes(b"other")
-    assert main(["bench", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--peers", str(tmp_path)]) == 2
+    assert main(["peers", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--model", str(tmp_path)]) == 2
     assert "is not the base of" in capsys.readouterr().err
 
 

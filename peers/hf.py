@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ssdevice.bench.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
+from ssdevice.peers.arm import Answer, Json, Offers, Setup, Skip, lookup_arms
 
 NAME = "transformers"
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
+from ssdevice.peers.arm import Answer, Arm, Json, Offers, Setup
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 
 if TYPE_CHECKING:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import IO
 
-from ssdevice.bench.peers.arm import Answer, Engine, Json
 from ssdevice.errors import first_line
-
-STATUS = Path("/proc/self/status")
+from ssdevice.memory import own_peak_mb
+from ssdevice.peers.arm import Answer, Engine, Json
 
 
 def main() -> None:
@@ -45,17 +42,3 @@ def main() -> None:
 
 def _tell(pipe: IO[str], reply: Json) -> None:
     print(json.dumps(reply), file=pipe, flush=True)
-
-
-def own_peak_mb() -> float:
-    """Peak MB (10⁶ bytes) of this process."""
-    try:  # on Linux, what getrusage says includes the process that started this one
-        found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024 / 1e6
-    except OSError:
-        pass
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6  # bytes on macOS, KiB elsewhere

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ssdevice import __version__
-from ssdevice.bench.peers.arm import Json, Setup
-from ssdevice.bench.peers.compare import Comparison, Row
 from ssdevice.bench.report import arm_as_json, bounds, heading, processor, prompts_of
 from ssdevice.bench.runner import BenchOptions
+from ssdevice.peers.arm import Json, Setup
+from ssdevice.peers.compare import Comparison, Row
 from ssdevice.progress import count
 
 
 def as_json(
     comparison: Comparison, setup: Setup, options: BenchOptions, data: str, skipped_prompts: int, notes: Sequence[str]
 ) -> Json:
-    """The object that ``bench --peers --json`` writes. ``notes``: what a reader of the table must know."""
+    """The object that ``peers --json`` writes. ``notes``: what a reader of the table must know."""
     fastest = comparison.fastest_plain_peer
     return {
         "ssdevice": __version__,

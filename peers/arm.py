@@ -22,9 +22,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "seed")
 """What may be asked of every engine: the fields of ``Sampling`` that all of them have."""
 
 PEERS = {
-    "llama.cpp": "ssdevice.bench.peers.llamacpp",
-    "genai": "ssdevice.bench.peers.genai",
-    "transformers": "ssdevice.bench.peers.hf",
+    "llama.cpp": "ssdevice.peers.llamacpp",
+    "genai": "ssdevice.peers.genai",
+    "transformers": "ssdevice.peers.hf",
 }
 """The module of each peer by the name that a user knows it by."""
 

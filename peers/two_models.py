@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ssdevice.bench.peers.arm import Answer, Arm, Json, Offers, Setup
-from ssdevice.bench.peers.ours import BundleEngine
 from ssdevice.contract import STEP
+from ssdevice.peers.arm import Answer, Arm, Json, Offers, Setup
+from ssdevice.peers.ours import BundleEngine
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import decode, prefill
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from types import TracebackType
 
 import ssdevice
-from ssdevice.bench.peers.arm import Arm, Json, UnavailableError
 from ssdevice.errors import SSDeviceError
+from ssdevice.peers.arm import Arm, Json, UnavailableError
 from ssdevice.runtime.generation import Generation
 
 # The interpreter may be another one, which does not know this package. Once the package is loaded, the folder that
 # holds it is taken off the path again: the packages beside it are not for that interpreter.
-START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.bench.peers.worker import main; del sys.path[0]; main()"
-)
+START = "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.peers.worker import main; del sys.path[0]; main()"
 SETTLE_SECONDS = 0.1
 """Pause before an answer, until the threads of the engine before have stopped to wait busily for more work."""
 
