@@ -56,6 +56,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lines
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
