@@ -47,11 +47,11 @@ class Schedule(StrEnum):
 class StreamConfig:
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, as in Medusa (2401.10774),
+    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, which share the LM head,
     each of rank ``adapter_rank``. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity). ``token_rank``: rank of
     g, by which each stream also sees the token that the main stream has just chosen (0: they do not, as in the paper);
     they cannot run before it is chosen, so their schedule is ``deferred``. ``follow_rank``: rank of the term by which
-    a draft sees the token before it, as Hydra's heads do (2402.05109; 0: drafts do not depend on each other).
+    a draft sees the token before it, an idea of Hydra (2402.05109; 0: drafts do not depend on each other).
     ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
     Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
     ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).

@@ -28,7 +28,7 @@ TOKEN_RANK = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command. Their defaults are the recipe of the papers."""
+    """Flags of the command. Their defaults are our recipe, not the papers' (docs/training.md)."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
     add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
     add = stream.add_argument
     add("--gamma", type=int, help="γ, number of streams (default 4)")
-    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: Medusa's heads instead")
+    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: heads instead")
     add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
     add("--token-rank", type=int, metavar="RANK",
         help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK}; 0, the "

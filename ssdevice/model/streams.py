@@ -98,8 +98,8 @@ class Streams(nn.Module):
     In lossless mode the constructor wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
     ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and
     ``follow``, by which a draft sees the one before it, are not in the paper (see StreamConfig). Without MSA layers
-    there are Medusa's ``heads`` (2401.10774) instead, which share the LM head. ``draft_ids [n] int32``: the tokens that
-    streams choose among, ascending; only with ``config.draft_vocabulary``.
+    there are ``heads`` on the last hidden state instead, which share the LM head. ``draft_ids [n] int32``: the tokens
+    that streams choose among, ascending; only with ``config.draft_vocabulary``.
     """
 
     draft_ids: Tensor
