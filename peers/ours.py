@@ -63,5 +63,4 @@ class BundleEngine:
         most, mode, sampling = answer.max_tokens, self._mode, self._sampling
         with closing(self._session.runs(prompt, max_tokens=most, mode=mode, sampling=sampling)) as runs:
             for run in runs:
-                if run.tokens:
-                    answer.add(run.tokens)
+                answer.add(run.tokens)

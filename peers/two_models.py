@@ -84,5 +84,4 @@ class TwoModels(BundleEngine):
         self._conversation.length = self._advance.small.length = 0
         accept = self._session.tokenizer.output(()).push
         for run in decode(self._conversation, prompt, self._advance, accept, answer.max_tokens):
-            if run.tokens:
-                answer.add(run.tokens)
+            answer.add(run.tokens)

@@ -49,7 +49,7 @@ class Run:
     """What one target call added to an answer: its ``tokens``, and the ``text`` that can no longer change.
 
     ``reason``: why the answer ends here; None if it continues. ``drafts [γ, k]``: the verified candidates; None for
-    prefill and for plain decoding. Calls of prefill before the last one add nothing.
+    prefill and for plain decoding.
     """
 
     tokens: tuple[int, ...]
@@ -82,13 +82,13 @@ class Generation:
     cached_tokens: int = 0
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
-        """Add a run and the time of its call; all up to the first one with tokens are prefill's."""
+        """Add a run and the time of its call; the first run is that of prefill."""
         if self.tokens:
             self.accepted.append(len(run.tokens))
             self.decode_seconds += seconds
             self.native_seconds += native_seconds
         else:
-            self.prefill_seconds += seconds
+            self.prefill_seconds = seconds
         self.tokens.extend(run.tokens)
         self.text += run.text
         self.reason = run.reason

@@ -48,38 +48,37 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
     Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
     """
     check_prompt(conversation.geometry, prompt, conversation.length)
-    *_, token = _chunks(conversation, prompt)
+    size, token = conversation.geometry.chunk, 0
+    for at in range(0, len(prompt), size):
+        chunk = prompt[at : at + size]
+        token = conversation.prefill(chunk)
+        conversation.length += len(chunk)
     return token
 
 
-def _chunks(conversation: Conversation, prompt: Sequence[int]) -> Iterator[int]:
-    """Commit a prompt call by call; yields the token that follows so far."""
-    for at in range(0, len(prompt), conversation.geometry.chunk):
-        chunk = prompt[at : at + conversation.geometry.chunk]
-        token = conversation.prefill(chunk)
-        conversation.length += len(chunk)
-        yield token
+def begin(conversation: Conversation, prompt: Sequence[int], advance: Advance) -> Sequence[int]:
+    """The first tokens of the answer: prefill's, or where the host chooses, those of a call after the prompt's last.
+
+    Errors are those of ``prefill``.
+    """
+    if conversation.chooser is None:
+        return (prefill(conversation, prompt),)
+    check_prompt(conversation.geometry, prompt, conversation.length)
+    if len(prompt) > 1:
+        prefill(conversation, prompt[:-1])
+    return advance(conversation, prompt[-1])
 
 
 def decode(
     conversation: Conversation, prompt: Sequence[int], advance: Advance, accept: Accept, max_tokens: int
 ) -> Iterator[Run]:
-    """The answer to a prompt, call by call: runs without tokens before the last call of prefill; the last has a reason.
+    """The answer to a prompt, call by call. The first run is that of ``begin``; the last one has a reason.
 
-    The first tokens are prefill's, or where the host chooses, those of a call after the prompt's last token. Whenever
-    this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with that one.
-    Errors are those of ``prefill``.
+    Whenever this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with
+    that one.
     """
-    check_prompt(conversation.geometry, prompt, conversation.length)
     start, emitted = conversation.length + len(prompt), 0
-    run: Sequence[int] = ()
-    chooses = conversation.chooser is not None
-    for token in _chunks(conversation, prompt[:-1] if chooses else prompt):
-        run = [token]
-        if conversation.length < start:
-            yield Run((), "")
-    run = advance(conversation, prompt[-1]) if chooses else run
-    run = run[: min(max_tokens, conversation.geometry.context - start + 1)]
+    run = begin(conversation, prompt, advance)[: min(max_tokens, conversation.geometry.context - start + 1)]
     while True:
         emission = accept(run)
         run = run[: emission.used]

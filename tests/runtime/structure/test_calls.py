@@ -81,9 +81,14 @@ def test_a_special_mark_is_its_token() -> None:
         (TOOLS, ToolStyle.GEMMA, None, "not write calls in JSON"),
         (TOOLS, ToolStyle.HERMES, "clock", "no tool 'clock'; the request has weather, time"),
         ([], ToolStyle.HERMES, None, "has none"),
-        ([{"name": "flat"}], ToolStyle.HERMES, None, "no function with a name"),
-        (["time"], ToolStyle.HERMES, None, "no function with a name"),
-        ([{"function": {"name": "f", "parameters": 5}}], ToolStyle.HERMES, None, "no function with a name"),
+        ([{"name": "flat"}], ToolStyle.HERMES, None, r"tools\[0\].function is NoneType"),
+        (["time"], ToolStyle.HERMES, None, r"tools\[0\] is str"),
+        (
+            [{"function": {"name": "f", "parameters": 5}}],
+            ToolStyle.HERMES,
+            None,
+            r"tools\[0\].function.parameters is int",
+        ),
     ],
 )
 def test_what_cannot_be_required_is_refused(tools: Any, style: ToolStyle, name: str | None, reason: str) -> None:
