@@ -27,7 +27,7 @@ from tests.fuzz.worker import MAX_LINE, Result
 from tests.runtime.tiny_bundle import tiny_bundle
 
 NO_MEMORY = "AddressSanitizer: allocator is out of memory", "libonnxruntime"
-"""A graph's constant may ask ONNX Runtime for any size: an error without the sanitizer, the end of the process with it."""
+"""A graph's constant may ask ONNX Runtime for any size: an error without the sanitizer, the process's end with it."""
 TIMEOUT_S = 300
 """Sanitizers make a manifest of a megabyte take seconds, and other work on the machine takes more."""
 PROMPT = "1 2 3\n"
