@@ -1,9 +1,9 @@
 """The step and prefill modules behind the flat signatures of the contract.
 
 In ``ExternalCacheForm`` the caller holds the KV cache: committed rows come in as ``[P, kv_heads * head_dim]`` per layer
-and the new rows of all layers leave as one tensor. What an exporter should recognise as a whole (attention over several
-runs of rows, rotary embedding, the view of rows as heads) runs through the operators below, which compute the same as
-the model's own code.
+and the new rows of all layers leave as one tensor. What an exporter should see as a whole (attention over several runs
+of rows, rotary embedding, norms, the view of rows as heads, the best candidates) runs through the operators below and
+torch's own, which compute the same as the model's code.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geometry
-from ssdevice.model import attention
+from ssdevice.model import attention, ties
 from ssdevice.model.attention import Attending, KeyValue
-from ssdevice.model.operators import Operators, rotate, under
+from ssdevice.model.operators import Operators, norm_kind, rotate, under
 from ssdevice.model.step import DraftModule, PrefillModule, StepModule, StreamModel, VerifyModule
 from ssdevice.tree import Tree
 
@@ -63,15 +63,36 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("ssdevice::top_k", mutates_args=())
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """``ssdevice.model.ties.top_k`` as one operator."""
+    return ties.top_k(scores, k)
+
+
+@top_k.register_fake
+def _(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty(scores.shape[0], k, dtype=torch.int32)
+
+
 def _attention(asked: Attending) -> Tensor:
     scale, softcap = float(asked.scale), float(asked.softcap or 0.0)
     out: Tensor = attend(asked.query, list(asked.keys), list(asked.values), asked.mask, scale, softcap)
     return out
 
 
+def _norm(module: nn.Module) -> nn.Module | None:
+    """torch's own RMS norm for one of a family."""
+    kind = norm_kind(module)
+    if kind is None or kind.centered:
+        return None
+    made = nn.RMSNorm(kind.scale.shape, kind.eps)
+    made.weight = kind.scale
+    return made
+
+
 def exportable(model: StreamModel) -> StreamModel:
     """The model with its layers running through the operators above where they compute the same."""
-    return under(model, Operators(attention=_attention, rotary=rotary))
+    return under(model, Operators(attention=_attention, rotary=rotary, norm=_norm, top_k=top_k))
 
 
 class ExternalCacheForm(nn.Module):
@@ -110,8 +131,7 @@ class ExternalCacheForm(nn.Module):
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:
     """New rows of all layers as ``[2 * layers, n, kv_heads * hd]``: keys and values of layer 0, of layer 1, .."""
-    flat = [part[0].transpose(0, 1).flatten(1)[None] for pair in rows for part in pair]
-    return torch.cat(flat, dim=0)
+    return torch.cat([part.transpose(1, 2).flatten(2) for pair in rows for part in pair])
 
 
 def function_module(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule) -> FunctionModule:

@@ -7,13 +7,11 @@ Attention sums over past and new values at once, so that a drafted row equals th
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 from torch import Tensor, nn
 
 from ssdevice.model.attention import attend_once
-from ssdevice.model.operators import Operators, under
+from ssdevice.model.operators import Operators, norm_kind, under
 from ssdevice.model.step import StreamModel
 
 MASK_VALUE = -1e4
@@ -57,22 +55,7 @@ def half_precision(model: StreamModel) -> StreamModel:
 def half_norm(module: nn.Module) -> HalfNorm | None:
     """The HalfNorm that computes the same as a norm module, or None for other modules.
 
-    Candidates are tried on numbers, because families differ in the name of eps, in whether the weight is added to one,
-    and in whether the mean is subtracted. ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
+    ``torch.nn.LayerNorm`` is one operation of Core ML and stays.
     """
-    weight = getattr(module, "weight", None)
-    if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, Tensor):
-        return None
-    if [name for name, _ in module.named_parameters()] != ["weight"]:
-        return None
-    eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0]).reshape(5, *[1] * weight.dim())
-    probe = torch.randn(5, *weight.shape, generator=generator) * sizes
-    with torch.no_grad():
-        expected = module(probe)
-        for scale, centered in product((weight, 1.0 + weight), (False, True)):
-            candidate = HalfNorm(scale, eps, centered)
-            if torch.allclose(candidate(probe), expected, rtol=1e-4, atol=1e-5):
-                return candidate
-    return None
+    kind = norm_kind(module)
+    return HalfNorm(kind.scale, kind.eps, kind.centered) if kind is not None else None

@@ -13,8 +13,6 @@ from onnx_ir.passes import common as passes
 from ssdevice.model.roles import Role
 
 CONTRIB = "com.microsoft"
-SKIP_NORM = "SkipSimplifiedLayerNormalization"
-"""ONNX Runtime's residual addition with RMS normalization; outputs 0 and 3 are the norm and the sum."""
 OPSET = 23
 ROLE = "ssdevice.role"
 """Metadata of a graph's weights while it is rewritten: their ``Role``."""
@@ -23,9 +21,9 @@ Shape = tuple[int | None, ...]
 
 @dataclass
 class Marked:
-    """A linear's product: the parameter's name, the rows it reads and what comes out."""
+    """A product: the parameters of its columns with how many each has, its rows and what comes out."""
 
-    weight: str
+    weights: tuple[tuple[str, int], ...]
     source: ir.Value
     output: ir.Value
 
@@ -66,10 +64,6 @@ class Editor:
         """An int64 vector."""
         return self.constant(np.array(values, np.int64))
 
-    def scalar(self, value: float) -> ir.Value:
-        """A float32 number."""
-        return self.constant(np.array(value, np.float32))
-
     def insert(
         self,
         before: ir.Node | None,
@@ -109,10 +103,13 @@ class Editor:
         return self.insert(before, "Reshape", [value, target], shape, value.dtype)
 
     def transpose(self, before: ir.Node | None, value: ir.Value, perm: Sequence[int]) -> ir.Value:
-        """``value``, of known rank, with its dimensions in another order."""
-        shape = shape_of(value)
-        assert shape is not None
-        return self.insert(before, "Transpose", [value], [shape[d] for d in perm], value.dtype, {"perm": list(perm)})
+        """``value``, of known rank, with its dimensions in another order: a reshape if that moves no data."""
+        old = shape_of(value)
+        assert old is not None
+        shape = tuple(old[d] for d in perm)
+        if shape.count(None) < 2 and [d for d in perm if old[d] != 1] == [d for d in range(len(old)) if old[d] != 1]:
+            return self.reshape(before, value, shape)
+        return self.insert(before, "Transpose", [value], shape, value.dtype, {"perm": list(perm)})
 
     def split(
         self, before: ir.Node | None, value: ir.Value, widths: ir.Value, shapes: Sequence[Shape | None], axis: int

@@ -35,13 +35,13 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import added_norm, best_column, gated_silu, half_cache, rotary_split
-from ssdevice.export.onnx.graph import FINISH, apply, finish, simplify
+from ssdevice.export.onnx.fused import best_column, gated_silu, half_cache, rotary_split
+from ssdevice.export.onnx.graph import FINISH, apply, simplify
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.regions import join_regions
-from ssdevice.export.onnx.shown import OnnxShown
+from ssdevice.export.onnx.shown import OnnxShown, Written, written
 from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
@@ -93,6 +93,7 @@ class OnnxExporter(Exporter):
         with WeightFile(folder / WEIGHTS_FILE) as weights:
             writer = GraphWriter(plan, weights, argmax)
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
+        self.products = writer.products
         notes = (*_notes(plan.options.quant, writer.store), *job.notes)
         tools = {name: version(name) for name in TOOLS}
         return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, tools, apps)
@@ -111,7 +112,7 @@ class OnnxExporter(Exporter):
             files = {function: folder / path for function, path in kept.functions.items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
             engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
-            shown = OnnxShown(files, one.plan, result.cache_dtype, tensors)
+            shown = OnnxShown(files, self.products, one.plan, result.cache_dtype, tensors)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:
                 return check(one, driver, JITTER[quant], shown, BOUNDS[quant])
@@ -119,11 +120,11 @@ class OnnxExporter(Exporter):
         return check_each(plan.merged, jobs(job), check_app)
 
 
-Written = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
+Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
 """The files of a bundle, and how it stores each separate app."""
 
 
-def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
+def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """A graph of every function."""
     specs = job.plan.functions(CacheForm.EXTERNAL, FLOATS)
     for number, (name, spec) in enumerate(specs.items()):
@@ -132,7 +133,7 @@ def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Written
     return (*(TargetFile(name, FILES[name]) for name in specs), TargetFile(WEIGHTS, WEIGHTS_FILE)), {}
 
 
-def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
+def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
     plan = job.plan
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
@@ -173,19 +174,22 @@ class GraphWriter:
         self.plan, self.weights, self.argmax = plan, weights, argmax
         self.store = WeightStore()
         self.cache_dtype = ""
+        self.products: dict[Path, list[Written]] = {}
 
     def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
         quant = self.plan.options.quant
         simplify(edit)
         quantize(edit, quant, self.store, book)
-        finish(edit, (rotary_split, gated_silu, added_norm))
+        apply(edit, FINISH)
+        apply(edit, (rotary_split, gated_silu))
         if self.argmax:
             apply(edit, (best_column, *FINISH))
         cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
         self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
+        self.products[file] = written(edit)
         inputs, outputs = (
             [replace(t, dtype=self.cache_dtype) if t.name == ROWS or PAST in t.shape else t for t in tensors]
             for tensors in (spec.inputs, spec.outputs)

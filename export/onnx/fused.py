@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from ssdevice.contract import ROWS
 from ssdevice.export.onnx.editor import (
-    CONTRIB,
-    SKIP_NORM,
     Editor,
     Marked,
     constant_of,
@@ -19,9 +17,7 @@ from ssdevice.export.onnx.editor import (
     sizes_of,
     source_of,
 )
-from ssdevice.export.onnx.graph import JOIN, WIDTH
 from ssdevice.runtime.onnx.kernels import (
-    ADD_NORM,
     CAPPED_ATTENTION,
     DOMAIN,
     GATED_SILU,
@@ -66,19 +62,6 @@ def rotary_split(edit: Editor, node: ir.Node) -> bool:
     edit.replace(queries, made[0])
     edit.replace(keys, made[1])
     edit.replace_value(node.outputs[2], made[2])
-    return True
-
-
-def added_norm(edit: Editor, node: ir.Node) -> bool:
-    """ONNX Runtime's residual addition and normalization, which takes ten times as long for few rows."""
-    if node.op_type != SKIP_NORM or node.domain != CONTRIB or len(node.inputs) != 3:
-        return False
-    normed, total = node.outputs[0], node.outputs[3]
-    attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
-    outputs = [(shape_of(normed), normed.dtype)] * 2
-    made = edit.insert_several(node, ADD_NORM, node.inputs, outputs, attributes, DOMAIN)
-    edit.replace_value(total, made[1])
-    edit.replace(node, made[0])
     return True
 
 
@@ -136,13 +119,11 @@ def best_column(edit: Editor, node: ir.Node) -> bool:
 
 def _join_products(edit: Editor, split: ir.Node) -> None:
     """The products whose columns a split gave are shown as one, by its input."""
-    parts = {id(product.output): product for product in edit.products}
-    own = [(parts[id(value)], (shape_of(value) or (0,))[-1]) for value in split.outputs if id(value) in parts]
+    own = [product for value in split.outputs for product in edit.products if product.output is value]
     if len(own) == len(split.outputs):
-        name = JOIN.join(f"{product.weight}{WIDTH}{width}" for product, width in own)
-        first = own[0][0]
-        edit.products[edit.products.index(first)] = Marked(name, first.source, source_of(split))
-        for product, _ in own[1:]:
+        weights = tuple(weight for product in own for weight in product.weights)
+        edit.products[edit.products.index(own[0])] = Marked(weights, own[0].source, source_of(split))
+        for product in own[1:]:
             edit.products.remove(product)
 
 

@@ -119,7 +119,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.
         edit.replace(part.node, value)
         if id(part.node) in terms:
             edit.replace(terms[id(part.node)], value)
-        edit.products.append(Marked(part.name, source, value))
+        edit.products.append(Marked(((part.name, part.weight.shape[0]),), source, value))
 
 
 def plain_product(edit: Editor, linear: Linear) -> ir.Value:

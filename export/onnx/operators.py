@@ -13,7 +13,7 @@ from ssdevice.export import forms
 from ssdevice.export.onnx.editor import Editor, Shape, shape_of
 from ssdevice.export.onnx.functions import attention_form
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
-from ssdevice.export.onnx.translations import Out, Translation, cut
+from ssdevice.export.onnx.translations import Out, Translation, cast, cut, largest
 from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, TREE_ATTENTION
 
 
@@ -77,10 +77,16 @@ def rotary(edit: Editor, out: Out, x: ir.Value, cos: ir.Value, sin: ir.Value, in
     return edit.transpose(None, edit.reshape(None, turned, (1, rows, all_heads, dim)), [0, 2, 1, 3])
 
 
+def top_k(edit: Editor, out: Out, scores: ir.Value, k: int) -> ir.Value:
+    """``[R, V] -> [R, k]``, best first."""
+    return cast(edit, out, largest(edit, scores, k))
+
+
 assert callable(forms.exportable)  # registering the operators is the effect of the import
 OPERATORS: dict[Callable[..., Any], Translation] = {
     torch.ops.aten.linear.default: linear,
     torch.ops.ssdevice.heads.default: heads,
     torch.ops.ssdevice.attend.default: attend,
     torch.ops.ssdevice.rotary.default: rotary,
+    torch.ops.ssdevice.top_k.default: top_k,
 }

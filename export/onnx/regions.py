@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from ssdevice.export.onnx.editor import OPSET, Editor
-from ssdevice.export.onnx.graph import LOGITS
 from ssdevice.runtime.onnx.kernels import DOMAIN, IN_REGIONS, REGION
 
 LEAST = 2
@@ -43,7 +42,7 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     made = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() not in own]
     inputs = list(dict.fromkeys(read))
-    outputs = [value for value in made if _leaves(value, own)]
+    outputs = [value for value in made if value.is_graph_output() or any(use.node not in own for use in value.uses())]
     text = "\n".join([f"{len(inputs)} {len(outputs)}", *_steps(nodes, dict.fromkeys([*inputs, *outputs, *made]))])
 
     model = edit.model
@@ -65,11 +64,6 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
         edit.replace_value(old, new)
         old.name, new.name = None, name
     edit.graph.remove(nodes, safe=True)
-
-
-def _leaves(value: ir.Value, own: set[ir.Node]) -> bool:
-    """Whether others read a value of these nodes. Whoever compares logits finds them by name."""
-    return value.is_graph_output() or value.name == LOGITS or any(use.node not in own for use in value.uses())
 
 
 def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
-from ssdevice.export.onnx.graph import JOIN, LOGITS, READS, WIDTH
+from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
 from ssdevice.export.onnx.nodes import ancestors, makers, show_products
 from ssdevice.export.parity.difference import Array
@@ -25,20 +25,29 @@ MODULE = "module.model."
 WRAPPED = ".base"
 """Part of a weight's name where a low-rank term stands beside it; apps share graphs in which none does."""
 
+Weights = tuple[tuple[str, int], ...]
+Written = tuple[Weights, str, str]
+"""A product of a file: its weights with how many columns each has, and the names of its rows and its result."""
+
 
 class OnnxShown:
     """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take.
 
-    ``plan``: the app's.
+    ``products``: those of each file; ``plan``: the app's.
     """
 
     def __init__(
-        self, files: Mapping[str, Path], plan: ExportPlan, cache_dtype: str, adapter: AdapterTensors | None
+        self,
+        files: Mapping[str, Path],
+        products: Mapping[Path, list[Written]],
+        plan: ExportPlan,
+        cache_dtype: str,
+        adapter: AdapterTensors | None,
     ) -> None:
         self.dtype: type[np.generic] = np.dtype(cache_dtype).type
-        self.files, self.geometry, self.slotted = files, plan.geometry, not plan.merged
+        self.files, self.products, self.geometry, self.slotted = files, products, plan.geometry, not plan.merged
         self.adapter = {name: value.numpy() for name, value in adapter.values.items()} if adapter is not None else {}
-        self._open: tuple[str, ort.InferenceSession, list[tuple[str, str, str]]] | None = None
+        self._open: tuple[str, ort.InferenceSession, list[Written]] | None = None
 
     def spell(self, parameter: str) -> str:
         return parameter.replace(WRAPPED, "")
@@ -46,8 +55,9 @@ class OnnxShown:
     def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
         if self._open is None or self._open[0] != function:
             self.close()  # a session holds the weights, so there is one at a time
-            self._open = function, *open_shown(self.files[function])
-        _, session, marks = self._open
+            file = self.files[function]
+            self._open = function, *open_shown(file, self.products[file])
+        _, session, products = self._open
         names = [value.name for value in session.get_outputs()]
         feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
@@ -58,50 +68,47 @@ class OnnxShown:
             if value.name not in feeds:
                 feeds[value.name] = self.adapter[value.name]
         out = dict(zip(names, session.run(names, feeds), strict=True))
-        return Call(out, [made for name, *ends in marks for made in self._products(name, *map(out.__getitem__, ends))])
+        shown = [one for weights, rows, made in products for one in self._split(weights, out[rows], out[made])]
+        return Call(out, shown)
 
     def close(self) -> None:
         self._open = None
         free_memory()
 
-    def _products(self, weights: str, source: Array, result: Array) -> Iterator[Product]:
+    def _split(self, weights: Weights, source: Array, result: Array) -> Iterator[Product]:
         """The product of each of the weights that one result joins."""
-        start = 0
-        for part in weights.split(JOIN):
-            weight, _, width = part.rpartition(WIDTH) if JOIN in weights else (part, "", result.shape[-1])
-            yield self._product(weight, source, result[..., start : start + int(width)])
-            start += int(width)
-
-    def _product(self, weight: str, source: Array, result: Array) -> Product:
-        outputs = result.reshape(-1, result.shape[-1])
-        name = self.spell(weight.partition(MODULE)[2])
-        return Product(name, source.reshape(-1, source.shape[-1]), outputs)
+        rows, start = source.reshape(-1, source.shape[-1]), 0
+        for weight, width in weights:
+            columns = result[..., start : start + width]
+            yield Product(self.spell(weight.partition(MODULE)[2]), rows, columns.reshape(-1, width))
+            start += width
 
 
-def open_shown(file: Path) -> tuple[ort.InferenceSession, list[tuple[str, str, str]]]:
-    """A session of a copy in memory that also gives every product, and (weight, rows, result) of these in order."""
+def written(edit: Editor) -> list[Written]:
+    """The products of a finished graph; those that leave it are compared as they are."""
+    return [
+        (product.weights, str(product.source.name), str(product.output.name))
+        for product in edit.products
+        if not product.output.is_graph_output()
+    ]
+
+
+def open_shown(file: Path, products: list[Written]) -> tuple[ort.InferenceSession, list[Written]]:
+    """A session of a copy in memory that also gives every product, and those that it computes in order."""
     model = onnx.load(str(file), load_external_data=False)
     show_products(model)
-    made = [name for node in model.graph.node for name in node.output]
-    marks = []
-    for name in made:
-        if name == LOGITS:
-            head = next((other for other in made if other.endswith(f"{READS}{LOGITS}")), None)
-            if head is not None:
-                marks.append((head.partition(READS)[0], head, name))
-        elif READS in name and not name.endswith(f"{READS}{LOGITS}"):
-            weight, _, source = name.partition(READS)
-            marks.append((weight, source, name))
+    place = {name: at for at, name in enumerate(name for node in model.graph.node for name in node.output)}
     # Main rows before streams, as the model calls a linear for them; regions may have them the other way round.
     chosen = [value.name for value in model.graph.output if value.name in (TOKENS, NEXT_ROOT)]
     main = {name for node in ancestors(makers(model.graph), chosen) for name in node.output}
-    marks.sort(key=lambda mark: mark[2] not in main)
+    shown = [product for product in products if product[2] in place]
+    shown.sort(key=lambda product: (product[2] not in main, place[product[2]]))
     outputs = {value.name for value in model.graph.output}
-    for name in dict.fromkeys(name for _, source, result in marks for name in (source, result)):
+    for name in dict.fromkeys(name for _, *ends in shown for name in ends):
         if name not in outputs:
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
     options.add_session_config_entry(WEIGHTS_FOLDER, str(file.parent))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), marks
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), shown

@@ -159,7 +159,7 @@ def integer_product(
 ) -> ir.Value:
     """``codes @ weight`` times the columns' ``scale``, without that of the rows in eight bits."""
     zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-    inputs = [codes, weight, edit.scalar(1.0), scale, zero]
+    inputs = [codes, weight, edit.constant(np.array(1, np.float32)), scale, zero]
     return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
 
 

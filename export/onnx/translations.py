@@ -18,6 +18,8 @@ import torch
 from ssdevice.export.onnx.editor import Editor, Shape, shape_of
 
 aten = torch.ops.aten
+VOCABULARY = 256
+"""An argmax over fewer values is not worth a TopK."""
 Operand = ir.Value | int | float | bool
 
 
@@ -118,6 +120,8 @@ def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object
 
 def select(edit: Editor, out: Out, x: ir.Value, dim: int, index: int) -> ir.Value:
     """One element of a dimension, which goes."""
+    if (shape_of(x) or ())[dim] == 1:
+        return view(edit, out, x)
     return gather(edit, out, x, dim, edit.constant(np.array(index, np.int64)))
 
 
@@ -198,8 +202,23 @@ def layer_norm(
     return edit.insert(None, "LayerNormalization", terms, out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps})
 
 
+def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: ir.Value, eps: float) -> ir.Value:
+    return edit.insert(
+        None, "RMSNormalization", [x, scale], out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps}
+    )
+
+
+def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
+    """``[.., k]``: where the k largest values of the last dimension are; among equals the lowest index is first."""
+    shape = (*(shape_of(x) or ())[:-1], k)
+    outputs = [(shape, x.dtype), (shape, ir.DataType.INT64)]
+    return edit.insert_several(None, "TopK", [x, edit.ints(k)], outputs, {"axis": -1})[1]
+
+
 def argmax(edit: Editor, out: Out, x: ir.Value, dim: int, keep: bool = False) -> ir.Value:
-    """The lowest index among equals."""
+    """The lowest index among equals. ONNX Runtime's TopK of one takes half the time of its ArgMax for a vocabulary."""
+    if dim == -1 and ((shape_of(x) or ())[-1] or 0) >= VOCABULARY:
+        return edit.reshape(None, largest(edit, x, 1), out.shape)
     return edit.insert(None, "ArgMax", [x], out.shape, out.dtype, {"axis": dim, "keepdims": int(keep)})
 
 
@@ -257,6 +276,7 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     aten.matmul.default: _binary("MatMul"),
     aten.mean.dim: mean,
     aten.layer_norm.default: layer_norm,
+    aten.rms_norm.default: rms_norm,
     aten.argmax.default: argmax,
     # The dynamic size
     aten.sym_size.int: size,

@@ -14,28 +14,6 @@ import onnx_ir as ir
 from ssdevice.export.onnx.editor import Editor, constant_of, producer, role_of, shape_of, sizes_of, source_of
 
 
-def views_as_reshapes(edit: Editor, node: ir.Node) -> bool:
-    """Unsqueeze, Squeeze, a gather of the only element, a transpose that moves no data: all are a Reshape."""
-    source, out = node.inputs[0], node.outputs[0]
-    shape = shape_of(out)
-    if source is None or shape is None or shape.count(None) > 1 or source.is_initializer():
-        return False
-    if node.op_type == "Transpose":
-        before = shape_of(source)
-        perm = node.attributes["perm"].as_ints()
-        if before is None or [d for d in perm if before[d] != 1] != [d for d in range(len(before)) if before[d] != 1]:
-            return False
-    elif node.op_type == "Gather":
-        before, index = shape_of(source), constant_of(node.inputs[1])
-        axis = node.attributes.get_int("axis", 0)
-        if before is None or index is None or index.ndim or before[axis] != 1:
-            return False
-    elif node.op_type not in ("Unsqueeze", "Squeeze"):
-        return False
-    edit.replace(node, edit.reshape(node, source, shape))
-    return True
-
-
 def joined_reshapes(edit: Editor, node: ir.Node) -> bool:
     """A reshape of a reshape, and one that changes nothing."""
     if node.op_type != "Reshape":
@@ -59,7 +37,7 @@ def joined_reshapes(edit: Editor, node: ir.Node) -> bool:
 
 
 def joined_transposes(edit: Editor, node: ir.Node) -> bool:
-    """A transpose of a transpose, also with a leading dimension of one dropped in between."""
+    """A transpose of a transpose."""
     if node.op_type != "Transpose":
         return False
     perm = list(node.attributes["perm"].as_ints())
@@ -69,20 +47,8 @@ def joined_transposes(edit: Editor, node: ir.Node) -> bool:
         first = inner.attributes["perm"].as_ints()
         both = [first[d] for d in perm]
         origin = source_of(inner)
-        if both == sorted(both):
-            edit.replace(node, origin)
-        else:
-            shape = shape_of(node.outputs[0])
-            edit.replace(node, edit.insert(node, "Transpose", [origin], shape, origin.dtype, {"perm": both}))
+        edit.replace(node, origin if both == sorted(both) else edit.transpose(node, origin, both))
         return True
-    view = producer(source, "Reshape")
-    if view is not None and producer(view.inputs[0], "Transpose") is not None:
-        shape, out = sizes_of(source), sizes_of(node.outputs[0])
-        if shape is not None and out is not None and shape_of(view.inputs[0]) == (1, *shape):
-            lifted = [0, *(d + 1 for d in perm)]
-            moved = edit.insert(node, "Transpose", [view.inputs[0]], (1, *out), source.dtype, {"perm": lifted})
-            edit.replace(node, edit.reshape(node, moved, out))
-            return True
     return False
 
 

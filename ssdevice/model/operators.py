@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.model.attention import MASKED, Attention, attend
+from ssdevice.model.ties import top_k
 
 if TYPE_CHECKING:
     from ssdevice.model.backbone import Backbone
@@ -34,13 +36,14 @@ class Operators:
     """The hooks. By default everything is computed as in the Hugging Face layers.
 
     ``attention``: see ``ssdevice.model.attention``. ``rotary``: replaces a family's own function if both compute the
-    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``mask_value``: additive mask of
-    an invisible row.
+    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``top_k``: see ``ties``.
+    ``mask_value``: additive mask of an invisible row.
     """
 
     attention: Attention = attend
     rotary: Rotary | None = None
     norm: Callable[[nn.Module], nn.Module | None] | None = None
+    top_k: Callable[[Tensor, int], Tensor] = top_k
     mask_value: float = MASKED
 
 
@@ -64,6 +67,43 @@ def _replace_norms(backbone: Backbone, norm: Callable[[nn.Module], nn.Module | N
             replacement = norm(child)
             if replacement is not None:
                 setattr(parent, name, replacement)
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """A norm over the last dimension: ``x / sqrt(mean(x²) + eps) * scale``; ``centered``: of x less its mean."""
+
+    scale: nn.Parameter
+    eps: float
+    centered: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        row = x - x.mean(-1, keepdim=True) if self.centered else x
+        return row * torch.rsqrt((row * row).mean(-1, keepdim=True) + self.eps) * self.scale
+
+
+def norm_kind(module: nn.Module) -> NormKind | None:
+    """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``.
+
+    Candidates are tried on numbers, because families differ in the name of eps, in whether the weight is added to one,
+    and in whether the mean is subtracted.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, nn.Parameter):
+        return None
+    if [name for name, _ in module.named_parameters()] != ["weight"]:
+        return None
+    eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0]).reshape(5, *[1] * weight.dim())
+    probe = torch.randn(5, *weight.shape, generator=generator) * sizes
+    with torch.no_grad():
+        expected = module(probe)
+        for scale, centered in product((weight, nn.Parameter(1.0 + weight, requires_grad=False)), (False, True)):
+            kind = NormKind(scale, eps, centered)
+            if torch.allclose(kind(probe), expected, rtol=1e-4, atol=1e-5):
+                return kind
+    return None
 
 
 def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:

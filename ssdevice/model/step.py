@@ -17,7 +17,7 @@ from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone, Masks
 from ssdevice.model.streams import Streams
-from ssdevice.model.ties import argmax, top_k
+from ssdevice.model.ties import argmax
 from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
 from ssdevice.tree import Tree
 
@@ -147,12 +147,12 @@ class StreamModel(nn.Module):
         """
         finished = self.backbone.finish(s)
         if self.streams is None or self.streams.follow is None:
-            return self.draft_tokens(top_k(self.draft_logits(finished)[0], k))
+            return self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(finished)[0], k))
         drafts: list[Tensor] = []
         for j in range(self.gamma):
             before = self.backbone.embed(token[None], node_at[None] + (j + 1))
             row = self.streams.after(finished[:, j : j + 1], before)
-            drafts.append(self.draft_tokens(top_k(self.draft_logits(row)[0], k)))
+            drafts.append(self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(row)[0], k)))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
 

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, Geometry, TensorSpec, functions
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
+from ssdevice.export.forms import ExternalCacheForm, exportable, function_module, top_k
 from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.graph import finish, simplify
+from ssdevice.export.onnx.graph import FINISH, apply, simplify
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
+from ssdevice.model.ties import argmax
 from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, tiny_model
 
@@ -52,7 +53,7 @@ def test_every_function_of_every_family(family: str) -> None:
             edit = trace(form, spec.inputs, [tensor.name for tensor in spec.outputs])
             simplify(edit)
             quantize(edit, Quant.FP32, WeightStore())
-            finish(edit)
+            apply(edit, FINISH)
             with torch.no_grad():
                 expected = form(*(torch.from_numpy(given[tensor.name]) for tensor in spec.inputs))
             for tensor, mine, theirs in zip(spec.outputs, run(edit, given), expected, strict=True):
@@ -98,6 +99,22 @@ def test_an_operator_in_place_changes_what_comes_after_it() -> None:
     simplify(edit)
     quantize(edit, Quant.FP32, WeightStore())
     np.testing.assert_allclose(run(edit, {"x": x})[0], module(torch.from_numpy(x))[0].detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_best_k_are_one_topk_with_the_lowest_ids_first_among_equals(k: int) -> None:
+    class Best(nn.Module):
+        def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+            return top_k(scores, k), argmax(scores)
+
+    scores = np.random.default_rng(0).integers(0, 20, (4, 500)).astype(np.float32)
+    edit = trace(Best(), [TensorSpec("scores", scores.shape, FLOAT)], ["best", "first"])
+    best, first = run(edit, {"scores": scores})
+    ranked = np.argsort(-scores, axis=1, kind="stable")
+    np.testing.assert_array_equal(best, ranked[:, :k])
+    np.testing.assert_array_equal(first, ranked[:, 0])
+    kinds = [node.op_type for node in edit.graph]
+    assert "ArgMax" not in kinds and kinds.count("TopK") == (1 if k == 1 else 2)
 
 
 def test_an_operator_in_place_behind_a_view_is_refused() -> None:
