@@ -29,7 +29,7 @@ from ssdevice.contract import (
     Geometry,
     functions,
 )
-from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.errors import BundleError, needs_extra
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
@@ -68,10 +68,8 @@ class AppleProgram(Program):
     """One MLModel per function, opened on its first call; ``compute_units``: a name that coremltools knows."""
 
     def __init__(self, package: Path, compute_units: str) -> None:
-        try:
+        with needs_extra("coreml"):
             self._coremltools = importlib.import_module("coremltools")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("coreml", "coremltools") from error
         self.package = package
         known = self._coremltools.ComputeUnit.__members__
         if compute_units.upper() not in known:
