@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.mil import (  # noqa: F401  (imported for the kernels they register)
-    ops_constexpr,
-    ops_elementwise,
-    ops_index,
-    ops_linear,
-    ops_reduction,
-    ops_shape,
-)
+import ssdevice.mil.operations  # noqa: F401  (registers the kernels)
 from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array
 from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
