@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,19 +28,11 @@ EXAMPLE_RANK = 3
 """Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A variant and the functions that it adds; other functions are graphs of other variants."""
-
-    variant: Variant
-    functions: tuple[str, ...]
-
-
-def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]:
+def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[Variant, tuple[str, ...]]]:
     """The variants that these apps need, and both variants of plain decoding, so that any LoRA can be added later.
 
-    The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA. ``names``: the functions
-    that the bundle has.
+    Each with the functions that it adds; other functions are graphs of other variants: the T = 1 graph of an app with
+    streams is that of plain decoding with or without a LoRA. ``names``: the functions that the bundle has.
     """
     found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
     for app in apps:
@@ -48,7 +40,7 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]
         found.setdefault(wanted.name, wanted)
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
-    return [Traced(v, plain if v.mode is None else drafting) for v in found.values()]
+    return [(v, plain if v.mode is None else drafting) for v in found.values()]
 
 
 def variant_of(app: AppPlan) -> Variant:

@@ -135,14 +135,13 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
     plan = job.plan
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
     wanted = variants_of(plan.apps, plan.function_names)
-    steps = sum(len(traced.functions) for traced in wanted)
+    steps = sum(len(added) for _, added in wanted)
     made = []
-    for traced in wanted:
-        variant = traced.variant
+    for variant, added in wanted:
         model = template(job, variant)
         specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
         slots: dict[str, Slot] = {}
-        for name in traced.functions:
+        for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
             book = SlotBook(exact=plan.options.quant is not Quant.FP32)

@@ -162,15 +162,18 @@ class Compiler:
             raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
         ((name, kind),) = operation.outputs
         key: Hashable = (operation.kind, kind, *(self._pool.key(value) for value in values))
-        array = self._pool.find(key)
-        if array is None:
+
+        def make() -> Any:
             run = self._run(operation, kernel)
             try:
-                array = self._pool.made(key, lambda: run(*[self._pool.load(value) for value in values]))
+                made = run(*[self._pool.load(value) for value in values])
             except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
                 raise ExecutionError(f"{where}: {error}") from error
             for value in values:
                 self._pool.forget(value)
+            return made
+
+        array = self._pool.made(key, make)
         check_type(array, kind, where)
         self._constants[name] = array
 
