@@ -19,6 +19,8 @@ class _Worked(Protocol):
     @property
     def worker(self) -> ThreadPoolExecutor: ...
 
+    def cancel(self) -> None: ...
+
 
 S = TypeVar("S", bound=_Worked)
 
@@ -49,4 +51,9 @@ async def _done(session: _Worked, call: Callable[[], T]) -> T:
         future = session.worker.submit(call)
     except RuntimeError as error:
         raise InputError("the session was closed") from error
-    return await asyncio.wrap_future(future)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if future.running():
+            session.cancel()
+        raise

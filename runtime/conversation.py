@@ -48,8 +48,8 @@ class Conversation:
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
     them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
     from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
-    place of drafts; ``allows``: whether it could choose a token next. ``beside``: a conversation whose memory this one
-    may use, see ``Engine.new_cache``.
+    place of drafts; ``allows``: whether it could choose a token next. ``cancelled``: the answer ends before the next
+    call. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
@@ -59,6 +59,7 @@ class Conversation:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0
+        self.cancelled = False
         # With an internal cache functions are given the same, or more.
         specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
         given = {tensor.name: tensor for spec in specs for tensor in spec.inputs}

@@ -42,10 +42,14 @@ MODES: dict[str, Advance] = {SPECULATIVE: speculative, "plain": plain, PLAIN_STE
 """The other decoding modes by name."""
 
 
+class Cancelled(InputError):
+    """The answer was cancelled between two calls of prefill."""
+
+
 def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
     """Commit a prompt after the tokens already committed; returns the first token of the answer.
 
-    Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
+    Raises InputError for an empty prompt, ContextOverflowError for one that does not fit, Cancelled.
     """
     check_prompt(conversation.geometry, prompt, conversation.length)
     size, token = conversation.geometry.chunk, 0
@@ -53,6 +57,8 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
         chunk = prompt[at : at + size]
         token = conversation.prefill(chunk)
         conversation.length += len(chunk)
+        if conversation.cancelled:
+            raise Cancelled("the answer was cancelled")
     return token
 
 

@@ -18,7 +18,7 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
-from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, check_prompt, decode
+from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, Cancelled, check_prompt, decode
 from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
@@ -154,6 +154,10 @@ class Session(OpenBundle):
         """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
         return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
 
+    def cancel(self) -> None:
+        """End the answer under way after the call of the model that is made now. Any thread may call this."""
+        self._conversation.cancelled = True
+
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
         if arguments.flag("speculate", speculate) and STEP in self.engine.functions:
@@ -230,10 +234,11 @@ class Session(OpenBundle):
             len(prompt), cached_tokens=shared, dropped=turn.dropped if turn else 0
         )
         conversation.chosen_by(chooser)
+        conversation.cancelled = False
         adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
         steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
         try:
-            while answer.reason is None:
+            while answer.reason is None and not conversation.cancelled:
                 if self._running is not answer:
                     raise InputError(LOST)
                 clock, native = perf_counter(), conversation.cache.native_seconds
@@ -246,6 +251,8 @@ class Session(OpenBundle):
                 if chooser is not None:
                     answer.logprobs = chooser.logprobs[: len(answer.tokens)]
                 yield run
+        except Cancelled:
+            return
         finally:
             answer.reason = answer.reason or Reason.CANCELLED
             if turn and answer.tokens and self._running is answer:

@@ -39,6 +39,10 @@ class Decoder:
         """The session's thread."""
         return self.session.worker
 
+    def cancel(self) -> None:
+        """End the answer under way after the call of the model that is made now."""
+        self.session.cancel()
+
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
         """The answer as it grows: first when its first call has been made, last when it is whole.
 
@@ -73,14 +77,14 @@ class Decoder:
             mode=session.mode(speculate=True),
             sampling=self._sampling(request),
         )
-        next(runs)
+        next(runs, None)
         try:
             with closing(runs):
                 while (answer := session.last).reason is None:
                     if not answer.tokens or monotonic() - told > BETWEEN_S:
                         yield answer
                         told = monotonic() if answer.tokens else 0.0
-                    next(runs)
+                    next(runs, None)
         finally:
             self.metrics.count(answer)
         yield answer

@@ -365,6 +365,8 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("files/MANIFEST.json", {"size": 0, "sha256": "0" * 64}, "appears twice, or is reserved"),
         ("files/~1etc~1passwd", {"size": 0, "sha256": "0" * 64}, 'a name is "/etc/passwd", expected ^'),
         ("files/a~1..~1b", {"size": 0, "sha256": "0" * 64}, 'a name is "a/../b", expected ^'),
+        ("chat/frames", ..., "no template, and no frames of whole conversations"),
+        ("chat/frames/user", None, "no template, and no frames of whole conversations"),
         ("chat/stop_ids", [-1], "chat.stop_ids: -1 is no token id"),
         ("chat/stop_ids", [True], "is boolean, expected integer"),
         ("more", 1, '["more"] is an unknown key'),
@@ -385,6 +387,15 @@ def test_a_manifest_that_python_refuses_is_one_line(folder: Path, place: str, va
         at[int(last) if isinstance(at, list) else last] = value
     file.write_text(json.dumps(document), "utf-8")
     refused_by_both(folder, message)
+
+
+def test_drafts_that_are_verified_but_not_made_again_are_one_line(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.tiny_bundle("int8", choose=True).folder, tmp_path / "bundle"))
+    file = folder / "manifest.json"
+    document = json.loads(file.read_text("utf-8"))
+    document["functions"] = [each for each in document["functions"] if each["name"] != "draft"]
+    file.write_text(json.dumps(document), "utf-8")
+    refused_by_both(folder, "verify and draft need each other")
 
 
 def test_bundles_that_only_other_hosts_run_are_one_line(folder: Path) -> None:

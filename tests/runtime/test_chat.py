@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -254,6 +255,35 @@ def test_a_cancelled_task_cancels_its_answer_and_what_it_said_counts() -> None:
     assert session.last.reason is Reason.CANCELLED
     assert session.messages[1]["content"].startswith(said)
     assert "".join(session.chat("b", max_tokens=9))
+
+
+def test_a_task_that_is_cancelled_during_prefill_leaves_the_rest_of_the_prompt() -> None:
+    session = make_session(TREE)
+    conversation, chunk = session._conversation, session.engine.geometry.chunk
+    prefill, going, left = conversation.prefill, threading.Event(), threading.Event()
+    cancel = session.cancel
+
+    def slow(tokens: Sequence[int]) -> int:
+        going.set()
+        assert left.wait(30)
+        return prefill(tokens)
+
+    def leaves() -> None:
+        cancel()
+        left.set()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(_all(session.agenerate("x" * (3 * chunk), max_tokens=9)))
+        await asyncio.to_thread(going.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(conversation, "prefill", slow)
+        patched.setattr(session, "cancel", leaves)
+        asyncio.run(cancelled())
+    assert conversation.length == chunk and session.last.reason is Reason.CANCELLED
 
 
 def test_of_two_answers_at_once_the_newer_one_goes_on() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress, islice
 from types import SimpleNamespace
 from typing import Any, cast
@@ -134,6 +134,34 @@ def test_cancelling_leaves_the_session_usable(pieces: int) -> None:
     ids = session.tokenizer.encode(f"<user>hello</s><assistant>{said}</s><user>b</s><assistant>")
     "".join(session.chat("b", max_tokens=9))
     assert session.last.tokens == truth(session, ids, 9)
+
+
+def test_a_cancelled_answer_ends_after_the_call_that_is_made() -> None:
+    session = make_session(TREE)
+    whole = "".join(session.generate("hello", max_tokens=30))
+    answer = session.generate("hello", max_tokens=30)
+    said = next(answer)
+    session.cancel()
+    assert list(answer) == [] and whole.startswith(said) and session.last.reason is Reason.CANCELLED
+    assert "".join(session.generate("hello", max_tokens=30)) == whole
+
+
+def test_an_answer_is_cancelled_between_two_calls_of_prefill() -> None:
+    session = make_session(TREE)
+    conversation, chunk = session._conversation, session.engine.geometry.chunk
+    prompt, whole = "x" * (3 * chunk), "".join(make_session(TREE).generate("x" * (3 * chunk), max_tokens=9))
+    prefill, chunks = conversation.prefill, []
+
+    def leaving(tokens: Sequence[int]) -> int:
+        chunks.append(len(tokens))
+        session.cancel()
+        return prefill(tokens)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(conversation, "prefill", leaving)
+        assert list(session.generate(prompt, max_tokens=9)) == []
+    assert chunks == [chunk] and conversation.length == chunk and session.last.reason is Reason.CANCELLED
+    assert "".join(session.generate(prompt, max_tokens=9)) == whole
 
 
 def test_an_answer_ends_when_a_newer_one_begins() -> None:
