@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
 
-AsStored = tuple[AbstractContextManager[None] | None, "Precision"]
+AsStored = tuple[AbstractContextManager[object] | None, "Precision"]
 """A context in which a torch model rounds as a bundle does (None if there is none), and the precision of the remaining
 differences."""
 
