@@ -1,8 +1,7 @@
 """The one comparison of answers, and the rule that tells a near-tie from a fault.
 
-It compares plain decoding with the other modes of a bundle (``bench.modes``), sampled answers of all modes
-(``bench.sampled``), another bundle (``bench.against_bundle``), and ``generate`` of transformers
-(``bench.against_torch``).
+It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), sampled answers
+of all modes (``bench.sampled``), and ``generate`` of transformers (``bench.against_torch``).
 
 Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
 counts as a near-tie if, at the first differing token, the logits of both tokens are at most twice as far apart as the

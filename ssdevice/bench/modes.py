@@ -1,8 +1,8 @@
-"""Plain decoding compared with all other modes of a bundle.
+"""Plain decoding of a bundle compared with its other modes, and with plain decoding of another bundle.
 
-Among them is speculative decoding with *forced* drafts. A bundle with an untrained or badly matched app accepts few of
-its own drafts, so forced drafts put the plain answer on one tree path after another, with wrong ids everywhere else.
-Every node then becomes the end of an accepted run.
+Among the modes is speculative decoding with *forced* drafts. A bundle with an untrained or badly matched app accepts
+few of its own drafts, so forced drafts put the plain answer on one tree path after another, with wrong ids everywhere
+else. Every node then becomes the end of an accepted run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Equality, Rows, compare
+from ssdevice.bench.equality import CEILINGS, Answer, Comparison, Equality, Rows, compare
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import BundleError
@@ -24,7 +24,7 @@ from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE, Advance, decode, plain, plain_step, prefill, speculative
 from ssdevice.text.stream import Emission
 
-FORCED = "forced"
+FORCED, OTHER = "forced", "other bundle"
 
 
 class ShowsLogits(Protocol):
@@ -83,6 +83,43 @@ def compare_modes(
     if STEP in engine.functions:
         others |= {SPECULATIVE: greedy(), FORCED: greedy(ended=result.nodes_ended)}
     return compare(result, "compare decoding modes", prompts, greedy(base), others, report)
+
+
+class Agreement(Comparison):
+    """The result of ``against_bundle``: two quantizations of a model are two models, which may differ."""
+
+    def faults(self) -> list[str]:
+        """Those of a comparison between float32 bundles; none for other precisions."""
+        return super().faults() if self.precision is Precision.FP32 else []
+
+
+def against_bundle(
+    mine: Engine | None,
+    other: Engine,
+    other_shown: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[list[int]],
+    stops: Sequence[int],
+    max_tokens: int,
+    precisions: tuple[Precision, Precision],
+    report: Report,
+) -> Agreement:
+    """Decode ``prompts`` with ``other`` and compare with ``answers``, as far as its context holds them.
+
+    ``mine`` and ``other_shown`` show logits. Raises ContextOverflowError for a prompt that is longer than the context.
+    """
+    base, room = plain_of(other), other.geometry.context + 1
+    decode = Greedy(other.new_conversation(), other_shown, stops, max_tokens, base)
+
+    def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
+        ids, tokens = case[0], case[1][: room - len(case[0])]
+        return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
+
+    coarser = max(precisions, key=lambda precision: CEILINGS[precision])
+    result = Agreement(coarser, len(prompts), between="the bundles", what="to those of this bundle")
+    cases = list(zip(prompts, answers, strict=True))
+    others = {OTHER: lambda case, expected: decode(case[0], expected)}
+    return compare(result, "compare bundles", cases, given, others, report)
 
 
 def plain_of(engine: Engine) -> Advance:

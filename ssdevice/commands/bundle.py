@@ -98,10 +98,11 @@ def _sign(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    return f"{args.bundle}: {_checked(open_bundle(args), args.require_signature)}"
+    return f"{args.bundle}: {integrity(open_bundle(args), args.require_signature)}"
 
 
-def _checked(bundle: Bundle, key: Path | None) -> str:
+def integrity(bundle: Bundle, key: Path | None) -> str:
+    """What opening a bundle has checked."""
     signed = "; signature valid" if key is not None else ""
     return f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
 

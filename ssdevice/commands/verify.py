@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.commands.bundle import integrity
 from ssdevice.commands.opening import (
     add_bundle,
     add_engine,
@@ -22,7 +23,6 @@ from ssdevice.commands.opening import (
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
-from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bench.against_torch import Agreement
@@ -95,10 +95,8 @@ class _Checks:
     def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
         self.args, self.bundle = args, bundle
         self.most = args.max_tokens or MAX_TOKENS
-        files = len(bundle.manifest.files)
-        signed = ", signature valid" if args.require_signature is not None else ""
-        self.lines = [f"integrity: {count(files, 'file')}, sizes and hashes as in the manifest{signed}"]
-        self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": files}
+        self.lines = [f"integrity: {integrity(bundle, args.require_signature)}"]
+        self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
         self.faults: list[str] = []
 
     def add(self, key: str, result: Comparison | Agreement) -> None:
@@ -109,8 +107,7 @@ class _Checks:
 
     def numbers(self, report: Report) -> None:
         """Compare all decoding modes, then the plain answers with whatever else was asked for."""
-        from ssdevice.bench.against_bundle import against_bundle
-        from ssdevice.bench.modes import compare_modes
+        from ssdevice.bench.modes import against_bundle, compare_modes
         from ssdevice.bench.sampled import compare_sampled
         from ssdevice.runtime.engine import open_engine
         from ssdevice.runtime.session import Session

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.against_bundle import Agreement, against_bundle
 from ssdevice.bench.equality import Difference
+from ssdevice.bench.modes import Agreement, against_bundle, answer
 from ssdevice.bundle.manifest import Precision
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.runtime.engine import EngineOptions
@@ -27,7 +27,6 @@ def compared(answers: list[list[int]], precisions: tuple[Precision, Precision] =
 
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
-    from ssdevice.bench.modes import answer
     from ssdevice.runtime.loop import plain
 
     conversation = LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)).new_conversation()
