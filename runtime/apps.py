@@ -11,9 +11,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ssdevice import arguments
-from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
-from ssdevice.adapters.storage import stored
-from ssdevice.adapters.weights import AdapterWeights
+from ssdevice.adapters.slots import LAYOUT_ROLE, Variant, read_layout
+from ssdevice.adapters.storage import ADAPTERS, stored
+from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
@@ -35,7 +35,7 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
     addition = runtime_target(manifest.target).new_app(bundle, name, folder)
-    own = f"{addition.parent}/{name}"
+    own = f"{ADAPTERS}/{name}"
     path = f"{own}/{addition.file}"
     settings, variant = addition.weights.settings, addition.variant
     instruction = settings.instruction if settings is not None else ""
@@ -50,7 +50,7 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         rank=addition.weights.lora_rank,
         folder=own,
         files=(path,),
-        functions=dict(addition.functions),
+        functions=dict(variant.functions),
     )
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
@@ -68,33 +68,47 @@ def signature_lost(bundle: Bundle) -> str:
 
 @dataclass(frozen=True)
 class NewApp:
-    """An app's ``tensors`` in the form of a target. ``write`` writes them to the path ``parent/<app>/file``."""
+    """An app's ``tensors`` for a variant of the bundle, which ``write`` writes to the app's ``file``."""
 
     weights: AdapterWeights
     variant: Variant
-    functions: Mapping[str, str]
-    parent: str
-    file: str
     tensors: Mapping[str, NDArray[Any]]
+    file: str
     write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
 
+    @classmethod
+    def read(
+        cls,
+        bundle: Bundle,
+        name: str,
+        folder: Path,
+        file: str,
+        write: Callable[[Path, Mapping[str, NDArray[Any]]], None],
+    ) -> NewApp:
+        """The adapter in ``folder`` for the slots of a bundle.
 
-def slots_for(bundle: Bundle, name: str, folder: Path) -> tuple[Path, AdapterWeights]:
-    """The file with the bundle's slots, and the weights of the adapter in ``folder``.
-
-    Raises InputError for a bundle without slots, or an adapter for another base or with too few streams for the tree.
-    """
-    if LAYOUT_ROLE not in bundle.manifest.roles:
-        raise InputError(
-            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
-            f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
-        )
-    weights = AdapterWeights.read(folder)
-    if weights.settings is not None:
-        weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
-        if weights.settings.streams.gamma < bundle.geometry.gamma:
+        Raises InputError for a bundle without slots, or an adapter for another base, of another kind than the bundle's
+        apps, or with too few streams for the tree.
+        """
+        if LAYOUT_ROLE not in bundle.manifest.roles:
             raise InputError(
-                f"{folder} has γ = {weights.settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
-                f"{bundle.geometry.gamma} deep"
+                f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
+                f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
             )
-    return bundle.file(LAYOUT_ROLE), weights
+        weights, g = AdapterWeights.read(folder), bundle.geometry
+        if weights.settings is not None:
+            weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
+            if weights.settings.streams.gamma < g.gamma:
+                raise InputError(
+                    f"{folder} has γ = {weights.settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
+                    f"{g.gamma} deep"
+                )
+        layout = read_layout(bundle.file(LAYOUT_ROLE))
+        variant = layout.variant(weights.variant.name)
+        if variant is None:
+            there = "; ".join(variant.described for variant in layout.variants)
+            raise InputError(
+                f"{bundle.folder} has no graphs for {weights.variant.described}; it has those for {there}. Export a "
+                f"bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
+            )
+        return cls(weights, variant, fill(weights, variant, g.gamma, layout.hidden), file, write)

@@ -33,7 +33,7 @@ from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine, NumPyProgram
+from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine
 
 PACKAGE = "model.mlpackage"
 SETTINGS_FILE = "coreml.json"
@@ -107,7 +107,7 @@ class CoreMLExporter(Exporter):
             names = table[app.name]
             sketches = result.sketches[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
-            engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
+            engine = CoreMLEngine(program, job.plan.geometry, names)
             shown = CoreMLShown(program, one.plan, names)
             found = check(one, EngineDriver(engine), HALF_JITTER, shown, FLOAT16)
             golden.extend(cases(one, EngineDriver(engine)))

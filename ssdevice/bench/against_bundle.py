@@ -1,29 +1,16 @@
 """Compares a bundle's plain answers with those of another bundle of the same model, such as one for another target.
 
-Both bundles decode plainly, each in its own engine. If an answer differs, the logits of both are compared up to the
-first difference. The difference is a near-tie if the two best logits are at most twice as far apart as the largest
-change of any logit between the bundles on rows that chose the same token, and that change is below the ceiling of the
-coarser precision. Two quantizations of a model are two models, so other differences are faults only in float32.
+Two quantizations of a model are two models, so differences that are not near-ties are faults only in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from ssdevice.bench.equality import (
-    CEILINGS,
-    MARGIN_PROMPTS,
-    Comparison,
-    Difference,
-    answer,
-    first_difference,
-    led,
-    plain_of,
-)
+from ssdevice.bench.equality import CEILINGS, Answer, Comparison, compare
+from ssdevice.bench.modes import Greedy, plain_of, shown_rows
 from ssdevice.bundle.manifest import Precision
-from ssdevice.progress import Report, track
+from ssdevice.progress import Report
 from ssdevice.runtime.engine import Engine
 
 OTHER = "other bundle"
@@ -42,7 +29,7 @@ def against_bundle(
     other: Engine,
     other_shown: Engine | None,
     prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
+    answers: Sequence[list[int]],
     stops: Sequence[int],
     max_tokens: int,
     precisions: tuple[Precision, Precision],
@@ -52,25 +39,15 @@ def against_bundle(
 
     ``mine`` and ``other_shown`` show logits. Raises ContextOverflowError for a prompt that is longer than the context.
     """
+    base, room = plain_of(other), other.geometry.context + 1
+    decode = Greedy(other.new_conversation(), other_shown, stops, max_tokens, base)
+
+    def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
+        ids, tokens = case[0], case[1][: room - len(case[0])]
+        return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
+
     coarser = max(precisions, key=lambda precision: CEILINGS[precision])
-    result = Agreement(coarser, len(prompts), between="the bundles")
-    conversation = other.new_conversation()
-    advance = plain_of(other)
-    pairs = list(zip(prompts, answers, strict=True))
-    for number, (ids, expected) in enumerate(track(report, "compare bundles", pairs)):
-        room = other.geometry.context + 1 - len(ids)  # its context may be smaller
-        found, expected = answer(conversation, ids, advance, stops, max_tokens)[:room], expected[:room]
-        at, expect, token = first_difference(expected, found) if found != expected else (len(expected), -1, -1)
-        margin = None
-        if mine is not None and other_shown is not None and (found != expected or number < MARGIN_PROMPTS):
-            # The last prompt token is decoded, because prefill shows no logits.
-            truth = [ids[-1], *expected[: at + 1]]
-            rows = [led(engine.new_conversation(), ids[:-1], truth, plain_of(engine)) for engine in (mine, other_shown)]
-            change = float(np.abs(rows[0][:at] - rows[1][:at]).max(initial=0.0))
-            result.largest_change = max(result.largest_change or 0.0, change)
-            if at < len(rows[0]):
-                best = np.partition(rows[0][at], -2)[-2:]
-                margin = float(best[1] - best[0])
-        if found != expected:
-            result.differences.append(Difference(OTHER, number, at, expect, token, margin))
-    return result
+    result = Agreement(coarser, len(prompts), between="the bundles", what="to those of this bundle")
+    cases = list(zip(prompts, answers, strict=True))
+    others = {OTHER: lambda case, expected: decode(case[0], expected)}
+    return compare(result, "compare bundles", cases, given, others, report)

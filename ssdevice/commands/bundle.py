@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.inspect import app_rows
 from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.progress import count
 
 if TYPE_CHECKING:
@@ -124,10 +124,8 @@ def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
 
     if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
         return
-    try:
+    with needs_extra("export"):
         its = open_tokenizer(bundle.folder, adapter)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", error.name or "transformers") from error
     what = difference(tokenizer_of(bundle), its)
     if what is not None:
         raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")

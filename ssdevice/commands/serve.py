@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.serve.names import HOSTS, LOOPBACK
 
 PORT = 8000
@@ -45,13 +45,11 @@ def run(args: argparse.Namespace) -> int:
     key, local = _key(args), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
-    try:
+    with needs_extra("serve"):
         import uvicorn
 
         from ssdevice.serve.application import application
         from ssdevice.serve.guard import IDLE_S, Protocol
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("serve", error.name or "starlette") from error
     with closing(_listen(args.host, args.port)) as listening, open_session(args) as session:
         app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
         name = f"[{args.host}]" if ":" in args.host else args.host

@@ -21,7 +21,7 @@ namespace {
 
 constexpr float kSure = 7.0f;
 constexpr float kLeastSpread = 4.0f;  // of l, whose deviation is 4.6 where all values are as frequent
-[[maybe_unused]] constexpr size_t kNext = 4;  // columns whose lower bits are asked for before they are needed
+constexpr size_t kNext = 4;  // columns whose lower bits are asked for before they are needed
 constexpr auto kNone = Scales::kNone;
 
 // What is known of a group's columns.
@@ -87,7 +87,7 @@ struct Rows : BlockRows {
   std::vector<float> scales, sums, reach;  // [R]: of the row; of its codes; kSure times their norm
 
   void Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
-    Quantize(context, x, count, inputs, this);
+    Quantize<Rows>(context, x, count, inputs, this);
     sums.assign(static_cast<size_t>(count), 0.0f);
     reach.assign(static_cast<size_t>(count), 0.0f);
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -102,28 +102,16 @@ struct Rows : BlockRows {
   }
 };
 
-int32_t LowerSum(const uint8_t* lower, const BlockRows::Part* part, int64_t stride, int blocks) {
+inline __attribute__((always_inline)) int32_t LowerSum(const uint8_t* lower, const BlockRows::Part* part, int64_t stride, int blocks) {
   int32_t sum = 0;
   for (int b = 0; b < blocks; ++b, lower += 16, part += stride)
     for (int k = 0; k < 16; ++k) sum += part->codes[k] * (lower[k] & 15) + part->codes[16 + k] * (lower[k] >> 4);
   return sum;
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2"))) int32_t LowerSumAvx2(const uint8_t* lower, const BlockRows::Part* part, int64_t stride, int blocks) {
-  __m256i sums = _mm256_setzero_si256();
-  for (int b = 0; b < blocks; ++b, lower += 16, part += stride) {
-    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lower));
-    const __m256i all = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part->codes));
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(all, codes), _mm256_set1_epi16(1)));
-  }
-  int32_t lanes[8], sum = 0;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sums);
-  for (const int32_t lane : lanes) sum += lane;
-  return sum;
+SSDEVICE_TARGET_AVX2 int32_t LowerSumAvx2(const uint8_t* lower, const BlockRows::Part* part, int64_t stride, int blocks) {
+  return LowerSum(lower, part, stride, blocks);
 }
-#endif
 
 // Of a group's columns, in units of a row's scale: products as the upper bits let one expect them, and what they are at most.
 struct Bounds {
@@ -151,12 +139,9 @@ inline __attribute__((always_inline)) void SetBounds(const Columns& columns, int
   out->peak = LargestOf(out->most);
 }
 
-#ifdef SSDEVICE_AVX2
-__attribute__((target("avx2"))) void SetBoundsAvx2(const Columns& columns, int64_t count, const float* upper, float sum, float reach,
-                                                   Bounds* out) {
+SSDEVICE_TARGET_AVX2 void SetBoundsAvx2(const Columns& columns, int64_t count, const float* upper, float sum, float reach, Bounds* out) {
   SetBounds(columns, count, upper, sum, reach, out);
 }
-#endif
 
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
@@ -192,12 +177,7 @@ struct Call {
   Bounds BoundsOf(int64_t row, int64_t group, const float* upper, int64_t columns) const {
     const float sum = rows.sums[static_cast<size_t>(row)], reach = rows.reach[static_cast<size_t>(row)];
     Bounds bounds;
-#ifdef SSDEVICE_AVX2
-    const auto set = kAvx2 ? SetBoundsAvx2 : SetBounds;
-#else
-    const auto set = SetBounds;
-#endif
-    set(head.Of(group), columns, upper, sum, reach, &bounds);
+    (kAvx2 ? SetBoundsAvx2 : SetBounds)(head.Of(group), columns, upper, sum, reach, &bounds);
     return bounds;
   }
 
@@ -205,13 +185,9 @@ struct Call {
     const float scale = head.Of(column / kColumns).scales[column % kColumns];
     const BlockRows::Part* first = rows.parts.data() + row;
     const int blocks = Blocks(head.upper->inputs);
-#ifdef SSDEVICE_AVX2
-    const auto lower_sum = kAvx2 ? LowerSumAvx2 : LowerSum;
-#else
-    const auto lower_sum = LowerSum;
-#endif
+    const int32_t lower = (kAvx2 ? LowerSumAvx2 : LowerSum)(head.Lower(column), first, count, blocks);
     const int32_t upper = static_cast<int32_t>(sums[static_cast<size_t>(row * head.upper->outputs + column)]);
-    return static_cast<float>(16 * upper + lower_sum(head.Lower(column), first, count, blocks)) * scale;
+    return static_cast<float>(16 * upper + lower) * scale;
   }
 
   void Compute(size_t part) {
@@ -243,9 +219,7 @@ struct Call {
       }
       Best& best = BestOf(part, r) = {};
       for (size_t i = 0; i < found.size(); ++i) {
-#ifdef SSDEVICE_AVX2
         if (i + kNext < found.size()) Prefetch(head.Lower(found[i + kNext]), head.lower->bytes / kColumns);
-#endif
         best.Take(Product(r, found[i]) * rows.scales[static_cast<size_t>(r)], found[i]);
       }
     }

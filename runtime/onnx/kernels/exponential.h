@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
 #include "eight.h"
 
@@ -23,10 +21,7 @@ inline float Exp(float x) {
   float p = kFirst;
   for (const float term : kTerms) p = std::fma(p, r, term);
   const float y = std::fma(p * r, r, r) + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return y * power;
+  return y * BitCast<float>((static_cast<int32_t>(n) + 127) << 23);
 }
 
 #ifdef SSDEVICE_EIGHT

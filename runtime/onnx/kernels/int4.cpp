@@ -20,15 +20,9 @@ using Rows = BlockRows;
 
 // ---- Weights -----------------------------------------------------------------------------------------------------------
 
-// What a scale's upper half leaves out.
-uint32_t LowerHalf(float scale) {
-  uint32_t bits;
-  std::memcpy(&bits, &scale, 4);
-  return bits & 0xFFFF;
-}
-
 Scales ScalesOf(const float* scales, int64_t count) {
-  return std::all_of(scales, scales + count, [](float scale) { return LowerHalf(scale) == 0; }) ? Scales::kShort : Scales::kWhole;
+  const bool halves = std::all_of(scales, scales + count, [](float scale) { return (BitCast<uint32_t>(scale) & 0xFFFF) == 0; });
+  return halves ? Scales::kShort : Scales::kWhole;
 }
 
 Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const float* scales, Scales kind) {
@@ -46,9 +40,7 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
         const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
         block[ByteAt(k, c)] = static_cast<uint8_t>(low | high << 4);
       }
-      uint32_t bits;
-      std::memcpy(&bits, scales + n * blocks + b, 4);
-      if (kind == Scales::kShort) bits >>= 16;
+      const uint32_t whole = BitCast<uint32_t>(scales[n * blocks + b]), bits = kind == Scales::kShort ? whole >> 16 : whole;
       std::memcpy(group + ScalesAt(b, kind) + bytes * static_cast<size_t>(c), &bits, bytes);
     }
   }
@@ -123,9 +115,9 @@ class Int4 : public Kernel {
 
 }  // namespace
 
-void BlockRows::Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
-  parts.resize(static_cast<size_t>(count) * Blocks(inputs));
-  context.EachRow(count, inputs, [=](int64_t row) { QuantizeRow(x + row * inputs, inputs, count, parts.data() + row); });
+void Quantize(Context& context, const float* x, int64_t count, int64_t inputs, BlockRows* out) {
+  out->parts.resize(static_cast<size_t>(count) * Blocks(inputs));
+  context.EachRow(count, inputs, [=](int64_t row) { QuantizeRow(x + row * inputs, inputs, count, out->parts.data() + row); });
 }
 
 Operator Int4Linear() { return {"Int4Linear", Make<Int4>, {Type::kFloat, Type::kUint8, Type::kFloat}}; }

@@ -37,10 +37,9 @@ struct BlockRows {
     int32_t zero;
   };
   std::vector<Part> parts;
-
-  // From [count, inputs] floats.
-  void Fill(Context& context, const float* x, int64_t count, int64_t inputs);
 };
+
+void Quantize(Context& context, const float* x, int64_t count, int64_t inputs, BlockRows* out);
 
 // The products of this machine with weights that have such scales. Without scales, sums are integers: floats hold them up to
 // 2^24, so there may be kMostUnscaled inputs.

@@ -7,21 +7,13 @@
 
 namespace {
 
-
-
 // The scale of column ``c``.
 inline float ScaleOf(const uint8_t* from, int c, Scales kind) {
   if (kind == Scales::kNone) return 1.0f;
-  uint32_t bits;
-  uint16_t half;
-  if (kind == Scales::kWhole) std::memcpy(&bits, from + 4 * c, 4);
-  if (kind == Scales::kShort) {
-    std::memcpy(&half, from + 2 * c, 2);
-    bits = static_cast<uint32_t>(half) << 16;
-  }
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return scale;
+  const size_t bytes = static_cast<size_t>(kind) / kColumns;
+  uint32_t bits = 0;
+  std::memcpy(&bits, from + bytes * static_cast<size_t>(c), bytes);
+  return BitCast<float>(kind == Scales::kShort ? bits << 16 : bits);
 }
 
 template <int R, Scales S>
@@ -57,7 +49,7 @@ __attribute__((target("avx2"), always_inline)) inline __m256 EightScales(const u
 // Eight products of codes up to 15 with codes up to 127, two by two, add up to at most 30480: sixteen bits hold them. The sums
 // of all rows and vectors stay in registers while weights are unpacked: with 5 rows and 2 vectors that takes all sixteen.
 template <int R, Scales S>
-__attribute__((target("avx2"))) void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
+SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256 sums[R][kVectors];
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r)

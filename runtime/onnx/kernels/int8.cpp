@@ -14,15 +14,7 @@ namespace {
 constexpr size_t kUnit = kBlock * kColumns;  // bytes of a block of a group
 
 // Inputs of a column that lie side by side: what an instruction multiplies and adds at once.
-int Side() {
-#if defined(SSDEVICE_VNNI)
-  return kVnni ? 4 : 2;
-#elif defined(SSDEVICE_DOT)
-  return kDot ? 4 : 2;
-#else
-  return 2;
-#endif
-}
+int Side() { return kVnni || kDot ? 4 : 2; }
 
 // Where in a group the weight of input ``k`` and column ``c`` lies.
 size_t At(int64_t k, int64_t c) {
@@ -57,13 +49,10 @@ Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float
 using Rows = RowsAs<int16_t>;
 using ShiftedRows = RowsAs<uint8_t>;
 using ByteRows = RowsAs<int8_t>;
-using Tile = TileOf<Rows>;
 
 #ifdef SSDEVICE_AVX2
-#define SSDEVICE_TARGET __attribute__((target("avx2")))
-
 template <int R>
-SSDEVICE_TARGET void Avx2(const Tile& t, float (*out)[kColumns]) {
+SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
   __m256i sums[R][kVectors];
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
     SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_si256();
@@ -162,7 +151,7 @@ constexpr ProductOf<ByteRows> kDotProducts[] = {Dot<1>, Dot<2>, Dot<3>, Dot<4>, 
 #endif
 
 template <int R>
-void Portable(const Tile& t, float (*out)[kColumns]) {
+void Portable(const TileOf<Rows>& t, float (*out)[kColumns]) {
   int32_t sums[R][kColumns] = {};
   const uint8_t* unit = t.weights;
   for (int b = 0; b < t.blocks; ++b) {
@@ -183,13 +172,6 @@ void Portable(const Tile& t, float (*out)[kColumns]) {
 
 constexpr ProductOf<Rows> kPortableProducts[] = {Portable<1>, Portable<2>, Portable<3>, Portable<4>, Portable<5>};
 
-ProductsOf<Rows> Products() {
-#ifdef SSDEVICE_AVX2
-  if (kAvx2) return {kAvx2Products, kTile};
-#endif
-  return {kPortableProducts, kTile};
-}
-
 class Int8 : public Kernel {
  public:
   explicit Int8(const Info& info) {
@@ -204,7 +186,10 @@ class Int8 : public Kernel {
 #ifdef SSDEVICE_DOT
     if (kDot) return Multiply<ByteRows>(*weights_, context, {kDotProducts, kTile});
 #endif
-    Multiply(*weights_, context, Products());
+#ifdef SSDEVICE_AVX2
+    if (kAvx2) return Multiply<Rows>(*weights_, context, {kAvx2Products, kTile});
+#endif
+    Multiply<Rows>(*weights_, context, {kPortableProducts, kTile});
   }
 
  protected:

@@ -18,9 +18,6 @@ struct RowsAs {
   };
   std::vector<Part> parts;
   std::vector<float> scales;
-
-  // From [count, inputs] floats.
-  void Fill(Context& context, const float* x, int64_t count, int64_t inputs);
 };
 
 template <typename Code>
@@ -80,11 +77,6 @@ void Quantize(Context& context, const float* all, int64_t count, int64_t inputs,
       QuantizeBlock(x + at, full, scale, part->codes);
     }
   });
-}
-
-template <typename Code>
-void RowsAs<Code>::Fill(Context& context, const float* x, int64_t count, int64_t inputs) {
-  Quantize(context, x, count, inputs, this);
 }
 
 // Constants [K, N] int8 and [N] float.

@@ -39,7 +39,11 @@
 #endif
 
 #ifdef SSDEVICE_AVX2
+#define SSDEVICE_TARGET_AVX2 __attribute__((target("avx2")))
 inline const bool kAvx2 = __builtin_cpu_supports("avx2");
+#else
+#define SSDEVICE_TARGET_AVX2
+constexpr bool kAvx2 = false;
 #endif
 
 // No size is negative, and all that are not zero have a product that fits: so no product of some of them, nor one of bytes,

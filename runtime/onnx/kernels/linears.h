@@ -20,6 +20,8 @@ inline int Blocks(int64_t inputs) { return static_cast<int>((inputs + kBlock - 1
 static_assert(kColumns == 16, "the columns of a group are the floats of 512 bits");
 inline const bool kVnni =
     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+#else
+constexpr bool kVnni = false;
 #endif
 
 #ifdef SSDEVICE_DOT
@@ -38,6 +40,8 @@ SSDEVICE_TARGET_DOT inline int8x16_t Four(const int8_t* codes) {
   std::memcpy(&four, codes, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
+#else
+constexpr bool kDot = false;
 #endif
 
 // Keeps a sum in its register, and a compiler from computing all products first and spilling the sums.
@@ -113,7 +117,7 @@ inline int64_t RowsFor(const Weights& weights, const Shape& x) {
   return count;
 }
 
-// Rows [.., K] times the weights. ``Rows`` takes one row of K floats after the other.
+// Rows [.., K] times the weights, of which ``Rows`` has what Quantize makes of them.
 template <typename Rows>
 void Multiply(const Weights& weights, Context& context, ProductsOf<Rows> products) {
   const Tensor x = context.Input(0);
@@ -122,7 +126,7 @@ void Multiply(const Weights& weights, Context& context, ProductsOf<Rows> product
   if (count == 0) return;
   thread_local Rows room;
   Rows& rows = room;  // that of this thread, for all that work on it
-  rows.Fill(context, x.As<float>(), count, x.shape.Last());
+  Quantize(context, x.As<float>(), count, x.shape.Last(), &rows);
   const int64_t groups = weights.Groups(), parts = PartsOf(groups);
   context.Each(parts, [&](int64_t part) {
     for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {

@@ -7,9 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#ifdef __linux__
 #include <sys/mman.h>
-#endif
 
 #include "eight.h"
 
@@ -26,26 +24,15 @@ constexpr size_t Whole(size_t bytes, size_t unit) { return (bytes + unit - 1) / 
 class Chunk {
  public:
   explicit Chunk(size_t bytes) : size_(Whole(std::max(bytes, kLeast), kPage)) {
-#ifdef __linux__
     void* mapped = mmap(nullptr, size_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    memory_ = mapped == MAP_FAILED ? nullptr : static_cast<uint8_t*>(mapped);
-#else
-    memory_ = static_cast<uint8_t*>(std::aligned_alloc(kPage, size_));
-#endif
-    if (memory_ == nullptr) throw std::bad_alloc();
-    const uintptr_t past = reinterpret_cast<uintptr_t>(memory_) % kPage;
-    first_ = memory_ + (kPage - past) % kPage;
-#ifdef __linux__
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    memory_ = static_cast<uint8_t*>(mapped);
+    first_ = memory_ + (kPage - reinterpret_cast<uintptr_t>(memory_) % kPage) % kPage;
+#ifdef MADV_HUGEPAGE
     madvise(first_, size_, MADV_HUGEPAGE);
 #endif
   }
-  ~Chunk() {
-#ifdef __linux__
-    munmap(memory_, size_ + kPage);
-#else
-    std::free(memory_);
-#endif
-  }
+  ~Chunk() { munmap(memory_, size_ + kPage); }
   Chunk(const Chunk&) = delete;
 
   // So many bytes of the chunk, which lives as long as they; null if it has no more.
