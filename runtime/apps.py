@@ -34,19 +34,19 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
     file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
     weights, variant, tensors = _fitted(bundle, name, folder)
-    own = f"{ADAPTERS}/{name}"
-    path = f"{own}/{file}"
-    instruction = weights.settings.instruction if weights.settings is not None else ""
+    path = f"{ADAPTERS}/{name}/{file}"
+    streams, settings = variant.streams, weights.settings
+    instruction = settings.instruction if settings is not None else ""
     check_instruction(tokenizer_of(bundle), name, instruction, bundle.geometry.context)
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
         base_sha256=manifest.model.sha256,
-        mode=variant.mode,
-        msa_layers=variant.msa_layers,
+        mode=streams.mode if streams is not None else None,
+        msa_layers=streams.msa_layers if streams is not None else 0,
         instruction=instruction,
         rank=weights.lora_rank,
-        folder=own,
+        folder=f"{ADAPTERS}/{name}",
         files=(path,),
         functions=dict(variant.functions),
     )
@@ -55,8 +55,8 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         writer.add_bundle(bundle)
         write(writer.path_for(path), stored(tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
-    size = written.manifest.files[path].size
-    return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
+    entry = written.manifest.files[path]
+    return f"added app {name} to {bundle.folder} ({entry.size} bytes, {variant.described}){again}"
 
 
 def signature_lost(bundle: Bundle) -> str:
