@@ -28,7 +28,7 @@ from ssdevice.contract import (
     Geometry,
     functions,
 )
-from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.errors import BundleError, needs_extra
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
@@ -51,10 +51,8 @@ class AppleProgram:
     """
 
     def __init__(self, package: Path, compute_units: str) -> None:
-        try:
+        with needs_extra("coreml"):
             self._coremltools = importlib.import_module("coremltools")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("coreml", "coremltools") from error
         self.path = package
         known = self._coremltools.ComputeUnit.__members__
         if compute_units.upper() not in known:
