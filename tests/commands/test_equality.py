@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import FORCED, Difference, Equality, compare, led
+from ssdevice.bench.equality import Difference, Equality
+from ssdevice.bench.modes import FORCED, compare_modes, led
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
 from ssdevice.errors import BundleError
@@ -41,7 +42,7 @@ class Forgetful(ScriptedCache):
 
 def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Equality:
     engine = ScriptedEngine(make_geometry(TREE, context=90), random_drafter(0, 0.0), kind)
-    return compare(engine, None, PROMPTS, (), 40, precision, lambda *_: None)
+    return compare_modes(engine, None, PROMPTS, (), 40, precision, lambda *_: None)
 
 
 def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
@@ -53,7 +54,7 @@ def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
 @pytest.mark.parametrize("kind", [Leaky, Forgetful])
 def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache]) -> None:
     result = run(kind)
-    assert {d.mode for d in result.differences} >= {FORCED}
+    assert {d.arm for d in result.differences} >= {FORCED}
     assert any("forced" in fault and "not a near-tie" in fault for fault in result.faults())
 
 
