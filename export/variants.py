@@ -12,20 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdevice.adapters.slots import LAYOUT_FILE, SlotLayout, Variant
+from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotLayout, Variant
 from ssdevice.adapters.storage import ADAPTERS, stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
-from ssdevice.config import Mode, StreamConfig, StreamMLP, to_json
+from ssdevice.config import to_json
 from ssdevice.contract import ONE_ROW, PREFILL
 from ssdevice.export.exporter import AppResult, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
-
-EXAMPLE_RANK = 3
-"""Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
 
 def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[Variant, tuple[str, ...]]]:
@@ -40,7 +37,7 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[V
         found.setdefault(wanted.name, wanted)
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
-    return [(v, plain if v.mode is None else drafting) for v in found.values()]
+    return [(v, plain if v.streams is None else drafting) for v in found.values()]
 
 
 def variant_of(app: AppPlan) -> Variant:
@@ -51,24 +48,12 @@ def variant_of(app: AppPlan) -> Variant:
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = job.plan
-    if variant.mode is None:
+    if variant.streams is None:
         plan = plan.of(AppPlan(variant.name, None, None, variant.lora))
     hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
-    config = None
-    if variant.mode is not None:
-        config = StreamConfig(
-            mode=variant.mode,
-            gamma=plan.geometry.gamma,
-            msa_layers=variant.msa_layers,
-            init_rank=EXAMPLE_RANK if variant.transform else 0,
-            token_rank=EXAMPLE_RANK if variant.token else 0,
-            adapter_rank=EXAMPLE_RANK,
-            stream_mlp=variant.stream_mlp or StreamMLP.BASE_ADAPTER,
-            lora_rank=0,
-        )
+    config = variant.streams and replace(variant.streams, gamma=plan.geometry.gamma)
     model = build(hf, config, plan.geometry.context)
     if variant.lora:
-        assert variant.mode is not Mode.LOSSLESS
         open_slots(model.backbone.layers)
     for part in model.modules():
         if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight

@@ -68,10 +68,9 @@ class CoreMLExporter(Exporter):
         """See Exporter."""
         plan, package = job.plan, folder / PACKAGE
         table = function_names(plan)
-        notes: list[str] = []
         parts = _Parts(job, table)
         parts.convert()
-        notes += parts.notes
+        notes = [*parts.notes]
         job.report("write the graphs", parts.total, parts.total + 1, "save")
         names = table[plan.apps[0].name]
         deployment = plan.options.chosen(CoreMLOptions).deployment
@@ -90,8 +89,7 @@ class CoreMLExporter(Exporter):
         files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        form = CacheForm.INTERNAL, CACHE_DTYPE
-        return CoreMLResult(files, *form, tuple(notes), tools, apps, sketches=parts.sketches)
+        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, sketches=parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.

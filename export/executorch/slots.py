@@ -22,7 +22,6 @@ from torch.export.graph_signature import OutputKind
 
 from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotLayout, Variant
 from ssdevice.adapters.weights import AdapterWeights
-from ssdevice.contract import ONE_ROW, PREFILL
 from ssdevice.errors import ConfigError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
@@ -132,15 +131,10 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
         kind.name: kind for kind in (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
     }
     variants = tuple(
-        replace(kind, functions=_functions(plan.function_names, kind), slots=slots, identifiers=state)
+        replace(kind, functions={name: name for name in kind.own(plan.function_names)}, slots=slots, identifiers=state)
         for kind in kinds.values()
     )
     return model, SlotLayout(plan.identity.hidden_size, variants)
-
-
-def _functions(names: Sequence[str], variant: Variant) -> dict[str, str]:
-    """An app's part of the contract's functions ``names`` -> their names in the program, which are the same."""
-    return {name: name for name in names if variant.mode is not None or name in (PREFILL, *ONE_ROW)}
 
 
 def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:

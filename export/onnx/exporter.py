@@ -149,10 +149,10 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Written:
             files.append(TargetFile(f"{name}:{variant.name}", file))
             slots |= book.slots
         functions = app_functions(variant, plan.function_names)
-        identifiers = IDENTIFIERS if variant.mode is not None else ""
+        identifiers = IDENTIFIERS if variant.streams is not None else ""
         made.append(replace(variant, functions=functions, slots=tuple(slots.values()), identifiers=identifiers))
     # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
-    plain = {v.name: v.slots for v in made if v.mode is None}
+    plain = {v.name: v.slots for v in made if v.streams is None}
     for i, variant in enumerate(made):
         every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
         made[i] = replace(variant, slots=tuple(every.values()))
@@ -201,7 +201,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
     inputs = list(spec.inputs)
-    if variant is not None and variant.mode is not None:
+    if variant is not None and variant.streams is not None:
         assert model.streams is not None
         form = OpenIdentifiers(form, model.streams)
         inputs.append(TensorSpec(IDENTIFIERS, tuple(model.streams.identifiers.shape), FLOATS))

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.runtime.target import RuntimeTarget
+from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 PACKAGE = "package"
@@ -30,12 +29,11 @@ class ExecutorchTarget(RuntimeTarget):
 
         return ExecutorchEngine.of(bundle, app, options)
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
         from ssdevice.adapters.safetensors_file import write_tensors
-        from ssdevice.runtime.apps import NewApp
         from ssdevice.runtime.executorch.engine import ADAPTER_FILE
 
-        return NewApp.read(bundle, name, folder, ADAPTER_FILE, write_tensors)
+        return ADAPTER_FILE, write_tensors
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.description import describe_package

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.errors import BundleError
-from ssdevice.runtime.target import RuntimeTarget
+from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 
@@ -41,12 +40,10 @@ class OnnxTarget(RuntimeTarget):
         if (dtype := bundle.manifest.cache_dtype) not in (CacheDtype.FP32, CacheDtype.FP16):
             raise BundleError(f"{bundle.folder} has a cache of {dtype}; browsers need float32 or float16")
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
-        from ssdevice.runtime.apps import NewApp
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
         from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, write_adapter
 
-        write = partial(write_adapter, base_sha256=bundle.manifest.model.sha256)
-        return NewApp.read(bundle, name, folder, ADAPTER_FILE, write)
+        return ADAPTER_FILE, partial(write_adapter, base_sha256=bundle.manifest.model.sha256)
 
 
 TARGET = OnnxTarget()

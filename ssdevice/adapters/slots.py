@@ -9,12 +9,13 @@ read the same weights of the base.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, read_json
-from ssdevice.contract import TensorSpec
+from ssdevice.contract import ONE_ROW, PREFILL, TensorSpec
 from ssdevice.errors import ConfigError, InputError
 
 LAYOUT_FILE = "slots.json"
@@ -22,6 +23,8 @@ LAYOUT_ROLE = "slots"
 IDENTIFIERS = "streams.identifiers"
 """Name of the graph input that holds the stream identifiers ``[γ, hidden]``."""
 SCHEMA_VERSION = 2
+EXAMPLE_RANK = 3
+"""Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
 
 class SlotKind(StrEnum):
@@ -100,18 +103,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Variant:
-    """Graphs for one kind of app: with streams (then ``mode`` is set), with a LoRA on main rows, or neither.
+    """Graphs for one kind of app: with streams, with a LoRA on main rows, or neither.
 
-    ``functions``: the contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the
-    tensor that takes the stream identifiers ``[γ, hidden]``; empty without one.
+    ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose. ``functions``: the
+    contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the tensor that takes the
+    stream identifiers ``[γ, hidden]``; empty without one.
     """
 
     lora: bool
-    mode: Mode | None = None
-    msa_layers: int = 0
-    stream_mlp: StreamMLP | None = None
-    transform: bool = False
-    token: bool = False
+    streams: StreamConfig | None = None
     functions: dict[str, str] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     identifiers: str = ""
@@ -132,31 +132,39 @@ class Variant:
                 "export this app by itself, or train it with --follow-rank 0"
             )
         lossless = streams.mode is Mode.LOSSLESS
-        return cls(
-            lora=not lossless,
-            mode=streams.mode,
-            msa_layers=streams.msa_layers,
-            stream_mlp=streams.stream_mlp if lossless else None,
-            transform=streams.init_rank > 0,
-            token=streams.token_rank > 0,
+        kind = replace(
+            streams,
+            gamma=1,
+            init_rank=streams.init_rank and EXAMPLE_RANK,
+            token_rank=streams.token_rank and EXAMPLE_RANK,
+            adapter_rank=EXAMPLE_RANK,
+            stream_mlp=streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER,
+            lora_rank=0,
         )
+        return cls(not lossless, kind)
+
+    def own(self, names: Iterable[str]) -> list[str]:
+        """The contract's functions among ``names`` that its apps have."""
+        return [name for name in names if self.streams is not None or name in (PREFILL, *ONE_ROW)]
 
     @property
     def name(self) -> str:
         """The name that its files contain."""
-        if self.mode is None:
+        if self.streams is None:
             return "lora" if self.lora else "base"
-        mlp = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode}{self.msa_layers}{mlp}{'-f' if self.transform else ''}{'-g' if self.token else ''}"
+        s = self.streams
+        mlp = "-mlp" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{s.mode}{s.msa_layers}{mlp}{'-f' if s.init_rank else ''}{'-g' if s.token_rank else ''}"
 
     @property
     def described(self) -> str:
         """A description for messages."""
-        if self.mode is None:
+        if self.streams is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
-        mlp = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        terms = f"{', f of eq. 3' if self.transform else ''}{', that see the chosen token' if self.token else ''}"
-        return f"{self.mode} streams with N_s = {self.msa_layers}{mlp}{terms}"
+        s = self.streams
+        mlp = f", stream_mlp {s.stream_mlp}" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        terms = f"{', f of eq. 3' if s.init_rank else ''}{', that see the chosen token' if s.token_rank else ''}"
+        return f"{s.mode} streams with N_s = {s.msa_layers}{mlp}{terms}"
 
 
 @dataclass(frozen=True)

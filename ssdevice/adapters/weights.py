@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.safetensors_file import read_floats
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder, AdapterSettings
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder
 from ssdevice.adapters.slots import Slot, SlotKind, Variant
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError
@@ -40,12 +40,9 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class AdapterWeights:
-    """The weights of an adapter folder. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
+class AdapterWeights(AdapterFolder):
+    """An adapter folder and its weights. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
 
-    folder: Path
-    settings: AdapterSettings | None
-    has_lora: bool
     identifiers: NDArray[np.float32] | None = None
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
@@ -84,8 +81,7 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
     ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
     """
     waiting = dict(weights.factors)
-    if TOKEN in waiting:
-        g = waiting[TOKEN]
+    if (g := waiting.get(TOKEN)) is not None:
         waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
@@ -94,7 +90,7 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
         raise InputError(
             f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
         )
-    if variant.mode is not None:
+    if variant.streams is not None:
         tensors[variant.identifiers] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     elif variant.identifiers:
         tensors[variant.identifiers] = np.zeros((gamma, hidden), np.float32)

@@ -11,7 +11,7 @@ import pytest
 
 from ssdevice.adapters.slots import Slot, SlotKind, SlotLayout, Variant, read_layout
 from ssdevice.adapters.weights import AdapterWeights, Factors, fill
-from ssdevice.config import Mode, to_json
+from ssdevice.config import Mode, StreamConfig, to_json
 from ssdevice.errors import ConfigError, InputError
 
 GAMMA, HIDDEN = 2, 6
@@ -19,8 +19,8 @@ SLOTS = (
     Slot(SlotKind.LORA, ("model.layers.0.q",), 6, (4,), state="m.layers.0.q.adapter", rank=3),
     Slot(SlotKind.STREAM, ("layers.1.up",), 4, (6,), state="m.streams.up", rank=2),
 )
-KIND = Variant(True, Mode.SHARED, 2, slots=SLOTS, identifiers="m.streams.identifiers")
-LAYOUT = SlotLayout(HIDDEN, (KIND, replace(KIND, mode=None)))
+KIND = Variant(True, StreamConfig(Mode.SHARED, 1, 2), slots=SLOTS, identifiers="m.streams.identifiers")
+LAYOUT = SlotLayout(HIDDEN, (KIND, replace(KIND, streams=None)))
 
 
 def weights(rank: int = 2, inputs: int = 6, streams: int = 3) -> AdapterWeights:
