@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ssdevice import targets
-from ssdevice.errors import ConfigError, MissingExtraError
+from ssdevice.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
 
-AsStored = tuple[AbstractContextManager[None] | None, "Precision"]
+AsStored = tuple[AbstractContextManager[object] | None, "Precision"]
 """A context in which a torch model rounds as a bundle does (None if there is none), and the precision of the remaining
 differences."""
 
@@ -110,10 +110,8 @@ def export_target(name: str) -> ExportTarget:
 def exporter(options: ExportOptions) -> Exporter:
     """The exporter for these options. Raises MissingExtraError, which names the extra to install."""
     target = export_target(options.target)
-    try:
+    with needs_extra(target.extra):
         return target.exporter(options)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(target.extra, error.name or target.name) from error
 
 
 def all_options() -> tuple[type[TargetOptions], ...]:

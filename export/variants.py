@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdevice.adapters.slots import Variant
-from ssdevice.config import Mode, StreamConfig, StreamMLP
+from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotLayout, Variant
+from ssdevice.adapters.storage import ADAPTERS, stored
+from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.config import to_json
 from ssdevice.contract import ONE_ROW, PREFILL
-from ssdevice.export.exporter import ExportJob
-from ssdevice.export.plan import AppPlan
+from ssdevice.export.exporter import AppResult, ExportJob
+from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
 
-EXAMPLE_RANK = 3
-"""Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
-
-@dataclass(frozen=True)
-class Traced:
-    """A variant and the functions that it adds; other functions are graphs of other variants."""
-
-    variant: Variant
-    functions: tuple[str, ...]
-
-
-def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]:
+def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[Variant, tuple[str, ...]]]:
     """The variants that these apps need, and both variants of plain decoding, so that any LoRA can be added later.
 
-    The T = 1 graph of an app with streams is that of plain decoding with or without a LoRA. ``names``: the functions
-    that the bundle has.
+    Each with the functions that it adds; other functions are graphs of other variants: the T = 1 graph of an app with
+    streams is that of plain decoding with or without a LoRA. ``names``: the functions that the bundle has.
     """
     found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
     for app in apps:
@@ -42,7 +37,7 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[Traced]
         found.setdefault(wanted.name, wanted)
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
-    return [Traced(v, plain if v.mode is None else drafting) for v in found.values()]
+    return [(v, plain if v.streams is None else drafting) for v in found.values()]
 
 
 def variant_of(app: AppPlan) -> Variant:
@@ -53,29 +48,41 @@ def variant_of(app: AppPlan) -> Variant:
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = job.plan
-    if variant.mode is None:
+    if variant.streams is None:
         plan = plan.of(AppPlan(variant.name, None, None, variant.lora))
     hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
-    config = None
-    if variant.mode is not None:
-        config = StreamConfig(
-            mode=variant.mode,
-            gamma=plan.geometry.gamma,
-            msa_layers=variant.msa_layers,
-            init_rank=EXAMPLE_RANK if variant.transform else 0,
-            token_rank=EXAMPLE_RANK if variant.token else 0,
-            adapter_rank=EXAMPLE_RANK,
-            stream_mlp=variant.stream_mlp or StreamMLP.BASE_ADAPTER,
-            lora_rank=0,
-        )
+    config = variant.streams and replace(variant.streams, gamma=plan.geometry.gamma)
     model = build(hf, config, plan.geometry.context)
     if variant.lora:
-        assert variant.mode is not Mode.LOSSLESS
         open_slots(model.backbone.layers)
     for part in model.modules():
         if isinstance(part, LowRank):  # their initial zeros would be taken for one shared weight
             nn.init.normal_(part.up.weight, std=0.1)
     return replace(job, plan=plan, loaded=LoadedModel(plan.identity, model.eval(), None), notes=())
+
+
+def write_slots(
+    plan: ExportPlan,
+    layout: SlotLayout,
+    folder: Path,
+    file: str,
+    write: Callable[[Path, Mapping[str, NDArray[Any]]], None],
+) -> dict[str, AppResult]:
+    """Write the layout, and the tensors of every app to a ``file`` of its own; returns how each app is stored."""
+    (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
+    found = {}
+    for app in plan.apps:
+        variant = layout.variant(variant_of(app).name)
+        assert variant is not None
+        if app.folder is None:
+            found[app.name] = AppResult(AdapterKind.BASE, functions=variant.functions)
+            continue
+        own = f"{ADAPTERS}/{app.name}"
+        (folder / own).mkdir(parents=True, exist_ok=True)
+        tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
+        write(folder / own / file, stored(tensors, plan.options.adapter_precision))
+        found[app.name] = AppResult(AdapterKind.SLOT, own, (f"{own}/{file}",), variant.functions)
+    return found
 
 
 def open_slots(layers: nn.ModuleList) -> None:

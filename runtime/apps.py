@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ssdevice import arguments
-from ssdevice.adapters.slots import LAYOUT_ROLE, Variant
-from ssdevice.adapters.storage import stored
-from ssdevice.adapters.weights import AdapterWeights
+from ssdevice.adapters.slots import LAYOUT_ROLE, Variant, read_layout
+from ssdevice.adapters.storage import ADAPTERS, stored
+from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
@@ -34,31 +32,31 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     folder = arguments.path("an adapter's folder", folder)
     if name.lower() in {app.name.lower() for app in manifest.apps}:
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
-    addition = runtime_target(manifest.target).new_app(bundle, name, folder)
-    own = f"{addition.parent}/{name}"
-    path = f"{own}/{addition.file}"
-    settings, variant = addition.weights.settings, addition.variant
+    file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
+    weights, variant, tensors = _fitted(bundle, name, folder)
+    path = f"{ADAPTERS}/{name}/{file}"
+    streams, settings = variant.streams, weights.settings
     instruction = settings.instruction if settings is not None else ""
     check_instruction(tokenizer_of(bundle), name, instruction, bundle.geometry.context)
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
         base_sha256=manifest.model.sha256,
-        mode=variant.mode,
-        msa_layers=variant.msa_layers,
+        mode=streams.mode if streams is not None else None,
+        msa_layers=streams.msa_layers if streams is not None else 0,
         instruction=instruction,
-        rank=addition.weights.lora_rank,
-        folder=own,
+        rank=weights.lora_rank,
+        folder=f"{ADAPTERS}/{name}",
         files=(path,),
-        functions=dict(addition.functions),
+        functions=dict(variant.functions),
     )
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
-        addition.write(writer.path_for(path), stored(addition.tensors, precision))
+        write(writer.path_for(path), stored(tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
-    size = written.manifest.files[path].size
-    return f"added app {name} to {bundle.folder} ({size} bytes, {variant.described}){again}"
+    entry = written.manifest.files[path]
+    return f"added app {name} to {bundle.folder} ({entry.size} bytes, {variant.described}){again}"
 
 
 def signature_lost(bundle: Bundle) -> str:
@@ -66,35 +64,31 @@ def signature_lost(bundle: Bundle) -> str:
     return "; its old signature is gone: sign it again" if (bundle.folder / SIGNATURE_FILE).exists() else ""
 
 
-@dataclass(frozen=True)
-class NewApp:
-    """An app's ``tensors`` in the form of a target. ``write`` writes them to the path ``parent/<app>/file``."""
+def _fitted(bundle: Bundle, name: str, folder: Path) -> tuple[AdapterWeights, Variant, dict[str, NDArray[Any]]]:
+    """The weights of the adapter in ``folder``, the bundle's variant that it needs, and its tensors for that.
 
-    weights: AdapterWeights
-    variant: Variant
-    functions: Mapping[str, str]
-    parent: str
-    file: str
-    tensors: Mapping[str, NDArray[Any]]
-    write: Callable[[Path, Mapping[str, NDArray[Any]]], None]
-
-
-def slots_for(bundle: Bundle, name: str, folder: Path) -> tuple[Path, AdapterWeights]:
-    """The file with the bundle's slots, and the weights of the adapter in ``folder``.
-
-    Raises InputError for a bundle without slots, or an adapter for another base or with too few streams for the tree.
+    Raises InputError for a bundle without slots, or an adapter for another base, of another kind than the bundle's
+    apps, or with too few streams for the tree.
     """
     if LAYOUT_ROLE not in bundle.manifest.roles:
         raise InputError(
             f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
             f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         )
-    weights = AdapterWeights.read(folder)
+    weights, g = AdapterWeights.read(folder), bundle.geometry
     if weights.settings is not None:
         weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
-        if weights.settings.streams.gamma < bundle.geometry.gamma:
+        if weights.settings.streams.gamma < g.gamma:
             raise InputError(
                 f"{folder} has γ = {weights.settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
-                f"{bundle.geometry.gamma} deep"
+                f"{g.gamma} deep"
             )
-    return bundle.file(LAYOUT_ROLE), weights
+    layout = read_layout(bundle.file(LAYOUT_ROLE))
+    variant = layout.variant(weights.variant.name)
+    if variant is None:
+        there = "; ".join(variant.described for variant in layout.variants)
+        raise InputError(
+            f"{bundle.folder} has no graphs for {weights.variant.described}; it has those for {there}. Export a "
+            f"bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
+        )
+    return weights, variant, fill(weights, variant, g.gamma, layout.hidden)

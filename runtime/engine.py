@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ssdevice import arguments
 from ssdevice.contract import CacheForm, Geometry
-from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.errors import BundleError, needs_extra
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.notice import say_once
 from ssdevice.runtime.target import runtime_target
@@ -161,7 +161,5 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engi
     for name in sorted(vars(options).keys() - target.heeds):
         if getattr(options, name) != getattr(usual, name):
             say_once(f"ssdevice: the option {name} has no effect on {target.name} bundles")
-    try:
+    with needs_extra(target.extra):
         return target.open_engine(bundle, app, options)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(target.extra, error.name or target.name) from error

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,11 +14,14 @@ from ssdevice import targets
 from ssdevice.errors import BundleError, InputError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from rich.console import Console
 
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
+
+AppFile = tuple[str, Callable[[Path, Mapping[str, "NDArray[Any]"]], None]]
+"""The name of an app's file, and a function that writes tensors by name to a path."""
 
 
 class RuntimeTarget(ABC):
@@ -32,10 +35,10 @@ class RuntimeTarget(ABC):
     def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         """The engine of an app. Raises BundleError, and ModuleNotFoundError for a missing package."""
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
-        """The adapter in ``folder`` as a further app for a bundle of this target.
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
+        """The name of the file that holds a further app's tensors, and what writes it.
 
-        Raises InputError if the bundle cannot take this adapter, or no further app at all.
+        ``name``, ``folder``: the app's, for messages. Raises InputError for a target whose bundles take no more apps.
         """
         raise InputError(f"{bundle.folder} is a {self.name} bundle, which takes no more apps; export a bundle for each")
 

@@ -186,8 +186,7 @@ JSON_NAMES = {
 
 
 def _json_name(value: Any) -> str:
-    name = type(value).__name__
-    return JSON_NAMES.get(name, name)
+    return JSON_NAMES.get(type(value).__name__, type(value).__name__)
 
 
 def to_json(value: Any) -> Any:

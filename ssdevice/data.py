@@ -17,6 +17,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,8 @@ def read_examples(
     files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not files:
         raise InputError("no data file given")
-    examples: list[Example] = []
-    for path in files:
-        for example in iter_examples(path, require_completion=require_completion):
-            examples.append(example)
-            if len(examples) == limit:
-                return examples
-    return examples
+    every = (example for path in files for example in iter_examples(path, require_completion=require_completion))
+    return list(islice(every, limit))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

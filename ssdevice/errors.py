@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -35,6 +37,15 @@ class MissingExtraError(InputError):
     def __init__(self, extra: str, module: str) -> None:
         package = f"ssdevice[{extra}]" if extra else "ssdevice"
         super().__init__(f"{module} is not installed; install it with: pip install '{package}'")
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """In this context a package that is not installed is a MissingExtraError: the extra ``name`` has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(name, error.name or name) from error
 
 
 class ContextOverflowError(InputError):

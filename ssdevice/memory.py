@@ -6,6 +6,7 @@ import ctypes
 import gc
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,10 @@ def _of_glibc(name: str) -> Any:
 
 def own_peak_mb() -> float:
     """Peak MB (10⁶ bytes) of this process."""
-    try:  # on Linux, what getrusage says includes the process that started this one
+    with suppress(OSError):  # on Linux, what getrusage says includes the process that started this one
         found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
         if found is not None:
             return int(found[1]) * 1024 / 1e6
-    except OSError:
-        pass
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

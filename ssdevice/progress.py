@@ -18,11 +18,6 @@ def track(report: Report, stage: str, items: Sequence[T]) -> Iterator[T]:
     report(stage, len(items), len(items), "")
 
 
-def duration(seconds: float) -> str:
-    """Seconds in a unit a reader can use."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
 def count(number: int, noun: str) -> str:
     """``1 file``, ``2 files``: for nouns whose plural ends in s."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,7 +15,7 @@ from ssdevice.contract import CacheForm
 from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset, trace
-from ssdevice.export.coreai.weights import GROUP, INT4_GRID, as_stored, stored
+from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
@@ -79,7 +79,7 @@ class CoreAIExporter(Exporter):
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
-            with EngineDriver(engine) as driver, as_stored(one.loaded.model, job.plan.options.quant):
+            with EngineDriver(engine) as driver, stored(one.loaded.model, job.plan.options.quant, values=True):
                 return check(one, driver, FLOAT_JITTER)
 
         return check_each(job.plan.merged, jobs(job), check_app)

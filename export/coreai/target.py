@@ -32,10 +32,10 @@ class CoreAITarget(ExportTarget):
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision
-        from ssdevice.export.coreai.weights import as_stored
+        from ssdevice.export.coreai.weights import stored
 
         # Products are float32 in every precision, so with the stored weights only the order of sums differs.
-        return as_stored(model, bundle.manifest.precision), Precision.FP32
+        return stored(model, bundle.manifest.precision, values=True), Precision.FP32
 
 
 TARGET = CoreAITarget()

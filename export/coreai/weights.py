@@ -77,56 +77,29 @@ class Integers(nn.Module):
         return dense
 
 
-Weights = dict[nn.Linear | nn.Embedding, Tensor]
-
-
 @contextmanager
-def stored(model: StreamModel, quant: Quant) -> Iterator[tuple[str, ...]]:
+def stored(model: StreamModel, quant: Quant, values: bool = False) -> Iterator[tuple[str, ...]]:
     """In this context the model's matrices are computed from what an asset stores, as a trace should see them.
 
-    Yields notes on deviations from the precision.
+    ``values``: they have the resulting values instead. Yields notes on deviations from the precision.
     """
-    before, notes = _register(model, quant)
-    try:
-        yield notes
-    finally:
-        _settle(before)
-        _restore(before)
-
-
-@contextmanager
-def as_stored(model: StreamModel, quant: Quant) -> Iterator[None]:
-    """In this context the model's matrices have the values that an asset stores."""
-    before, _ = _register(model, quant)
-    _settle(before)
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
-def _register(model: StreamModel, quant: Quant) -> tuple[Weights, tuple[str, ...]]:
-    """Replace the matrices of a model; returns them and notes."""
     import coreai_torch._compression.custom_layers  # noqa: F401  defines the operator
 
     forms, notes = _forms(model, quant)
-    before: Weights = {part: part.weight for part in forms}
+    before = {part: part.weight for part in forms}
     for part, form in forms.items():
         part.weight = nn.Parameter(before[part].detach(), requires_grad=False)  # integers have no gradients
         parametrize.register_parametrization(part, "weight", form, unsafe=True)
-    return before, notes
-
-
-def _settle(parts: Weights) -> None:
-    """Make the rounded values ordinary weights."""
-    for part in parts:
-        parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
-
-
-def _restore(before: Weights) -> None:
-    for part, weight in before.items():
-        del part.weight
-        part.weight = weight
+        if values:
+            parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
+    try:
+        yield notes
+    finally:
+        for part, weight in before.items():
+            if not values:
+                parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
+            del part.weight
+            part.weight = weight
 
 
 def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Linear | nn.Embedding, nn.Module], tuple[str, ...]]:

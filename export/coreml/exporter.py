@@ -33,7 +33,7 @@ from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine, NumPyProgram
+from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine
 
 PACKAGE = "model.mlpackage"
 SETTINGS_FILE = "coreml.json"
@@ -68,10 +68,9 @@ class CoreMLExporter(Exporter):
         """See Exporter."""
         plan, package = job.plan, folder / PACKAGE
         table = function_names(plan)
-        notes: list[str] = []
         parts = _Parts(job, table)
         parts.convert()
-        notes += parts.notes
+        notes = [*parts.notes]
         job.report("write the graphs", parts.total, parts.total + 1, "save")
         names = table[plan.apps[0].name]
         deployment = plan.options.chosen(CoreMLOptions).deployment
@@ -90,8 +89,7 @@ class CoreMLExporter(Exporter):
         files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        form = CacheForm.INTERNAL, CACHE_DTYPE
-        return CoreMLResult(files, *form, tuple(notes), tools, apps, sketches=parts.sketches)
+        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, sketches=parts.sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
@@ -107,7 +105,7 @@ class CoreMLExporter(Exporter):
             names = table[app.name]
             sketches = result.sketches[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
-            engine = CoreMLEngine(NumPyProgram(program), job.plan.geometry, names)
+            engine = CoreMLEngine(program, job.plan.geometry, names)
             shown = CoreMLShown(program, one.plan, names)
             found = check(one, EngineDriver(engine), HALF_JITTER, shown, FLOAT16)
             golden.extend(cases(one, EngineDriver(engine)))

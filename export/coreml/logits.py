@@ -11,37 +11,39 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import LOGITS, PLAIN, STEP, TOKENS
 from ssdevice.errors import BundleError
 from ssdevice.export.logits import ShowsLogits
-from ssdevice.mil.program import Program, State
+from ssdevice.mil.program import Observer, Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation
-from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine, NumPyProgram
-from ssdevice.runtime.engine import Inputs, Outputs
+from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine
+from ssdevice.runtime.engine import Inputs
 
 CHOICE = "reduce_argmax"
 
 
-class ShownProgram(NumPyProgram):
+class ShownProgram(Program):
     """The interpreter, with the logits of the step functions among ``functions`` as the output LOGITS."""
 
     def __init__(self, package: Package, functions: Mapping[str, str]) -> None:
-        super().__init__(Program(package))
+        super().__init__(package)
         self._watched = {
             function: logits_of(package.function(function))
             for name, function in functions.items()
             if name in (STEP, PLAIN)
         }
 
-    def run(self, function: str, inputs: Inputs, state: State) -> Outputs:
+    def run(
+        self, function: str, inputs: Inputs, state: State | None = None, observe: Observer | None = None
+    ) -> dict[str, NDArray[Any]]:
         watched = self._watched.get(function)
         if watched is None:
-            return super().run(function, inputs, state)
+            return super().run(function, inputs, state, observe)
         shown: dict[str, NDArray[Any]] = {}
 
         def keep(operation: Operation, outputs: tuple[NDArray[Any], ...]) -> None:
             if operation.output == watched:
                 shown[LOGITS] = outputs[0].copy()
 
-        return {**self.interpreter.run(function, inputs, state, keep), **shown}
+        return {**super().run(function, inputs, state, keep), **shown}
 
 
 class LogitsEngine(ShowsLogits, CoreMLEngine):

@@ -38,9 +38,9 @@ class CoreMLShown:
         g, name = self.plan.geometry, self.names[function]
         held = past.reshape(g.layers, 2, length, g.kv_heads, g.head_dim).swapaxes(2, 3)
         for at, key in enumerate((KEYS, VALUES)):
-            state = np.zeros_like(self.state.arrays[key])
+            state = np.zeros_like(self.state[key])
             state[:, :, :length] = held[:, at]
-            self.state.write(key, state)
+            self.state[key] = state
         marks = self._products(name)
         wanted = {value for _, source, result in marks for value in (source, result)}
         seen: dict[str, Array] = {}
@@ -52,13 +52,13 @@ class CoreMLShown:
 
         inputs = {**integers, LENGTH: np.array([length], np.int32)}
         out = dict(self.program.run(name, inputs, self.state, observe))
-        new = np.stack([self.state.arrays[key][:, :, length : length + g.chunk] for key in (KEYS, VALUES)], axis=1)
+        new = np.stack([self.state[key][:, :, length : length + g.chunk] for key in (KEYS, VALUES)], axis=1)
         out[ROWS] = new.swapaxes(2, 3).reshape(2 * g.layers, -1, g.row_width)
         return Call(out, [Product(weight, seen[source], seen[result]) for weight, source, result in marks])
 
     def close(self) -> None:
         """See Shown."""
-        self.state.arrays.clear()
+        self.state.clear()
 
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""

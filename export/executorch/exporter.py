@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +14,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdevice.adapters.safetensors_file import write_tensors
-from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE, ProgramLayout
-from ssdevice.adapters.storage import stored
-from ssdevice.adapters.weights import AdapterWeights, fill_program
-from ssdevice.bundle.manifest import AdapterKind
-from ssdevice.config import Schedule, to_json
+from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
+from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.app_checks import check_slots
 from ssdevice.export.calibration.grid import Grid
@@ -34,17 +31,11 @@ from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, c
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Programs, follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
+from ssdevice.export.variants import write_slots
 from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.engine import (
-    ADAPTER_FILE,
-    ADAPTERS,
-    CACHE_DTYPE,
-    PROGRAM,
-    ExecutorchEngine,
-    functions_of,
-)
+from ssdevice.runtime.executorch.engine import ADAPTER_FILE, CACHE_DTYPE, PROGRAM, ExecutorchEngine
 from ssdevice.runtime.executorch.program import AdapterSlots
 
 PROGRAM_FILE = "model.pte"
@@ -93,11 +84,10 @@ class ExecutorchExporter(Exporter):
         if not plan.merged:
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
             source, layout = slot_model(job, list(weights.values()))
-            apps = {app.name: _write_app(plan, layout, app, weights.get(app.name), folder) for app in plan.apps}
-            (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
+            apps = write_slots(plan, layout, folder, ADAPTER_FILE, write_tensors)
             files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
             if (adapter := weights.get(check_apps(plan).name)) is not None:
-                shown = fill_program(adapter, layout, plan.geometry.gamma)
+                shown = fill(adapter, layout.variants[0], plan.geometry.gamma, layout.hidden)
 
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, stages, what)
@@ -169,18 +159,3 @@ def _compare(
     engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
     with held_values(model, file.parent), EngineDriver(engine) as driver:
         return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
-
-
-def _write_app(
-    plan: ExportPlan, layout: ProgramLayout, app: AppPlan, weights: AdapterWeights | None, folder: Path
-) -> AppResult:
-    """Write an app's tensors by slot as safetensors, which a host passes to ``set_adapter``."""
-    functions = functions_of(plan.function_names, app.settings is not None)
-    if weights is None:
-        return AppResult(AdapterKind.BASE, functions=functions)
-    own = f"{ADAPTERS}/{app.name}"
-    file = f"{own}/{ADAPTER_FILE}"
-    (folder / own).mkdir(parents=True, exist_ok=True)
-    tensors = fill_program(weights, layout, plan.geometry.gamma)
-    write_tensors(folder / file, stored(tensors, plan.options.adapter_precision))
-    return AppResult(AdapterKind.SLOT, own, (file,), functions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, SlotKind, StateSlot
+from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotLayout, Variant
 from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.errors import ConfigError
 from ssdevice.export.exporter import ExportJob
@@ -95,7 +96,7 @@ def check_apps(plan: ExportPlan) -> AppPlan:
     return first
 
 
-def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamModel, ProgramLayout]:
+def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamModel, SlotLayout]:
     """The base, with a slot wherever one of these adapters has factors, and their layout, with which apps are added."""
     plan = job.plan
     variant = variant_of(check_apps(plan))
@@ -117,12 +118,23 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
         del model.streams.identifiers
         model.streams.register_buffer("identifiers", torch.zeros_like(identifiers))
     names = {id(part): name for name, part in model.named_modules()}
+    # A LoRA without streams decodes plainly in the same slots as streams that act on main rows.
     slots = tuple(
-        StateSlot(*terms[term], f"{OWNER}.{names[id(part)]}", part.down.shape[1], part.up.shape[2], part.down.shape[2])
-        for term, part in made.items()
-    )
+        Slot(
+            kind, (source,), part.down.shape[1], (part.up.shape[2],),
+            state=f"{OWNER}.{names[id(part)]}", rank=part.down.shape[2],
+        )
+        for part, (kind, source) in ((part, terms[term]) for term, part in made.items())
+    )  # fmt: skip
     state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
-    return model, ProgramLayout(plan.identity.hidden_size, variant, slots, state)
+    kinds = {
+        kind.name: kind for kind in (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
+    }
+    variants = tuple(
+        replace(kind, functions={name: name for name in kind.own(plan.function_names)}, slots=slots, identifiers=state)
+        for kind in kinds.values()
+    )
+    return model, SlotLayout(plan.identity.hidden_size, variants)
 
 
 def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:

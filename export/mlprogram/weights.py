@@ -18,6 +18,7 @@ import numpy as np
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
+from ssdevice.export.mlprogram.names import HALF, PREFIX
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.plan import ExportPlan, Quant
 
@@ -33,6 +34,8 @@ APP_PARTS = ("_adapter_", "model_streams_")
 """Parts of the names of an app's own weights, which are small and stay float16."""
 SMALLEST = 512
 """Least number of elements for which compression saves more than its scales cost."""
+LOOKUP = ("gather", "x")
+"""The operation, and its parameter, that read a table."""
 
 
 class Scheme(StrEnum):
@@ -47,29 +50,11 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant of a program, its shape, and the (operation, parameter) pairs that read it."""
+    """A constant matrix of a program; ``lookup``: it is a table, which a gather reads."""
 
     name: str
     shape: tuple[int, ...]
-    readers: tuple[tuple[str, str], ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def source(self) -> str:
-        """Its name in the model, as far as conversion kept it."""
-        return self.name.removesuffix("_to_fp16").removeprefix("p_").removeprefix("module_model_")
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """The scheme of every matrix by the name of its constant, and notes on deviations from the request."""
-
-    schemes: Mapping[str, Scheme]
-    notes: tuple[str, ...]
+    lookup: bool = False
 
 
 def matrices(program: Any) -> list[Weight]:
@@ -77,14 +62,14 @@ def matrices(program: Any) -> list[Weight]:
     found = []
     for operation in _constants(program):
         output = operation.outputs[0]
-        uses = tuple(
+        uses = {
             (reader.op_type, parameter)
-            for reader in dict.fromkeys(output.child_ops)
+            for reader in output.child_ops
             for parameter, value in reader.inputs.items()
             if value is output
-        )
-        if output.rank == 2 and any(use in (("linear", "weight"), ("gather", "x")) for use in uses):
-            found.append(Weight(output.name, output.shape, uses))
+        }
+        if output.rank == 2 and uses & {LOOKUP, ("linear", "weight")}:
+            found.append(Weight(output.name, output.shape, LOOKUP in uses))
     return found
 
 
@@ -94,26 +79,27 @@ def _constants(program: Any) -> list[Any]:
     return [operation for operation in tensors if isinstance(operation.outputs[0].val, np.ndarray)]
 
 
-def plan_weights(weights: Sequence[Weight], quant: Quant, per_channel: bool, vocab: int) -> WeightPlan:
-    """Choose the scheme of every weight of a function. ``vocab``: rows of the embedding."""
+def plan_weights(
+    weights: Sequence[Weight], quant: Quant, per_channel: bool, vocab: int
+) -> tuple[dict[str, Scheme], tuple[str, ...]]:
+    """The scheme of every weight by its name, and notes on deviations. ``vocab``: rows of the embedding."""
     schemes: dict[str, Scheme] = {}
     notes = []
     for weight in weights:
         schemes[weight.name] = scheme = _scheme(weight, quant, per_channel, vocab)
         if scheme is Scheme.INT4_BLOCK and weight.shape[1] % BLOCK:
             schemes[weight.name] = Scheme.INT8
-            inputs = f"{weight.shape[1]} inputs, not a multiple of {BLOCK}"
-            notes.append(f"{weight.source} has {inputs}: {Scheme.INT8}, not int4")
-    return WeightPlan(schemes, tuple(notes))
+            source = weight.name.removesuffix(HALF).removeprefix(PREFIX)
+            notes.append(f"{source} has {weight.shape[1]} inputs, not a multiple of {BLOCK}: {Scheme.INT8}, not int4")
+    return schemes, tuple(notes)
 
 
 def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Scheme:
-    lookup = ("gather", "x") in weight.readers
-    positions = lookup and weight.shape[0] != vocab  # a table of positions must be exact
+    positions = weight.lookup and weight.shape[0] != vocab  # a table of positions must be exact
     own = any(part in weight.name for part in APP_PARTS)
-    if quant is Quant.FP16 or positions or own or weight.elements < SMALLEST:
+    if quant is Quant.FP16 or positions or own or math.prod(weight.shape) < SMALLEST:
         return Scheme.FLOAT16
-    if lookup or quant is Quant.INT8:
+    if weight.lookup or quant is Quant.INT8:
         return Scheme.INT8  # also a head that shares its weight with the embedding, so that there is one copy
     if quant is Quant.PALETTE4:
         return Scheme.PALETTE4
@@ -142,13 +128,13 @@ def compress_for(plan: ExportPlan, program: Any, known: Compressed) -> tuple[str
     """Store the weights of a function's program in the plan's precision; returns notes on deviations from it."""
     options = plan.options
     per_channel = options.chosen(CoreMLOptions).per_channel
-    weights = plan_weights(matrices(program), options.quant, per_channel, plan.geometry.vocab)
-    compress(program, weights, known)
-    return weights.notes
+    schemes, notes = plan_weights(matrices(program), options.quant, per_channel, plan.geometry.vocab)
+    compress(program, schemes, known)
+    return notes
 
 
-def compress(program: Any, plan: WeightPlan, known: Compressed) -> None:
-    """Store the weights of a function's program as planned. Raises SSDeviceError if coremltools cannot."""
+def compress(program: Any, schemes: Mapping[str, Scheme], known: Compressed) -> None:
+    """Store the weights of a function's program by these schemes. Raises SSDeviceError if coremltools cannot."""
     from coremltools.converters.mil import Builder as mb
 
     (function,) = program.functions.values()
@@ -157,7 +143,7 @@ def compress(program: Any, plan: WeightPlan, known: Compressed) -> None:
             before = constant.outputs[0]
             if before.val.size < SMALLEST:
                 continue
-            scheme = plan.schemes.get(before.name, Scheme.FLOAT16)
+            scheme = schemes.get(before.name, Scheme.FLOAT16)
             key = (scheme, str(before.dtype), before.shape, sha256(np.ascontiguousarray(before.val).data).digest())
             if scheme is Scheme.FLOAT16:
                 values = known.setdefault(key, before.val)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
-from ssdevice.adapters.storage import stored
-from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
-from ssdevice.config import Schedule, to_json
+from ssdevice.config import Schedule
 from ssdevice.contract import (
     CHOOSING,
     FUNCTIONS,
@@ -46,10 +44,10 @@ from ssdevice.export.onnx.slots import SlotBook, slot_inputs
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
-from ssdevice.export.variants import OpenIdentifiers, template, variant_of, variants_of
+from ssdevice.export.variants import OpenIdentifiers, template, variants_of, write_slots
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, AdapterTensors, write_adapter
+from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, AdapterTensors, write_adapter
 from ssdevice.runtime.onnx.engine import OnnxEngine
 
 WEIGHTS = "weights"
@@ -138,14 +136,13 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     plan = job.plan
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
     wanted = variants_of(plan.apps, plan.function_names)
-    steps = sum(len(traced.functions) for traced in wanted)
+    steps = sum(len(added) for _, added in wanted)
     made = []
-    for traced in wanted:
-        variant = traced.variant
+    for variant, added in wanted:
         model = template(job, variant)
         specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
         slots: dict[str, Slot] = {}
-        for name in traced.functions:
+        for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
             book = SlotBook(exact=plan.options.quant is not Quant.FP32)
@@ -153,15 +150,16 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
             files.append(TargetFile(f"{name}:{variant.name}", file))
             slots |= book.slots
         functions = app_functions(variant, plan.function_names)
-        made.append(replace(variant, functions=functions, slots=tuple(slots.values())))
+        identifiers = IDENTIFIERS if variant.streams is not None else ""
+        made.append(replace(variant, functions=functions, slots=tuple(slots.values()), identifiers=identifiers))
     # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
-    plain = {v.name: v.slots for v in made if v.mode is None}
+    plain = {v.name: v.slots for v in made if v.streams is None}
     for i, variant in enumerate(made):
         every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
         made[i] = replace(variant, slots=tuple(every.values()))
     layout = SlotLayout(plan.identity.hidden_size, tuple(made))
-    (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
-    return tuple(files), {app.name: _write_app(plan, layout, app, folder) for app in plan.apps}
+    write = partial(write_adapter, base_sha256=plan.identity.sha256)
+    return tuple(files), write_slots(plan, layout, folder, ADAPTER_FILE, write)
 
 
 class GraphWriter:
@@ -198,18 +196,6 @@ class GraphWriter:
         save_graph(edit.model, own, file, self.weights)
 
 
-def _write_app(plan: ExportPlan, layout: SlotLayout, app: AppPlan, folder: Path) -> AppResult:
-    variant = layout.variant(variant_of(app).name)
-    assert variant is not None
-    if app.folder is None:
-        return AppResult(AdapterKind.BASE, functions=variant.functions)
-    own = f"{ADAPTERS}/{app.name}"
-    file = f"{own}/{ADAPTER_FILE}"
-    tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
-    write_adapter(folder / file, stored(tensors, plan.options.adapter_precision), plan.identity.sha256)
-    return AppResult(AdapterKind.SLOT, own, (file,), variant.functions)
-
-
 def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:
     """The graph of one function as it was traced, linears as placeholders.
 
@@ -219,7 +205,7 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form: torch.nn.Module = ExternalCacheForm(spec.name, module, plan.geometry.kv_heads).eval()
     inputs = list(spec.inputs)
-    if variant is not None and variant.mode is not None:
+    if variant is not None and variant.streams is not None:
         assert model.streams is not None
         form = OpenIdentifiers(form, model.streams)
         inputs.append(TensorSpec(IDENTIFIERS, tuple(model.streams.identifiers.shape), FLOATS))

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ssdevice.adapters.slots import Variant
-from ssdevice.contract import ONE_ROW, PREFILL, FunctionSpec
+from ssdevice.contract import ONE_ROW, FunctionSpec
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.onnx.editor import CONTRIB
 from ssdevice.export.onnx.functions import add_functions
@@ -59,8 +59,7 @@ def graph_file(function: str, variant: Variant) -> str:
 def app_functions(variant: Variant, names: Sequence[str]) -> dict[str, str]:
     """The graphs of an app with this variant, by function; ``names``: the functions that the bundle has."""
     plain = Variant(lora=variant.lora)
-    own = [name for name in names if variant.mode is not None or name in (PREFILL, *ONE_ROW)]
-    return {name: graph_file(name, plain if name in ONE_ROW else variant) for name in own}
+    return {name: graph_file(name, plain if name in ONE_ROW else variant) for name in variant.own(names)}
 
 
 def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightFile) -> None:

@@ -135,14 +135,13 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     else:
         _share_tied_table(edit)
     rows = _RowQuantizer(edit)
-    pairs = book.pairs(edit) if book is not None else {}
-    terms = {node: pair.add for node, pair in pairs.items() if pair.add is not None}
+    terms = book.terms(edit) if book is not None else {}
     for linear in linears(edit):
         part = linear.first
         if book is not None and part.factor:
             continue
         quantized, kept = exact and not part.stays_float, exact and part.stays_float
-        slot = book.slot(linear, pairs, quantized) if book is not None else None
+        slot = book.slot(linear, terms, quantized) if book is not None else None
         if kept:
             store.kept[linear.name] = linear.inputs * linear.outputs
         head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
@@ -155,7 +154,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
                 whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
             if slot is not None:
                 whole = _plus_term(edit, linear, whole, slot, rows, exact)
-        lower(edit, linear, whole, terms)
+        lower(edit, linear, whole, {node: add for node, (_, add) in terms.items()})
     edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)

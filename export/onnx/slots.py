@@ -14,12 +14,13 @@ Its inner size is the rank, which fits one block up to 128.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind, SlotPart
+from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.export.onnx.editor import (
     CONTRIB,
@@ -39,16 +40,6 @@ from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two placeholders of a low-rank term, and the addition to its linear; None if there is no such linear."""
-
-    side: Role
-    down: ir.Node
-    up: ir.Node
-    add: ir.Node | None
-
-
 @dataclass
 class SlotBook:
     """The slots of one graph. ``exact``: one row must give the bits of several."""
@@ -56,8 +47,8 @@ class SlotBook:
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
 
-    def pairs(self, edit: Editor) -> dict[int, Pair]:
-        """All low-rank terms of a graph, by the id of the linear's placeholder, or of their own ``up``."""
+    def terms(self, edit: Editor) -> dict[int, tuple[Role, ir.Node]]:
+        """By the id of a linear's placeholder: the role of the low-rank term beside it, and the addition of both."""
         found = {}
         for node in edit.graph:
             side = self._side_of(node)
@@ -66,23 +57,19 @@ class SlotBook:
             down = producer(node.inputs[0], LINEAR)
             if down is None or self._side_of(down) is None:  # there is an activation between them
                 continue
-            add, base = self._beside(node, down)
-            found[id(base if base is not None else node)] = Pair(side, down, node, add)
+            for add, base in self._beside(node, down):
+                found[id(base)] = side, add
         return found
 
-    def slot(self, linear: Linear, pairs: dict[int, Pair], int8: bool) -> Slot | None:
+    def slot(self, linear: Linear, terms: Mapping[int, tuple[Role, ir.Node]], int8: bool) -> Slot | None:
         """The slot beside a linear of the base; None if no part of it has one."""
-        beside = [pairs.get(id(part.node)) for part in linear.parts]
-        sides = [pair.side for pair in beside if pair is not None]
-        if not sides:
-            return None
-        if len({side.kind for side in sides}) > 1:
+        beside = [terms[id(part.node)][0] if id(part.node) in terms else None for part in linear.parts]
+        kinds = {side.kind for side in beside if side is not None}
+        if len(kinds) > 1:
             raise ValueError(f"{linear.name} has slots of two kinds")
-        parts = tuple(
-            SlotPart(pair.side.source if pair else "", int(part.weight.shape[0]))
-            for part, pair in zip(linear.parts, beside, strict=True)
-        )
-        return self._keep(Slot(sides[0].kind, linear.inputs, int8, parts))
+        sources = tuple(side.source if side is not None else "" for side in beside)
+        outputs = tuple(int(part.weight.shape[0]) for part in linear.parts)
+        return self._keep(Slot(kinds.pop(), sources, linear.inputs, outputs, int8)) if kinds else None
 
     def _keep(self, slot: Slot) -> Slot:
         known = self.slots.setdefault(slot.name, slot)
@@ -101,8 +88,8 @@ class SlotBook:
         found = []
         for node, side in nodes:
             shape = shapes[side.kind, side.source]
-            part = SlotPart(side.source, shape[True][0])
-            found.append((node, self._keep(Slot(side.kind, shape[False][1], False, (part,))), side))
+            slot = Slot(side.kind, (side.source,), shape[False][1], (shape[True][0],))
+            found.append((node, self._keep(slot), side))
         return found
 
     @staticmethod
@@ -110,15 +97,19 @@ class SlotBook:
         role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
         return role if role is not None and role.part is ModelPart.FACTOR else None
 
-    def _beside(self, up: ir.Node, down: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
+    def _beside(self, up: ir.Node, down: ir.Node) -> list[tuple[ir.Node, ir.Node]]:
         add = only_user(up.outputs[0], "Add")
-        for value in add.inputs if add is not None else ():
-            base = producer(value, LINEAR)
-            if base is None or base is up or self._side_of(base) is not None:
-                continue
-            if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
-                return add, base
-        return None, None
+        bases = [producer(value, LINEAR) for value in add.inputs] if add is not None else []
+        return [
+            (add, base)
+            for base in bases
+            if add is not None
+            and base is not None
+            and base is not up
+            and self._side_of(base) is None
+            and base.inputs[0] is down.inputs[0]
+            and len(base.outputs[0].uses()) == 1
+        ]
 
 
 def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
@@ -167,19 +158,19 @@ def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> i
     """``h @ up`` of every part, side by side."""
     single, lead = _single(h, exact), _lead(h)
     pieces = [_column(edit, h, before) if single else h]
-    if len(slot.parts) > 1:
+    if len(slot.outputs) > 1:
         ranks = graph_input(edit, slot.ranks)
         shape = (*lead[:-1], None, 1) if single else (*lead, None)
         axis = len(lead) - 1 if single else len(lead)
-        pieces = list(edit.split(before, pieces[0], ranks, [shape] * len(slot.parts), axis))
+        pieces = list(edit.split(before, pieces[0], ranks, [shape] * len(slot.outputs), axis))
     make = _from_column if single else _product
     made = [
-        make(edit, piece, graph_input(edit, spec), part.outputs, before)
-        for piece, part, spec in zip(pieces, slot.parts, slot.ups, strict=True)
+        make(edit, piece, graph_input(edit, spec), outputs, before)
+        for piece, outputs, spec in zip(pieces, slot.outputs, slot.ups, strict=True)
     ]
     if len(made) == 1:
         return made[0]
-    return edit.insert(before, "Concat", made, (*lead, slot.outputs), ir.DataType.FLOAT, {"axis": -1})
+    return edit.insert(before, "Concat", made, (*lead, sum(slot.outputs)), ir.DataType.FLOAT, {"axis": -1})
 
 
 def _lead(value: ir.Value) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -29,9 +28,8 @@ from ssdevice.contract import (
     Geometry,
     functions,
 )
-from ssdevice.errors import BundleError, MissingExtraError
+from ssdevice.errors import BundleError, needs_extra
 from ssdevice.mil.program import Program as Interpreter
-from ssdevice.mil.program import State
 from ssdevice.mil.reader import Package
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
 from ssdevice.runtime.notice import say_once
@@ -46,33 +44,16 @@ SPECIFICATION = 9
 SLOW = "ssdevice: Core ML runs only on Apple's systems; here its operations run in NumPy one by one, slowly"
 
 
-class Program(ABC):
-    """A package ready to run; ``package``: its folder."""
+class AppleProgram:
+    """A package in Core ML, with the part of the interpreter's interface that an engine uses.
 
-    package: Path
-
-    @abstractmethod
-    def make_state(self, function: str) -> Any:
-        """A new zeroed cache. All functions declare the same one, but Core ML creates it from one of them."""
-
-    @abstractmethod
-    def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
-        """Outputs of one call by name. Updates the state."""
-
-    def read(self, state: Any, name: str) -> NDArray[Any] | None:
-        """A tensor of a state; None if it cannot be read."""
-        return None
-
-
-class AppleProgram(Program):
-    """One MLModel per function, opened on its first call; ``compute_units``: a name that coremltools knows."""
+    One MLModel per function, opened on its first call; ``compute_units``: a name that coremltools knows.
+    """
 
     def __init__(self, package: Path, compute_units: str) -> None:
-        try:
+        with needs_extra("coreml"):
             self._coremltools = importlib.import_module("coremltools")
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("coreml", "coremltools") from error
-        self.package = package
+        self.path = package
         known = self._coremltools.ComputeUnit.__members__
         if compute_units.upper() not in known:
             raise BundleError(f"{package}: compute units {compute_units!r}, expected {', '.join(known).lower()}")
@@ -80,9 +61,11 @@ class AppleProgram(Program):
         self._models: dict[str, Any] = {}
 
     def make_state(self, function: str) -> Any:
+        """A new zeroed cache. All functions declare the same one, but Core ML creates it from one of them."""
         return self._model(function).make_state()
 
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
+        """Outputs of one call by name. Updates the state."""
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
         # A converter may widen integers.
         return {n: array if n in (LOGITS, STATES) else array.astype(np.int32) for n, array in outputs.items()}
@@ -90,33 +73,19 @@ class AppleProgram(Program):
     def _model(self, function: str) -> Any:
         if function not in self._models:
             self._models[function] = self._coremltools.models.MLModel(
-                str(self.package), function_name=function, compute_units=self._units
+                str(self.path), function_name=function, compute_units=self._units
             )
         return self._models[function]
 
 
-class NumPyProgram(Program):
-    """A program run by the interpreter in ``ssdevice.mil``."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        self.interpreter = interpreter
-        self.package = interpreter.package.path
-
-    def make_state(self, function: str) -> State:
-        return self.interpreter.make_state()
-
-    def run(self, function: str, inputs: Inputs, state: State) -> Outputs:
-        return self.interpreter.run(function, inputs, state)
-
-    def read(self, state: State, name: str) -> NDArray[Any]:
-        return state.arrays[name]
+Program = Interpreter | AppleProgram
 
 
 class CoreMLEngine(Engine):
     """A package opened for one app. ``names``: the contract's functions -> their names in the package."""
 
     def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str]) -> None:
-        super().__init__(geometry, frozenset(names), program.package)
+        super().__init__(geometry, frozenset(names), program.path)
         self.names = dict(names)
         self.program: Program | None = program
         specs = functions(geometry, CacheForm.INTERNAL, "")
@@ -156,10 +125,9 @@ class CoreMLCache(Cache):
         return out
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
-        keys, values = (self.program.read(self.state, name) for name in (KEYS, VALUES))
-        if keys is None or values is None:
+        if isinstance(self.program, AppleProgram):
             return None
-        return rows_of_state(keys, values, start, end).astype(np.float32)
+        return rows_of_state(self.state[KEYS], self.state[VALUES], start, end).astype(np.float32)
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
@@ -175,7 +143,7 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
         program = AppleProgram(package, str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all")))
     else:
         say_once(SLOW)
-        program = NumPyProgram(Interpreter(opened))
+        program = Interpreter(opened)
     return CoreMLEngine(program, bundle.geometry, names)
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.target import RuntimeTarget
+from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 PACKAGE = "package"
@@ -30,7 +29,7 @@ class CoreMLTarget(RuntimeTarget):
 
         return open_engine(bundle, app, options)
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
         from ssdevice.bundle.manifest import AdapterKind
 
         # The bundle does not contain the apps' adapters, so the user must name their folders again.

@@ -93,11 +93,8 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
 
 
 def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
-    """Raise BundleError unless all values are tensors, of the shapes and types that the delegates have."""
+    """Raise BundleError unless the delegates' tensors have the shapes and types that the package gives them."""
     for name, method in methods.items():
-        for place in _places(method):
-            if place not in method.values:
-                raise BundleError(f"{file}: {name} uses value {place}, which is no tensor; export the bundle again")
         for call in method.instructions:
             if not isinstance(call, Delegate):
                 continue
@@ -153,7 +150,10 @@ class _Reader:
             else:
                 what = operators[call.integer(0)] if kind == KERNEL else f"an instruction of kind {kind}"
                 raise ValueError(f"{plan.text(0)} calls {what} outside its delegates")
-        return Method(values, tuple(plan.integers(3)), tuple(plan.integers(4)), tuple(made))
+        method = Method(values, tuple(plan.integers(3)), tuple(plan.integers(4)), tuple(made))
+        if strange := set(_places(method)) - values.keys():
+            raise ValueError(f"{plan.text(0)} uses value {min(strange)}, which is no tensor")
+        return method
 
     def _delegate(self, entry: Table, arguments: Sequence[int]) -> Delegate:
         payload = payload_of(self.data, self.root, entry)

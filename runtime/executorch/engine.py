@@ -13,7 +13,6 @@ from ssdevice.contract import (
     CHOOSING,
     DRAFT,
     LOGITS,
-    ONE_ROW,
     PLAIN,
     PREFILL,
     STEP,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 PROGRAM = "program"
 """Role of the program file."""
 CACHE_DTYPE = "float32"
-ADAPTERS = "adapters"
 ADAPTER_FILE = "adapter.safetensors"
 """An app's tensors by slot, which a host passes to ``set_adapter``."""
 
@@ -155,8 +153,3 @@ def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec
     """The specs of some of the contract's functions in the form that programs have."""
     every = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     return {name: every[name] for name in names}
-
-
-def functions_of(names: Sequence[str], streams: bool) -> dict[str, str]:
-    """An app's part of the contract's functions ``names`` -> their names in the program, which are the same."""
-    return {name: name for name in names if streams or name in (PREFILL, *ONE_ROW)}

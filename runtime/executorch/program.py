@@ -22,7 +22,7 @@ from ssdevice.adapters.safetensors_file import read_tensors
 from ssdevice.adapters.storage import restored
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry, TensorSpec
-from ssdevice.errors import BundleError, InputError, MissingExtraError, first_line
+from ssdevice.errors import BundleError, InputError, first_line, needs_extra
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.checks import check_program
 from ssdevice.runtime.executorch.file import COREML, has_coreml, operators_of
@@ -263,11 +263,9 @@ def _unload(methods: dict[str, Any]) -> None:
 
 def load_program(file: Path) -> Any:
     """ExecuTorch's program object for a file. Raises BundleError, MissingExtraError without ExecuTorch."""
-    try:
+    with needs_extra("executorch"):
         runtime: Any = importlib.import_module("executorch.runtime")
         importlib.import_module(OPERATORS)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("executorch", error.name or "executorch") from error
     if not file.is_file():
         raise BundleError(f"{file}: no such program")
     check_program(file)

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import InputError
-from ssdevice.runtime.target import RuntimeTarget
+from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 PACKAGE = "package"
@@ -31,23 +29,11 @@ class ExecutorchTarget(RuntimeTarget):
 
         return ExecutorchEngine.of(bundle, app, options)
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
         from ssdevice.adapters.safetensors_file import write_tensors
-        from ssdevice.adapters.slots import read_program_layout
-        from ssdevice.adapters.weights import fill_program
-        from ssdevice.runtime.apps import NewApp, slots_for
-        from ssdevice.runtime.executorch.engine import ADAPTER_FILE, ADAPTERS, functions_of
+        from ssdevice.runtime.executorch.engine import ADAPTER_FILE
 
-        file, weights = slots_for(bundle, name, folder)
-        layout, wanted = read_program_layout(file), weights.variant
-        if not layout.takes(wanted):
-            raise InputError(
-                f"{bundle.folder} has no program for {wanted.described}; its own is for {layout.variant.described}. "
-                f"Export a bundle for it: ssdevice export --slots --adapter NAME={weights.folder} .."
-            )
-        tensors = fill_program(weights, layout, bundle.geometry.gamma)
-        functions = functions_of(list(bundle.functions), wanted.mode is not None)
-        return NewApp(weights, wanted, functions, ADAPTERS, ADAPTER_FILE, tensors, write_tensors)
+        return ADAPTER_FILE, write_tensors
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.description import describe_package

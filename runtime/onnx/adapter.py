@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ssdevice.adapters.storage import SCALE, restored
 from ssdevice.errors import BundleError, first_line
 
-ADAPTERS = "adapters"
-"""Folder of the apps' folders in a bundle."""
 ADAPTER_FILE = "adapter.onnx_adapter"
 ADAPTER_VERSION = 1
 
@@ -30,7 +28,6 @@ def write_adapter(file: Path, tensors: Mapping[str, NDArray[Any]], base_sha256: 
     adapter.set_adapter_version(ADAPTER_VERSION)
     adapter.set_model_version(model_version(base_sha256))
     adapter.set_parameters({name: _value(value) for name, value in tensors.items()})
-    file.parent.mkdir(parents=True, exist_ok=True)
     adapter.export_adapter(str(file))
 
 

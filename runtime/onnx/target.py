@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from numpy.typing import NDArray
-
-from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.target import RuntimeTarget
+from ssdevice.errors import BundleError
+from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.apps import NewApp
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 
@@ -43,27 +40,10 @@ class OnnxTarget(RuntimeTarget):
         if (dtype := bundle.manifest.cache_dtype) not in (CacheDtype.FP32, CacheDtype.FP16):
             raise BundleError(f"{bundle.folder} has a cache of {dtype}; browsers need float32 or float16")
 
-    def new_app(self, bundle: Bundle, name: str, folder: Path) -> NewApp:
-        from ssdevice.adapters.slots import read_layout
-        from ssdevice.adapters.weights import fill
-        from ssdevice.runtime.apps import NewApp, slots_for
-        from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, ADAPTERS, write_adapter
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
+        from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, write_adapter
 
-        file, weights = slots_for(bundle, name, folder)
-        layout, wanted = read_layout(file), weights.variant
-        variant = layout.variant(wanted.name)
-        if variant is None:
-            there = "; ".join(variant.described for variant in layout.variants)
-            raise InputError(
-                f"{bundle.folder} has no graphs for {wanted.described}; it has those for {there}. Export the bundle "
-                f"again with this app among its own: ssdevice export --adapter NAME={weights.folder} .."
-            )
-        tensors = fill(weights, variant, bundle.geometry.gamma, layout.hidden)
-
-        def write(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-            write_adapter(path, tensors, bundle.manifest.model.sha256)
-
-        return NewApp(weights, variant, variant.functions, ADAPTERS, ADAPTER_FILE, tensors, write)
+        return ADAPTER_FILE, partial(write_adapter, base_sha256=bundle.manifest.model.sha256)
 
 
 TARGET = OnnxTarget()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ssdevice.errors import InputError, MissingExtraError, first_line
+from ssdevice.errors import InputError, first_line, needs_extra
 from ssdevice.runtime.sampling.options import Scores
 from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -94,10 +94,8 @@ class _Compiler:
     """Compiles structures for one tokenizer and remembers the last ones."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab: int) -> None:
-        try:
+        with needs_extra(EXTRA):
             import llguidance
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(EXTRA, error.name or "llguidance") from error
         self._library: Any = llguidance
         self._stops = tokenizer.stop_ids
         try:

@@ -1,26 +1,30 @@
-"""The slots of a bundle's graphs: the layout that an export writes and that adapters must fit.
+"""The slots of a bundle's graphs: the table that an export writes and that adapters must fit.
 
-A **slot** is a pair of graph inputs beside one product of the base: ``y = base(x) + (x @ down) @ up``, with a rank that
-every app chooses. Linears that read the same input share a slot: their ``down`` are concatenated into one product, and
-each has its own ``up`` (one block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of graphs for one
-kind of app; all variants read the same weights of the base.
+A **slot** is a pair of tensors beside one product of the base: ``y = base(x) + (x @ down) @ up``. Graphs take them as
+inputs, with a rank that every app chooses; a program has them as state of one rank, filled up with zeros. Linears that
+read the same input may share a slot: their ``down`` are concatenated into one product, and each has its own ``up`` (one
+block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of graphs for one kind of app; all variants
+read the same weights of the base.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, read_json
-from ssdevice.contract import TensorSpec
+from ssdevice.contract import ONE_ROW, PREFILL, TensorSpec
 from ssdevice.errors import ConfigError, InputError
 
 LAYOUT_FILE = "slots.json"
 LAYOUT_ROLE = "slots"
 IDENTIFIERS = "streams.identifiers"
 """Name of the graph input that holds the stream identifiers ``[γ, hidden]``."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+EXAMPLE_RANK = 3
+"""Rank of the factors with which a variant is traced; its graphs do not depend on it."""
 
 
 class SlotKind(StrEnum):
@@ -31,40 +35,38 @@ class SlotKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class SlotPart:
-    """One linear of a slot. ``source``: its name in the adapter folder, empty for a linear that takes no factors."""
-
-    source: str
-    outputs: int
-
-    def __post_init__(self) -> None:
-        if self.outputs < 1:
-            raise ConfigError(f"slot part {self.source!r}: outputs {self.outputs}, expected 1 or more")
-
-
-@dataclass(frozen=True)
 class Slot:
-    """The factors of linears that read the same ``inputs`` values; ``int8``: ``down`` has one scale per column."""
+    """The factors of linears that read the same ``inputs`` values.
+
+    ``sources``: the linears' names in the adapter folder, empty for one that takes no factors; ``outputs``: of each.
+    ``int8``: ``down`` has one scale per column. ``state``, ``rank``: name and rank of a slot that is a program's state,
+    whose tensors are ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``.
+    """
 
     kind: SlotKind
+    sources: tuple[str, ...]
     inputs: int
-    int8: bool
-    parts: tuple[SlotPart, ...]
+    outputs: tuple[int, ...]
+    int8: bool = False
+    state: str = ""
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.inputs, *self.outputs, *((self.rank,) if self.state else ()))
+        if not self.outputs or len(self.sources) != len(self.outputs) or min(sizes) < 1:
+            raise ConfigError(f"slot {self.sources}: one size for each, all 1 or more, not {sizes}")
 
     @property
     def name(self) -> str:
         """The prefix of its tensors' names."""
-        first, *others = [part.source for part in self.parts if part.source]
+        if self.state:
+            return self.state
+        first, *others = filter(None, self.sources)
         return "|".join([f"{self.kind}.{first}", *(other.replace("-", ".").rpartition(".")[2] for other in others)])
 
     @property
-    def outputs(self) -> int:
-        """Number of columns of all parts together."""
-        return sum(part.outputs for part in self.parts)
-
-    @property
     def down(self) -> TensorSpec:
-        """``[inputs, rank]``, where rank is the sum over all parts."""
+        """``[inputs, rank]``, where rank is the sum over all linears."""
         return TensorSpec(f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32")
 
     @property
@@ -74,24 +76,24 @@ class Slot:
 
     @property
     def ranks(self) -> TensorSpec:
-        """``[parts]``: the number of columns of ``down`` that belong to each part; only with several parts."""
-        return TensorSpec(f"{self.name}.ranks", (len(self.parts),), "int64")
+        """``[linears]``: the number of columns of ``down`` that belong to each linear; only with several."""
+        return TensorSpec(f"{self.name}.ranks", (len(self.outputs),), "int64")
 
     @property
     def ups(self) -> tuple[TensorSpec, ...]:
-        """``[rank of the part, outputs of the part]`` by part."""
-        if len(self.parts) == 1:
-            return (TensorSpec(f"{self.name}.up", (self._rank, self.outputs), "float32"),)
+        """``[rank of the linear, its outputs]`` by linear."""
+        if len(self.outputs) == 1:
+            return (TensorSpec(f"{self.name}.up", (self._rank, *self.outputs), "float32"),)
         return tuple(
-            TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", part.outputs), "float32")
-            for i, part in enumerate(self.parts)
+            TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32")
+            for i, size in enumerate(self.outputs)
         )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The graph inputs of this slot."""
         scale = (self.down_scale,) if self.int8 else ()
-        ranks = (self.ranks,) if len(self.parts) > 1 else ()
+        ranks = (self.ranks,) if len(self.outputs) > 1 else ()
         return (self.down, *scale, *ranks, *self.ups)
 
     @property
@@ -101,19 +103,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Variant:
-    """Graphs for one kind of app: with streams (then ``mode`` is set), with a LoRA on main rows, or neither.
+    """Graphs for one kind of app: with streams, with a LoRA on main rows, or neither.
 
-    ``functions``: the contract's name -> the file of its graph.
+    ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose. ``functions``: the
+    contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the tensor that takes the
+    stream identifiers ``[γ, hidden]``; empty without one.
     """
 
     lora: bool
-    mode: Mode | None = None
-    msa_layers: int = 0
-    stream_mlp: StreamMLP | None = None
-    transform: bool = False
-    token: bool = False
+    streams: StreamConfig | None = None
     functions: dict[str, str] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    identifiers: str = ""
 
     @classmethod
     def of(cls, streams: StreamConfig | None, has_lora: bool) -> Variant:
@@ -131,31 +132,39 @@ class Variant:
                 "export this app by itself, or train it with --follow-rank 0"
             )
         lossless = streams.mode is Mode.LOSSLESS
-        return cls(
-            lora=not lossless,
-            mode=streams.mode,
-            msa_layers=streams.msa_layers,
-            stream_mlp=streams.stream_mlp if lossless else None,
-            transform=streams.init_rank > 0,
-            token=streams.token_rank > 0,
+        kind = replace(
+            streams,
+            gamma=1,
+            init_rank=streams.init_rank and EXAMPLE_RANK,
+            token_rank=streams.token_rank and EXAMPLE_RANK,
+            adapter_rank=EXAMPLE_RANK,
+            stream_mlp=streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER,
+            lora_rank=0,
         )
+        return cls(not lossless, kind)
+
+    def own(self, names: Iterable[str]) -> list[str]:
+        """The contract's functions among ``names`` that its apps have."""
+        return [name for name in names if self.streams is not None or name in (PREFILL, *ONE_ROW)]
 
     @property
     def name(self) -> str:
         """The name that its files contain."""
-        if self.mode is None:
+        if self.streams is None:
             return "lora" if self.lora else "base"
-        mlp = "-mlp" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        return f"{self.mode}{self.msa_layers}{mlp}{'-f' if self.transform else ''}{'-g' if self.token else ''}"
+        s = self.streams
+        mlp = "-mlp" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        return f"{s.mode}{s.msa_layers}{mlp}{'-f' if s.init_rank else ''}{'-g' if s.token_rank else ''}"
 
     @property
     def described(self) -> str:
         """A description for messages."""
-        if self.mode is None:
+        if self.streams is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
-        mlp = f", stream_mlp {self.stream_mlp}" if self.stream_mlp is StreamMLP.ADAPTER else ""
-        terms = f"{', f of eq. 3' if self.transform else ''}{', that see the chosen token' if self.token else ''}"
-        return f"{self.mode} streams with N_s = {self.msa_layers}{mlp}{terms}"
+        s = self.streams
+        mlp = f", stream_mlp {s.stream_mlp}" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        terms = f"{', f of eq. 3' if s.init_rank else ''}{', that see the chosen token' if s.token_rank else ''}"
+        return f"{s.mode} streams with N_s = {s.msa_layers}{mlp}{terms}"
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,9 @@ class SlotLayout:
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
-            raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
+            raise ConfigError(
+                f"schema_version is {self.schema_version}, expected {SCHEMA_VERSION}: export the bundle again"
+            )
 
     def variant(self, name: str) -> Variant | None:
         """The variant with this name, or None."""
@@ -178,46 +189,3 @@ class SlotLayout:
 def read_layout(file: Path) -> SlotLayout:
     """The layout in a file; raises ConfigError."""
     return load_strict(SlotLayout, read_json(file), str(file))
-
-
-@dataclass(frozen=True)
-class StateSlot:
-    """A slot in the state of a program: ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``."""
-
-    kind: SlotKind
-    source: str
-    state: str
-    inputs: int
-    outputs: int
-    rank: int
-
-    def __post_init__(self) -> None:
-        if min(self.inputs, self.outputs, self.rank) < 1:
-            raise ConfigError(f"slot {self.source!r}: {self.inputs} x {self.rank} x {self.outputs}: all are 1 or more")
-
-
-@dataclass(frozen=True)
-class ProgramLayout:
-    """``slots.json`` of a bundle whose apps share one program. ``variant``: that of the apps with streams.
-
-    ``identifiers``: name of the state with the stream identifiers ``[γ, hidden]``, empty without streams.
-    """
-
-    hidden: int
-    variant: Variant
-    slots: tuple[StateSlot, ...]
-    identifiers: str = ""
-    schema_version: int = SCHEMA_VERSION
-
-    def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
-            raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
-
-    def takes(self, wanted: Variant) -> bool:
-        """Whether an app of this variant runs: as the program's own, or as a LoRA without streams in the same slots."""
-        return wanted.name in (self.variant.name, "lora" if self.variant.lora else "")
-
-
-def read_program_layout(file: Path) -> ProgramLayout:
-    """The layout in a file; raises ConfigError."""
-    return load_strict(ProgramLayout, read_json(file), str(file))

@@ -16,6 +16,8 @@ from ssdevice.adapters.weights import int8_columns
 from ssdevice.bundle.manifest import Precision
 
 Array = NDArray[Any]
+ADAPTERS = "adapters"
+"""Folder of the apps' folders in a bundle."""
 SCALE = ".int8_scale"
 LEAST_ROWS = 8
 """With fewer rows a scale per column costs more than int8 saves; such tensors are stored as float16."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.safetensors_file import read_floats
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder, AdapterSettings
-from ssdevice.adapters.slots import IDENTIFIERS, ProgramLayout, Slot, SlotKind, SlotPart, Variant
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder
+from ssdevice.adapters.slots import Slot, SlotKind, Variant
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError
 
@@ -40,12 +40,9 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class AdapterWeights:
-    """The weights of an adapter folder. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
+class AdapterWeights(AdapterFolder):
+    """An adapter folder and its weights. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
 
-    folder: Path
-    settings: AdapterSettings | None
-    has_lora: bool
     identifiers: NDArray[np.float32] | None = None
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
@@ -79,35 +76,25 @@ class AdapterWeights:
 
 
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:
-    """The tensors of a variant's slots by graph input; linears without factors get rank 0.
+    """The tensors of a variant's slots by name. Linears without factors get rank 0, or zeros where the rank is fixed.
 
     ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
     """
-    waiting = _factors(weights, gamma, hidden)
+    waiting = dict(weights.factors)
+    if (g := waiting.get(TOKEN)) is not None:
+        waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
         tensors |= _slot_tensors(weights.folder, slot, waiting)
-    _check_taken(weights, waiting)
-    if variant.mode is not None:
-        tensors[IDENTIFIERS] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
-    return tensors
-
-
-def _factors(weights: AdapterWeights, gamma: int, hidden: int) -> dict[tuple[SlotKind, str], Factors]:
-    """The adapter's factors; g's only for the first γ streams."""
-    found = dict(weights.factors)
-    g = found.get(TOKEN)
-    if g is not None:
-        found[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
-    return found
-
-
-def _check_taken(weights: AdapterWeights, waiting: Mapping[tuple[SlotKind, str], Factors]) -> None:
-    """Raise InputError for the first factors that no slot has taken."""
     for kind, name in waiting:
         raise InputError(
             f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
         )
+    if variant.streams is not None:
+        tensors[variant.identifiers] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
+    elif variant.identifiers:
+        tensors[variant.identifiers] = np.zeros((gamma, hidden), np.float32)
+    return tensors
 
 
 def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np.float32]:
@@ -117,37 +104,6 @@ def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np
         shape = None if found is None else list(found.shape)
         raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
     return found[:gamma]
-
-
-def fill_program(weights: AdapterWeights, layout: ProgramLayout, gamma: int) -> dict[str, NDArray[np.float32]]:
-    """An app's tensors by state of the program; smaller ranks and slots without factors are padded with zeros.
-
-    ``gamma``: number of streams in the program. Raises InputError for factors with a wrong shape or without a slot.
-    """
-    waiting = _factors(weights, gamma, layout.hidden)
-    tensors: dict[str, NDArray[np.float32]] = {}
-    for slot in layout.slots:
-        down = np.zeros((1, slot.inputs, slot.rank), np.float32)
-        up = np.zeros((1, slot.rank, slot.outputs), np.float32)
-        factors = waiting.pop((slot.kind, slot.source), None)
-        if factors is not None:
-            rank = len(factors.down)
-            expected = (rank, slot.inputs), (slot.outputs, rank)
-            if (factors.down.shape, factors.up.shape) != expected or rank > slot.rank:
-                raise InputError(
-                    f"{weights.folder}: the factors of {slot.source!r} have shapes {list(factors.down.shape)} and "
-                    f"{list(factors.up.shape)}, its slot takes {slot.inputs} inputs, {slot.outputs} outputs and a rank "
-                    f"of at most {slot.rank}"
-                )
-            down[0, :, :rank], up[0, :rank] = factors.down.T, factors.up.T
-        tensors |= {f"{slot.state}.down": down, f"{slot.state}.up": up}
-    _check_taken(weights, waiting)
-    if layout.identifiers:
-        identifiers = np.zeros((gamma, layout.hidden), np.float32)
-        if weights.identifiers is not None:
-            identifiers[:] = _identifiers(weights, gamma, layout.hidden)
-        tensors[layout.identifiers] = identifiers
-    return tensors
 
 
 def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -196,29 +152,29 @@ def _int8(
 def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:
     downs = []
     tensors: dict[str, Array] = {}
-    for part, spec in zip(slot.parts, slot.ups, strict=True):
-        factors = waiting.pop((slot.kind, part.source), None) if part.source else None
+    for source, outputs, spec in zip(slot.sources, slot.outputs, slot.ups, strict=True):
+        factors = waiting.pop((slot.kind, source), None) if source else None
         if factors is None:
-            factors = Factors(np.zeros((0, slot.inputs), np.float32), np.zeros((part.outputs, 0), np.float32))
-        downs.append(_checked(folder, slot, part, factors).down.T)
-        tensors[spec.name] = np.ascontiguousarray(factors.up.T)
-    if len(slot.parts) > 1:
-        tensors[slot.ranks.name] = np.array([down.shape[1] for down in downs], np.int64)
+            factors = Factors(np.zeros((0, slot.inputs), np.float32), np.zeros((outputs, 0), np.float32))
+        rank = len(factors.down)
+        if (factors.down.shape, factors.up.shape) != ((rank, slot.inputs), (outputs, rank)) or 0 < slot.rank < rank:
+            limit = f" and a rank of at most {slot.rank}" if slot.rank else ""
+            raise InputError(
+                f"{folder}: the factors of {source!r} have shapes {list(factors.down.shape)} and "
+                f"{list(factors.up.shape)}, its slot takes {slot.inputs} inputs, {outputs} outputs{limit}"
+            )
+        padding = (0, max(slot.rank - rank, 0)), (0, 0)
+        downs.append(np.pad(factors.down, padding).T)
+        tensors[spec.name] = np.ascontiguousarray(np.pad(factors.up.T, padding))
     down = np.ascontiguousarray(np.concatenate(downs, axis=1))
+    if slot.state:
+        return {slot.down.name: down[None], **{name: up[None] for name, up in tensors.items()}}
+    if len(downs) > 1:
+        tensors[slot.ranks.name] = np.array([down.shape[1] for down in downs], np.int64)
     if not slot.int8:
         return {slot.down.name: down, **tensors}
     values, scale = int8_factors(down)
     return {slot.down.name: values, slot.down_scale.name: scale, **tensors}
-
-
-def _checked(folder: Path, slot: Slot, part: SlotPart, factors: Factors) -> Factors:
-    rank = len(factors.down)
-    for found, expected in ((factors.down, (rank, slot.inputs)), (factors.up, (part.outputs, rank))):
-        if found.shape != expected:
-            raise InputError(
-                f"{folder}: a factor of {part.source!r} has shape {list(found.shape)}, expected {list(expected)}"
-            )
-    return factors
 
 
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:

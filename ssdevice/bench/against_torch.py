@@ -1,4 +1,5 @@
-"""Compares a bundle's answers with the torch model it was made from. Needs the export extra."""
+"""Compares a bundle's answers with the torch model it was made from, and with ``generate`` of transformers without any
+of our own model code. Needs the export extra."""
 
 from __future__ import annotations
 
@@ -6,28 +7,32 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
 from ssdevice.bench.comparable import check_base
+from ssdevice.bench.equality import Answer, Comparison, Rows, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.config import to_json
 from ssdevice.errors import InputError
+from ssdevice.export.crosscheck.generation import neutral
 from ssdevice.export.target import export_target
-from ssdevice.model.loading import read_config, resolve_folder
+from ssdevice.model.loading import load_hf, read_config, resolve_folder
 from ssdevice.model.step import StreamModel
-from ssdevice.progress import Report, track
+from ssdevice.progress import Report, count, track
 from ssdevice.train.loss import LossWeights, StreamingLoss
 
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
-TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0}
+TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0, Precision.PALETTE4: 2.0}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """``agreeing`` of ``tokens`` are the reference's choice; ``worst`` is the largest margin of one that is not.
+    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is not.
 
     ``near_ties``: of the others, those that are the reference's second choice at no more than the distance of TIES.
     ``simulated``: whether the reference rounds as the bundle does.
@@ -36,7 +41,7 @@ class Agreement:
     tokens: int
     agreeing: int
     near_ties: int
-    worst: float
+    largest_margin: float
     simulated: bool
     precision: Precision
 
@@ -45,24 +50,31 @@ class Agreement:
         """Share of tokens that agree or are near-ties; 1 if there are none."""
         return (self.agreeing + self.near_ties) / self.tokens if self.tokens else 1.0
 
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as ``verify --json`` writes it."""
+        return dict(to_json(self))
+
+    def describe(self) -> list[str]:
+        """The comparison for readers."""
+        ties = f", {count(self.near_ties, 'near-tie')} among the others" if self.agreeing < self.tokens else ""
+        agreeing = f"{self.agreeing} of {self.tokens} tokens agree{ties}"
+        return [f"torch reference: {agreeing}; largest margin of another choice {self.largest_margin:.3g}"]
+
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
         found = []
         least = LEAST_AGREEMENT.get(self.precision, 0.85)
-        tie = tie_of(self.precision)
+        tie = TIES[self.precision]
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
             found.append(
                 f"torch reference: {self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must"
             )
-        if self.simulated and self.worst > tie:
-            found.append(f"torch reference: prefers another token by {self.worst:.3g}, at most {tie} is a near-tie")
+        if self.simulated and self.largest_margin > tie:
+            found.append(
+                f"torch reference: prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie"
+            )
         return found
-
-
-def tie_of(precision: Precision) -> float:
-    """The largest distance of a near-tie."""
-    return TIES.get(precision, 2.0)
 
 
 def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:
@@ -100,7 +112,7 @@ def agreement(
     with rounded or nullcontext(), torch.no_grad():
         for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
             logits = main_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
-            agree, near, margin = judge(logits, torch.tensor(answer), tie_of(precision))
+            agree, near, margin = judge(logits, torch.tensor(answer), TIES[precision])
             tokens += len(answer)
             agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)
     exact = rounded is not None or precision is Precision.FP32
@@ -125,3 +137,44 @@ def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
     _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(torch.tensor([list(ids)]))
     return model.backbone.head(h)[0]
+
+
+@torch.no_grad()
+def against_generate(
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[list[int]],
+    stops: Sequence[int],
+    max_tokens: int,
+    context: int,
+    report: Report,
+) -> Comparison:
+    """Compare a float32 bundle's answers with greedy ``generate`` of the untouched base in ``model``.
+
+    ``context``: of the bundle, at which an answer ends whether or not the model has finished.
+    """
+    hf = load_hf(resolve_folder(model))
+    hf.generation_config = neutral(hf.generation_config)  # settings that bundles do not apply are notes
+
+    def generate(case: tuple[Sequence[int], list[int]], expected: Sequence[int]) -> Answer:
+        ids = torch.tensor([list(case[0])])
+
+        def rows() -> Rows:
+            whole = torch.cat((ids, torch.tensor([list(expected)])), dim=1)
+            return hf(whole).logits[0, ids.shape[1] - 1 : -1].float().numpy()  # type: ignore[no-any-return]
+
+        out = hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(max_tokens, context + 1 - ids.shape[1]),  # the last token has no row
+            do_sample=False,
+            eos_token_id=list(stops),
+            pad_token_id=stops[0],
+        )
+        return Answer(out[0, ids.shape[1] :].tolist(), rows)
+
+    tie, what = TIES[Precision.FP32], "to those of this bundle"
+    result = Comparison(Precision.FP32, len(prompts), tie=tie, what=what)
+    cases = list(zip(prompts, answers, strict=True))
+    name = "transformers generate"
+    return compare(result, name, cases, lambda case, _: Answer(case[1]), {name: generate}, report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ssdevice.bench.report import TITLES, Json, bounds
 from ssdevice.bench.runner import BenchResult, Measured
 from ssdevice.bench.statistics import Interval, speedup
@@ -14,20 +16,13 @@ def compare(mine: BenchResult, other: BenchResult) -> Json:
 
     ``equal_answers``: prompts whose plain answers have the same tokens. Raises InputError if nothing can be compared.
     """
-    ratios = {}
-    for name, mode in mine.modes.items():
-        theirs = other.modes.get(name)
-        if theirs is None:
-            continue
-        ratio = by_token(mode, theirs)
-        if ratio is not None:
-            ratios[name] = {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high}
-    if not ratios:
+    ratios = {name: by_token(mode, other.modes[name]) for name, mode in mine.modes.items() if name in other.modes}
+    faster = {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None}
+    if not faster:
         raise InputError("no decoding mode took a step in both bundles")
-    names = [next(iter(result.modes)) for result in (mine, other)]
-    answers = [result.modes[name].answers for result, name in zip((mine, other), names, strict=True)]
+    answers = [next(iter(result.modes.values())).answers for result in (mine, other)]
     return {
-        "faster": ratios,
+        "faster": faster,
         "equal_answers": sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)),
         "prompts": len(answers[0]),
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ssdevice.errors import MissingExtraError
+from ssdevice.errors import needs_extra
 
 LOADED = 0.10
 """Share of all cores that other processes may use before a measurement does not count."""
@@ -85,10 +85,8 @@ class LoadWatch:
     """
 
     def __init__(self, workers: Sequence[int] = ()) -> None:
-        try:
+        with needs_extra("bench"):
             import psutil
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("bench", "psutil") from error
         self._psutil = psutil
         self._workers = workers
         self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), self._own_seconds()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.bench.report import TITLES, Json, title
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.runtime.loop import SPECULATIVE
 
 GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
@@ -14,10 +14,8 @@ GREY, GREEN, INK = "#b8bec6", "#2a9d6f", "#24292f"
 
 def check_plot(file: Path) -> None:
     """Raise MissingExtraError without matplotlib, InputError for a suffix that it cannot write."""
-    try:
+    with needs_extra("bench"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("bench", error.name or "matplotlib") from error
     suffixes = sorted(Figure().canvas.get_supported_filetypes())
     if file.suffix[1:].lower() not in suffixes:
         raise InputError(f"--plot {file}: a picture's name ends in one of .{', .'.join(suffixes)}")

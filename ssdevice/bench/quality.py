@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 
 from ssdevice.data import Example
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 
 Scores = dict[str, list[float]]
 ANSWER_MARK = "####"
@@ -87,10 +87,8 @@ def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
     With several targets, the best one counts, separately for each measure. Sentences, which ROUGE-Lsum matches one by
     one, end at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
     """
-    try:
+    with needs_extra("bench"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("bench", error.name or "rouge_score") from error
     columns = ("rouge1", "rougeLsum")
     scorer = RougeScorer(columns, use_stemmer=True)
     scores: Scores = {column: [] for column in columns}
@@ -129,13 +127,8 @@ def check_metric(examples: Sequence[Example], wanted: str | None) -> None:
 def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
     """Column -> one value per example, in order.
 
-    Raises InputError for an unknown metric, different numbers of predictions and examples, or an example without a
-    target.
+    ``metric``: one of METRICS. Raises InputError for an example without a target.
     """
-    if metric not in METRICS:
-        raise InputError(f"metric {metric[:60]!r} is not one of {', '.join(METRICS)}")
-    if len(predictions) != len(examples):
-        raise InputError(f"{len(predictions)} predictions for {len(examples)} examples")
     for i, example in enumerate(examples):
         if not example.targets:
             raise InputError(f"example {i + 1} has neither a completion nor references to compare with")

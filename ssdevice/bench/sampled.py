@@ -14,13 +14,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ssdevice.bench.equality import FORCED, Difference, Equality, answer, first_difference, forcer
+from ssdevice.bench.equality import Answer, Answerer, Difference, Equality, Rows, compare, first_difference
+from ssdevice.bench.modes import FORCED, answer, forcer
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
-from ssdevice.progress import Report, count, track
+from ssdevice.progress import Report, count
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
@@ -44,6 +44,8 @@ SAMPLERS = (
 FORM = Structure.regex("[A-Za-z ,.]{9,400}")
 STRUCTURED = Sampling(temperature=1.0, structure=FORM)
 """Needs llguidance, and a tokenizer that it understands."""
+SampledCase = tuple[Sequence[int], Sampling, int]
+"""A prompt's ids, a sampler and its seed."""
 
 
 @dataclass
@@ -57,27 +59,33 @@ class Sampled(Equality):
     other_bits: dict[str, int] = field(default_factory=dict)
     exact: bool = False
 
+    def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:
+        same, one, other = first_difference(expected.tokens, found.tokens)
+        mine, theirs = expected.rows, found.rows
+        assert mine is not None and theirs is not None
+        changes = [float(np.abs(a - b).max()) for a, b in zip(mine, theirs, strict=False)]
+        if found.tokens != expected.tokens:
+            margin = changes[same] if same < len(changes) and changes[same] else math.inf  # equal rows, equal tokens
+            self.differences.append(Difference(mode, number, same, one, other, margin))
+        self.largest_change = max([self.largest_change or 0.0, *changes[:same]])
+        pairs = zip(expected.logprobs[:same], found.logprobs[:same], strict=True)
+        self.other_bits[mode] = self.other_bits.get(mode, 0) + sum(a != b for a, b in pairs)
+
     def faults(self) -> list[str]:
         """What breaks the promise, one sentence each."""
-        found = [f"sampled, {fault}" for fault in super().faults()]
-        if self.exact:
-            wrong = ((mode, other) for mode, other in self.other_bits.items() if other)
-            found += [f"sampled, {mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
-        return found
+        return [f"sampled, {fault}" for fault in super().faults()] + (self._bits() if self.exact else [])
+
+    def _bits(self) -> list[str]:
+        wrong = ((mode, other) for mode, other in self.other_bits.items() if other)
+        return [f"sampled, {mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"other_bits": self.other_bits}
 
     def describe(self) -> list[str]:
         """The result for readers."""
-        lines = [f"sampled: {count(self.prompts, 'answer')}, {count(self.tokens, 'token')}, in plain decoding"]
-        for mode, other in self.other_bits.items():
-            equal = self.prompts - sum(d.mode == mode for d in self.differences)
-            bits = f"{count(other, 'log-probability')} with other bits" if other else "log-probabilities to the bit"
-            lines.append(f"sampled, {mode}: {equal} of {self.prompts} answers equal to plain decoding, {bits}")
-        if self.largest_change:
-            lines.append(f"sampled: logits change by at most {self.largest_change:.3g} (ceiling {self.ceiling})")
-        return lines
+        lines = [f"sampled, {line}" for line in super().describe()]
+        return lines + (self._bits() or ["sampled: log-probabilities to the bit"])
 
 
 def compare_sampled(
@@ -95,20 +103,20 @@ def compare_sampled(
     cases = list(product(prompts, samplers, range(seeds)))
     if not seeds:
         cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(prompts)]
-    modes: dict[str, Advance] = {SPECULATIVE: speculative, FORCED: speculative}
-    modes[ADAPTIVE] = Adaptive(Lookup() if DRAFT in engine.functions else LookupOnly())
-    result = Sampled(precision, len(cases), modes=list(modes), nodes=engine.geometry.tree.size, exact=engine.kernels)
-    result.other_bits = dict.fromkeys(modes, 0)
-    result.largest_change = 0.0
+    result = Sampled(precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels)
     conversation = engine.new_conversation()
-    for number, (ids, sampler, seed) in enumerate(track(report, "compare sampled answers", cases)):
-        asked = replace(sampler, seed=seed, logprobs=0)
-        expected = _Answer(conversation, tokenizer, ids, plain, asked, max_tokens)
-        result.tokens += len(expected.tokens)
-        for name, advance in modes.items():
-            chosen = forcer(len(ids), expected.tokens, result.nodes_ended) if name == FORCED else advance
-            _compare(result, number, name, expected, _Answer(conversation, tokenizer, ids, chosen, asked, max_tokens))
-    return result
+
+    def sampled(advance: Advance | None) -> Answerer[SampledCase]:
+        def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
+            ids, sampler, seed = case
+            mode = advance or forcer(len(ids), expected, result.nodes_ended)
+            return _sample(conversation, tokenizer, ids, mode, replace(sampler, seed=seed, logprobs=0), max_tokens)
+
+        return sample
+
+    adaptive = Adaptive(Lookup() if DRAFT in engine.functions else LookupOnly())
+    others = {SPECULATIVE: sampled(speculative), FORCED: sampled(None), ADAPTIVE: sampled(adaptive)}
+    return compare(result, "compare sampled answers", cases, sampled(plain), others, report)
 
 
 def _samplers(tokenizer: ChatTokenizer, vocab: int) -> tuple[Sampling, ...]:
@@ -119,40 +127,25 @@ def _samplers(tokenizer: ChatTokenizer, vocab: int) -> tuple[Sampling, ...]:
     return (*SAMPLERS, STRUCTURED)
 
 
-class _Answer:
-    """A sampled answer: ``tokens``, their log-probabilities, and the rows of logits that they were chosen from."""
+def _sample(
+    conversation: Conversation,
+    tokenizer: ChatTokenizer,
+    ids: Sequence[int],
+    advance: Advance,
+    sampling: Sampling,
+    max_tokens: int,
+) -> Answer:
+    """A sampled answer with the rows of logits that its tokens were chosen from."""
+    vocab, structure = conversation.geometry.vocab, sampling.structure
+    grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
+    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar)
+    rows: list[Rows] = []
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        tokenizer: ChatTokenizer,
-        ids: Sequence[int],
-        advance: Advance,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> None:
-        vocab, structure = conversation.geometry.vocab, sampling.structure
-        grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
-        self._chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar)
-        self.rows: list[NDArray[np.float32]] = []
-        conversation.chosen_by(self._chooser)
-        conversation.chooser = self._choose
-        self.tokens = answer(conversation, ids, advance, tokenizer.stop_ids, max_tokens)
-        self.logprobs = [each.chosen for each in self._chooser.logprobs]
+    def choose(logits: Rows) -> int:
+        rows.append(logits.copy())
+        return chooser(logits)
 
-    def _choose(self, logits: NDArray[np.float32]) -> int:
-        self.rows.append(logits.copy())
-        return self._chooser(logits)
-
-
-def _compare(result: Sampled, number: int, mode: str, expected: _Answer, found: _Answer) -> None:
-    same = len(expected.tokens)
-    if found.tokens != expected.tokens:
-        same, one, other = first_difference(expected.tokens, found.tokens)
-        there = [float(np.max(np.abs(a - b))) for a, b in zip(expected.rows[same:], found.rows[same:], strict=False)]
-        margin = there[0] if there and there[0] else math.inf  # equal rows must lead to equal tokens
-        result.differences.append(Difference(mode, number, same, one, other, margin))
-    changes = (np.max(np.abs(a - b)) for a, b in zip(expected.rows[:same], found.rows[:same], strict=True))
-    result.largest_change = max(result.largest_change or 0.0, *map(float, changes), 0.0)
-    pairs = zip(expected.logprobs[:same], found.logprobs[:same], strict=True)
-    result.other_bits[mode] += sum(a != b for a, b in pairs)
+    conversation.chosen_by(chooser)
+    conversation.chooser = choose
+    tokens = answer(conversation, ids, advance, tokenizer.stop_ids, max_tokens)
+    return Answer(tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs])

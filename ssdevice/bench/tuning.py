@@ -9,8 +9,8 @@ from statistics import median
 from time import perf_counter
 
 from ssdevice.bench.cost_table import CostTable, StepCost
-from ssdevice.bench.equality import answer, forcer, lead, plain_of
 from ssdevice.bench.machine import cpu_name, instructions
+from ssdevice.bench.modes import answer, forcer, lead, plain_of
 from ssdevice.bench.runner import BenchOptions, Measured, take_turns, timed_answer
 from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.bench.quality import METRICS
 from ssdevice.bundle.staging import check_writable, write_json
 from ssdevice.commands.opening import (
     add_bundle,
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
     add_measuring(parser)
-    add("--metric", metavar="NAME", help="quality: exact_match, final_answer or rouge (default: by the data)")
+    add("--metric", choices=METRICS, help="of quality (default: by the data)")
     add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
     add("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_sampling(parser)
@@ -93,12 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
-    from ssdevice.bench.quality import METRICS
-
     check_measuring(args)
     check_new_file(args.plot, "--plot")
-    if args.metric is not None and args.metric not in METRICS:
-        raise InputError(f"--metric {args.metric[:60]!r} is not one of {', '.join(METRICS)}")
     if args.profile and args.beside is not None:
         raise InputError(f"--profile takes one bundle; leave out {args.beside}")
     if args.profile:

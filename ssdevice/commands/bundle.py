@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.commands.inspect import app_rows
 from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.progress import count
 
 if TYPE_CHECKING:
@@ -98,10 +98,11 @@ def _sign(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> str:
-    return f"{args.bundle}: {_checked(open_bundle(args), args.require_signature)}"
+    return f"{args.bundle}: {integrity(open_bundle(args), args.require_signature)}"
 
 
-def _checked(bundle: Bundle, key: Path | None) -> str:
+def integrity(bundle: Bundle, key: Path | None) -> str:
+    """What opening a bundle has checked."""
     signed = "; signature valid" if key is not None else ""
     return f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
 
@@ -124,10 +125,8 @@ def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
 
     if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
         return
-    try:
+    with needs_extra("export"):
         its = open_tokenizer(bundle.folder, adapter)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", error.name or "transformers") from error
     what = difference(tokenizer_of(bundle), its)
     if what is not None:
         raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")

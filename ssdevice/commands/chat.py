@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.staging import write_json
-from ssdevice.commands.conversation import add_template
-from ssdevice.commands.opening import add_bundle, add_engine, check_new_file, open_session, positive, refuse_ignored
+from ssdevice.commands.opening import add_bundle, check_new_file, open_session, refuse_ignored
 from ssdevice.commands.run import summary
-from ssdevice.commands.sampling import add_sampling, sampling_of
+from ssdevice.commands.sampling import add_answers, sampling_of
 from ssdevice.config import read_json
 from ssdevice.errors import InputError
 from ssdevice.progress import count
@@ -41,14 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_bundle(parser)
     add("--system", metavar="TEXT", help="system message of the conversation")
-    add_template(parser)
-    add("--max-tokens", type=positive, default=1024, metavar="N", help="end an answer here (default 1024)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
     full = f"when the context is full: an error, or forget the oldest turns (default {DROP_OLDEST})"
     add("--overflow", choices=OVERFLOWS, default=DROP_OLDEST, help=full)
-    add("--no-speculate", action="store_true", help="plain decoding: the same answers, token by token")
-    add_sampling(parser)
-    add_engine(parser)
+    add_answers(parser, 1024)
 
 
 def run(args: argparse.Namespace) -> int:

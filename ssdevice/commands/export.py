@@ -15,11 +15,11 @@ from ssdevice.commands.opening import (
     add_threads,
     named_folder,
     positive,
+    quiet_frameworks,
     use_threads,
 )
-from ssdevice.commands.quiet import quiet_frameworks
 from ssdevice.config import Schedule
-from ssdevice.errors import MissingExtraError
+from ssdevice.errors import needs_extra
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.tree import FORMS, Tree
 
@@ -81,11 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, then print the bundle's path, size and parity; with ``--dry-run`` print only the plan."""
-    try:
+    with needs_extra("export"):
         from ssdevice.export.plan import make_plan
         from ssdevice.export.stages import export_plan
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", error.name or "torch") from error
     from ssdevice.bundle.folder import check_out
     from ssdevice.commands.progress import Progress
     from ssdevice.memory import keep_no_large_blocks

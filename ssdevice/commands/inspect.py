@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.config import to_json
-from ssdevice.errors import MissingExtraError
+from ssdevice.errors import needs_extra
 from ssdevice.runtime.target import RuntimeTarget, runtime_target
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
-    try:
+    with needs_extra(target.extra):
         found = {**describe(bundle), **target.describe(bundle)}
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(target.extra, error.name or target.name) from error
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:

@@ -78,6 +78,14 @@ def use_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def quiet_frameworks() -> None:
+    """Turn off the progress bars of transformers, which appear even if stderr is not a terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``engine_options``."""
     add_threads(parser)

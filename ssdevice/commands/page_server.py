@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -43,20 +44,27 @@ Site = Mapping[str, Path | bytes]
 """Path below the page's address -> the file there, or its content."""
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """The socket of a server. Raises InputError if it cannot have the address or the port (0: any free one)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken; choose another (0: any free one)" if taken else f"on {host} cannot be used: {error.strerror}"
+        raise InputError(f"--port {port} {why}") from error
+
+
 class PageServer(ThreadingHTTPServer):
     """A server of these files. Raises InputError if it cannot have the port (0: any free one)."""
 
     def __init__(self, files: Site, port: int) -> None:
         self.files = files
         self._free = BoundedSemaphore(CONNECTIONS)
-        try:
-            super().__init__((LOOPBACK, port), _Handler)
-        except OverflowError as error:
-            raise InputError(f"--port {port}: expected 0 to 65535") from error
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            why = "is taken; choose another (0: any free one)" if taken else f"cannot be used: {error.strerror}"
-            raise InputError(f"--port {port} {why}") from error
+        listening = listen(LOOPBACK, port)
+        super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_port = listening, listening.getsockname()[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from ssdevice.bench.runner import available_modes
+from ssdevice.bench.runner import BenchOptions, measure
 from ssdevice.contract import STEP
 from ssdevice.data import Example
 from ssdevice.runtime.engine import Kernel
@@ -20,25 +19,16 @@ OTHER = "other"
 
 
 def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
-    """Decode a few prompts in every mode and print medians: time by operator, and the host's share of a step.
+    """Decode a few prompts in every mode and print the time by operator, and the host's share of a step.
 
     Profiling slows calls down, so trust the shares rather than the times.
     """
     console = Console(soft_wrap=True, highlight=False)
     modes = Table("decoding mode", "steps", "inside, ms/step", "host, µs/step", title="Steps")
-    for name in available_modes(session.engine.functions, session.streams):
-        inside, host = [], []
-        for example in examples:
-            ids = session.prompt_ids(example.prompt, system=example.system)
-            decoding = native = 0.0
-            for run in session.runs(ids, max_tokens=max_tokens, mode=name):
-                answer = session.last
-                if run.tokens and answer.steps:
-                    inside.append(answer.native_seconds - native)
-                    host.append(answer.decode_seconds - decoding - inside[-1])
-                decoding, native = answer.decode_seconds, answer.native_seconds
-        if inside:
-            modes.add_row(name, str(len(inside)), f"{median(inside) * 1e3:.3f}", f"{median(host) * 1e6:.0f}")
+    result = measure(session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None)
+    for name, mode in result.modes.items():
+        inside, host = mode.native_ms_per_step.median, mode.host_us_per_step.median
+        modes.add_row(name, str(sum(answer.steps for answer in mode.answers)), f"{inside:.3f}", f"{host:.0f}")
     console.print(modes)
     parts = _parts(session) if STEP in session.engine.functions else {}
     for function, kernels in session.engine.profile().items():

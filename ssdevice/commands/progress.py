@@ -8,8 +8,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ssdevice.progress import duration
-
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -117,3 +115,8 @@ class _Stage:
         times = [f"{duration(time.monotonic() - self.began)} so far", self.left_text()]
         where = ", ".join([f"{self.name} {self.done}/{self.total}", *filter(None, times)])
         return f"{where}: {self.detail}" if self.detail else where
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a unit a reader can use."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.conversation import add_template
-from ssdevice.commands.opening import add_bundle, add_engine, open_session, positive, refuse_ignored
-from ssdevice.commands.sampling import add_sampling, sampling_of
+from ssdevice.commands.opening import add_bundle, open_session, positive, refuse_ignored
+from ssdevice.commands.sampling import add_answers, sampling_of
 from ssdevice.config import read_json
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
@@ -36,16 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
     source.add_argument("--messages", type=Path, metavar="FILE", help="JSON list of the messages of a conversation")
     add("--system", metavar="TEXT", help="system message before the prompt or the messages")
-    add_template(parser)
     add("--limit", type=positive, metavar="N", help="the first N prompts of --data")
-    add("--max-tokens", type=positive, default=256, metavar="N", help="end an answer here (default 256)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
-    add("--no-speculate", action="store_true", help="plain decoding: the same answer, token by token")
-    add_sampling(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
     form.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    add_engine(parser)
+    add_answers(parser, 256)
 
 
 def run(args: argparse.Namespace) -> int:

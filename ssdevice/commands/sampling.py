@@ -9,7 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.commands.opening import refuse_ignored
+from ssdevice import strict_json
+from ssdevice.commands.opening import add_engine, positive, refuse_ignored
 from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,6 +45,18 @@ MAX_STRUCTURE_BYTES = 4 << 20
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 """Options that ask for sampling."""
+
+
+def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
+    """Declare what answers need; they end after ``most`` tokens by default."""
+    add = parser.add_argument
+    what = "argument of the chat template, such as enable_thinking=false; may be repeated"
+    add("--template-arg", type=_named_json, action="append", default=[], metavar="NAME=JSON", help=what)
+    add("--max-tokens", type=positive, default=most, metavar="N", help=f"end an answer here (default {most})")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
+    add("--no-speculate", action="store_true", help="plain decoding: the same answers, token by token")
+    add_sampling(parser)
+    add_engine(parser)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -127,3 +140,13 @@ def _bias(text: str) -> tuple[int, float]:
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, a token id and a number")
     return int(token), float(value)
+
+
+def _named_json(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=JSON")
+    try:
+        return name, strict_json.parse(value, name)
+    except InputError:
+        raise argparse.ArgumentTypeError(f"{text!r}: not JSON; write a text as {name}='\"text\"'") from None

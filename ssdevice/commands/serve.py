@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import ipaddress
-import socket
 import sys
 from contextlib import closing
 from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.commands.page_server import listen
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.serve.names import HOSTS, LOOPBACK
 
 PORT = 8000
@@ -45,14 +44,15 @@ def run(args: argparse.Namespace) -> int:
     key, local = _key(args), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
-    try:
+    with needs_extra("serve"):
         import uvicorn
 
         from ssdevice.serve.application import application
         from ssdevice.serve.guard import IDLE_S, Protocol
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("serve", error.name or "starlette") from error
-    with closing(_listen(args.host, args.port)) as listening, open_session(args) as session:
+    with (
+        closing(listen(args.host, args.port)) as listening,
+        open_session(args) as session,
+    ):
         app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
         name = f"[{args.host}]" if ":" in args.host else args.host
         config = uvicorn.Config(
@@ -90,14 +90,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         raise InputError(f"--host {host}: expected an address such as {LOOPBACK}, 0.0.0.0 or ::1") from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """The socket of the server. Raises InputError if it cannot have the address or the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "is taken; choose another (0: any free one)" if taken else f"cannot be used: {error.strerror}"
-        raise InputError(f"--host {host}, --port {port} {why}") from error

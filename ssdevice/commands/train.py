@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.staging import check_writable
-from ssdevice.commands.opening import add_threads, refuse_ignored, use_threads
-from ssdevice.commands.quiet import quiet_frameworks
+from ssdevice.commands.opening import add_threads, quiet_frameworks, refuse_ignored, use_threads
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 
 if TYPE_CHECKING:
     from ssdevice.train.options import TrainOptions
@@ -90,11 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, then print a JSON object with the tokens per step on the dev rows."""
-    try:
+    with needs_extra("train"):
         from ssdevice.train import checkpoint
         from ssdevice.train.trainer import train
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("train", error.name or "torch") from error
     from ssdevice.bundle.integrity import check_rule
     from ssdevice.bundle.manifest import NAME
     from ssdevice.bundle.staging import disk_errors

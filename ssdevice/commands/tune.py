@@ -27,7 +27,7 @@ from ssdevice.commands.opening import (
 )
 from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError, MissingExtraError
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.progress import count
 from ssdevice.tree import Tree
 
@@ -164,14 +164,12 @@ def _trials(
 
     Raises InputError before the first if the table or an example does not fit them.
     """
-    try:
+    with needs_extra("export"):
         from ssdevice.adapters.settings import read_settings
         from ssdevice.export.plan import ExportOptions, Quant, make_plan
         from ssdevice.export.stages import export_plan
         from ssdevice.export.target import exporter
         from ssdevice.text.tokenizer import ChatTokenizer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("export", error.name or "torch") from error
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
     app = named_folder(args.adapter, "--adapter")

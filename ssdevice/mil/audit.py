@@ -50,48 +50,48 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A function: its number of operations, kind -> count, query rows of its largest attention (for a step its tree and
+    streams), and bytes of the weights that it reads, which it takes if functions are loaded without sharing."""
+
+    operations: int
+    kinds: dict[str, int]
+    rows: int
+    weights: int
+
+
+@dataclass(frozen=True)
 class Audit:
-    """A package's contents.
+    """A package's contents. ``memory``: bytes of all weights, each counted once, of all states, and both together."""
 
-    ``operations``: function -> kind -> count. ``rows``: query rows of a function's largest attention, for a step its
-    tree and streams. ``loaded``: bytes of weights that each function reads, which is what it takes if functions are
-    loaded without sharing. ``state_bytes``: all states together.
-    """
-
-    operations: dict[str, dict[str, int]]
+    specification_version: int
+    functions: dict[str, Held]
     weights: tuple[Weights, ...]
-    state_bytes: int
-    rows: dict[str, int]
-    loaded: dict[str, int]
+    memory: dict[str, int]
     warnings: tuple[Warning, ...]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, each counted once."""
-        return sum(group.bytes for group in self.weights)
 
 
 def audit(package: Package) -> Audit:
     """Describe a package. Raises BundleError if a weight cannot be found."""
-    operations, rows, loaded = {}, {}, {}
-    warnings = []
+    functions, warnings = {}, []
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
-        counted = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
-        operations[name] = dict(counted.most_common())
+        kinds = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
         states.update((state, kind) for state, kind in function.inputs if kind.state)
-        rows[name] = max((_query_rows(operation) for operation in function.operations), default=0)
-        loaded[name] = sum(places(package, function).values())
+        rows = max((_query_rows(operation) for operation in function.operations), default=0)
+        loaded = sum(places(package, function).values())
+        functions[name] = Held(kinds.total(), dict(kinds.most_common()), rows, loaded)
         warnings += list(_warnings(function))
     weights = _weights(package)
-    if len(loaded) > 1:
+    stored, state = sum(group.bytes for group in weights), sum(_bytes(kind) for kind in states.values())
+    if len(functions) > 1:
         text = (
-            f"{len(loaded)} functions share {sum(group.bytes for group in weights)} bytes of weights on disk; loaded "
-            f"together they may take up to {sum(loaded.values())}: memory has been seen to grow with every function"
+            f"{len(functions)} functions share {stored} bytes of weights on disk; loaded together they may take up to "
+            f"{sum(held.weights for held in functions.values())}: memory has been seen to grow with every function"
         )
         warnings.append(Warning("functions-memory", "all functions", "weights", text, SHARED))
-    state_bytes = sum(_bytes(kind) for kind in states.values())
-    return Audit(operations, weights, state_bytes, rows, loaded, tuple(warnings))
+    memory = {"weights": stored, "state": state, "estimate": stored + state}
+    return Audit(package.specification_version, functions, weights, memory, tuple(warnings))
 
 
 def places(package: Package, function: Function) -> dict[BlobRef, int]:

@@ -42,10 +42,6 @@ class ConstantPool:
             self._arrays[key] = array
         return self._arrays[key]
 
-    def find(self, key: Hashable) -> Array | None:
-        """The array for ``key``; None if it was not made yet."""
-        return self._arrays.get(key)
-
     def forget(self, value: Value) -> None:
         """Do not keep a constant any longer; what was made of it stays."""
         self._arrays.pop(self.key(value), None)

@@ -19,25 +19,7 @@ def describe_package(package: Package) -> dict[str, Any]:
     from ssdevice.mil.audit import audit
 
     found = audit(package)
-    return {
-        "specification_version": package.specification_version,
-        "functions": {
-            name: {
-                "operations": sum(kinds.values()),
-                "kinds": kinds,
-                "rows": found.rows[name],
-                "weights": found.loaded[name],
-            }
-            for name, kinds in found.operations.items()
-        },
-        "weights": [asdict(group) for group in found.weights],
-        "memory": {
-            "weights": found.weight_bytes,
-            "state": found.state_bytes,
-            "estimate": found.weight_bytes + found.state_bytes,
-        },
-        "warnings": _grouped(found),
-    }
+    return {**asdict(found), "warnings": _grouped(found)}
 
 
 def _grouped(found: Audit) -> list[dict[str, Any]]:

@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.mil import (  # noqa: F401  (imported for the kernels they register)
-    ops_constexpr,
-    ops_elementwise,
-    ops_index,
-    ops_linear,
-    ops_reduction,
-    ops_shape,
-)
+import ssdevice.mil.operations  # noqa: F401  (registers the kernels)
 from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array
 from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
@@ -169,15 +162,18 @@ class Compiler:
             raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
         ((name, kind),) = operation.outputs
         key: Hashable = (operation.kind, kind, *(self._pool.key(value) for value in values))
-        array = self._pool.find(key)
-        if array is None:
+
+        def make() -> Any:
             run = self._run(operation, kernel)
             try:
-                array = self._pool.made(key, lambda: run(*[self._pool.load(value) for value in values]))
+                made = run(*[self._pool.load(value) for value in values])
             except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError, ExecutionError) as error:
                 raise ExecutionError(f"{where}: {error}") from error
             for value in values:
                 self._pool.forget(value)
+            return made
+
+        array = self._pool.made(key, make)
         check_type(array, kind, where)
         self._constants[name] = array
 

@@ -36,23 +36,8 @@ MAX_STATE_BYTES = 1 << 35
 _FAILURES = (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError, ExecutionError)
 
 
-class State:
-    """The states of a program between runs, zero at first. Floating-point states are held as float32."""
-
-    def __init__(self, types: Mapping[str, TensorType]) -> None:
-        self.arrays: dict[str, Array] = {}
-        for name, kind in types.items():
-            if kind.dtype is None:
-                raise ExecutionError(f"state {name!r} holds strings")
-            if kind.count * kind.dtype.held.itemsize > MAX_STATE_BYTES:
-                raise ExecutionError(f"state {name!r} of shape {list(kind.shape)} is over {MAX_STATE_BYTES} bytes")
-            self.arrays[name] = np.zeros(kind.shape, kind.dtype.held)
-
-    def write(self, name: str, array: Array) -> None:
-        """Replace one state. Raises InputError if the shape differs."""
-        if array.shape != self.arrays[name].shape:
-            raise InputError(f"state {name!r} has shape {list(self.arrays[name].shape)}, not {list(array.shape)}")
-        self.arrays[name] = array.astype(self.arrays[name].dtype)
+State = dict[str, Array]
+"""The states of a program between runs by name, zero at first. Floating-point states are held as float32."""
 
 
 class Program:
@@ -61,7 +46,7 @@ class Program:
     def __init__(self, package: Package, precision: str = FP16) -> None:
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
-        self.package = package
+        self.package, self.path = package, package.path
         self.precision = precision
         self._pool = ConstantPool(package)
         self._plans: dict[str, Plan] = {}
@@ -75,14 +60,24 @@ class Program:
                 self._plans[function] = compiler.compile()
         return self._plans[function]
 
-    def make_state(self) -> State:
-        """Zeroed states of all functions. Raises ExecutionError if two functions declare one differently."""
+    def make_state(self, function: str = "") -> State:
+        """Zeroed states, the same ones for every ``function``.
+
+        Raises ExecutionError for a state that two functions declare differently, that holds strings or is too large.
+        """
         types: dict[str, TensorType] = {}
-        for function in self.package.functions.values():
-            for name, kind in function.inputs:
+        for declared in self.package.functions.values():
+            for name, kind in declared.inputs:
                 if kind.state and types.setdefault(name, kind) != kind:
                     raise ExecutionError(f"state {name!r} has different types in different functions")
-        return State(types)
+        state: State = {}
+        for name, kind in types.items():
+            if kind.dtype is None:
+                raise ExecutionError(f"state {name!r} holds strings")
+            if kind.count * kind.dtype.held.itemsize > MAX_STATE_BYTES:
+                raise ExecutionError(f"state {name!r} of shape {list(kind.shape)} is over {MAX_STATE_BYTES} bytes")
+            state[name] = np.zeros(kind.shape, kind.dtype.held)
+        return state
 
     def run(
         self,
@@ -121,7 +116,7 @@ class Program:
             raise ExecutionError(f"{where}: {error}") from error
         self._checked.add(function)
         if state is not None:
-            state.arrays.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
+            state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
         return {name: self._output(values[name], plan.types[name]) for name in plan.function.outputs}
 
     def _given(self, function: Function, inputs: Mapping[str, Array], state: State | None) -> dict[str, Any]:
@@ -138,9 +133,9 @@ class Program:
         }
         for name in states:
             assert state is not None
-            if name not in state.arrays:
+            if name not in state:
                 raise InputError(f"the state lacks {name!r}: it was made by another program")
-            found[name] = state.arrays[name]
+            found[name] = state[name]
         return found
 
     def _input(self, name: str, array: Array, kind: TensorType) -> Array:

@@ -39,7 +39,7 @@ class TrainOptions:
     also writes so many prompts.
     ``answer_tokens``: longest generated answer (None: the longest completion of the data, or ANSWER_TOKENS).
     ``batch_size``: per process. ``draft_vocabulary``: number of tokens that streams choose among (0: all, None: see
-    vocabulary.default_size). ``precision``: of matrix products; auto is bf16 if the hardware has it.
+    trainer.DRAFT_VOCABULARY). ``precision``: of matrix products; auto is bf16 if the hardware has it.
     ``base_precision``: of the frozen base in memory.
     """
 

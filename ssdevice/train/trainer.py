@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import stat
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,13 @@ from ssdevice.train.optimization import optimize
 from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.samples import check_template, read_samples
 from ssdevice.train.start import scale_follow
-from ssdevice.train.vocabulary import covered, default_size, draft_ids
 
 ADDED = {"token_rank": "token", "follow_rank": "follow"}
 """Ranks of terms that begin as zero, so that they can be added to trained streams."""
+DRAFT_VOCABULARY = 8192
+"""Default number of tokens that streams choose among."""
+LEAST_FACTOR = 4
+"""A vocabulary smaller than this many times DRAFT_VOCABULARY is used whole, because there is little to save."""
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
@@ -110,7 +114,8 @@ def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: Adapte
     if size is None and init is not None and init.settings is not None:
         size = init.settings.streams.draft_vocabulary
     if size is None:
-        size = default_size(identity.vocab) if options.objective is Objective.STREAMING else 0
+        large = identity.vocab >= LEAST_FACTOR * DRAFT_VOCABULARY and options.objective is Objective.STREAMING
+        size = DRAFT_VOCABULARY if large else 0
     if size > identity.vocab:
         raise InputError(f"--draft-vocabulary {size}: the model has {identity.vocab} tokens")
     return replace(options, draft_vocabulary=size, streams=replace(options.streams, draft_vocabulary=size))
@@ -147,6 +152,27 @@ def _choose_vocabulary(job: Job, model: StreamModel, init: AdapterFolder | None,
     job.report(
         "vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions"
     )
+
+
+def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab: int) -> list[int]:
+    """``size`` ascending ids: ``always``, then the most frequent in completions, then in prompts, then the lowest.
+
+    Answers repeat words of their prompts, and low ids are frequent if tokens were merged by frequency.
+    """
+    completions = Counter(token for sample in samples for token in sample.ids[sample.prompt :])
+    prompts = Counter(token for sample in samples for token in sample.ids[: sample.prompt])
+    order = dict.fromkeys(token for token in always if token < vocab)
+    for counted in (completions, prompts):
+        order |= dict.fromkeys(token for token, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0])))
+    order |= dict.fromkeys(range(vocab))
+    return sorted(list(order)[:size])
+
+
+def covered(samples: Sequence[Sample], ids: Sequence[int]) -> float:
+    """The share of completion tokens that are in ``ids``."""
+    known = set(ids)
+    tokens = [token for sample in samples for token in sample.ids[sample.prompt :]]
+    return sum(token in known for token in tokens) / max(1, len(tokens))
 
 
 def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tuple[Any, StreamModel]:

@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssdevice.adapters.slots import ProgramLayout, SlotKind, StateSlot, Variant, read_program_layout
-from ssdevice.adapters.weights import AdapterWeights, Factors, fill_program
-from ssdevice.config import Mode, to_json
+from ssdevice.adapters.slots import Slot, SlotKind, SlotLayout, Variant, read_layout
+from ssdevice.adapters.weights import AdapterWeights, Factors, fill
+from ssdevice.config import Mode, StreamConfig, to_json
 from ssdevice.errors import ConfigError, InputError
 
 GAMMA, HIDDEN = 2, 6
 SLOTS = (
-    StateSlot(SlotKind.LORA, "model.layers.0.q", "m.layers.0.q.adapter", 6, 4, 3),
-    StateSlot(SlotKind.STREAM, "layers.1.up", "m.streams.up", 4, 6, 2),
+    Slot(SlotKind.LORA, ("model.layers.0.q",), 6, (4,), state="m.layers.0.q.adapter", rank=3),
+    Slot(SlotKind.STREAM, ("layers.1.up",), 4, (6,), state="m.streams.up", rank=2),
 )
-LAYOUT = ProgramLayout(HIDDEN, Variant(True, Mode.SHARED, 2), SLOTS, "m.streams.identifiers")
+KIND = Variant(True, StreamConfig(Mode.SHARED, 1, 2), slots=SLOTS, identifiers="m.streams.identifiers")
+LAYOUT = SlotLayout(HIDDEN, (KIND, replace(KIND, streams=None)))
 
 
 def weights(rank: int = 2, inputs: int = 6, streams: int = 3) -> AdapterWeights:
@@ -31,7 +32,7 @@ def weights(rank: int = 2, inputs: int = 6, streams: int = 3) -> AdapterWeights:
 
 def test_factors_stand_in_their_slot_and_zeros_elsewhere() -> None:
     given = weights(rank=2)
-    found = fill_program(given, LAYOUT, GAMMA)
+    found = fill(given, KIND, GAMMA, HIDDEN)
     pair = given.factors[SlotKind.LORA, "model.layers.0.q"]
     down, up = found["m.layers.0.q.adapter.down"], found["m.layers.0.q.adapter.up"]
     assert down.shape == (1, 6, 3) and up.shape == (1, 3, 4)
@@ -56,21 +57,22 @@ def test_factors_stand_in_their_slot_and_zeros_elsewhere() -> None:
 )
 def test_what_has_no_slot_is_refused(given: AdapterWeights, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fill_program(given, LAYOUT, GAMMA)
+        fill(given, KIND, GAMMA, HIDDEN)
 
 
-def test_a_program_takes_its_own_kind_and_plain_loras() -> None:
-    assert LAYOUT.takes(Variant(True, Mode.SHARED, 2)) and LAYOUT.takes(Variant(True))
-    assert not LAYOUT.takes(Variant(True, Mode.SHARED, 4)) and not LAYOUT.takes(Variant(False, Mode.LOSSLESS, 2))
-    lossless = replace(LAYOUT, variant=Variant(False, Mode.LOSSLESS, 2))
-    assert not lossless.takes(Variant(True))  # its main rows have no slots
+def test_a_lora_without_streams_sets_the_identifiers_to_zeros() -> None:
+    plain = LAYOUT.variant("lora")
+    assert plain is not None and LAYOUT.variant("base") is None
+    found = fill(replace(weights(), identifiers=None), plain, GAMMA, HIDDEN)
+    assert not found["m.streams.identifiers"].any() and found["m.layers.0.q.adapter.down"].any()
 
 
 def test_a_layout_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "slots.json"
     file.write_text(json.dumps(to_json(LAYOUT)))
-    assert read_program_layout(file) == LAYOUT
-    for change in ({"schema_version": 2}, {"slots": [{**to_json(SLOTS[0]), "rank": 0}]}, {"ranks": 1}):
+    assert read_layout(file) == LAYOUT
+    spoilt = {**to_json(KIND), "slots": [{**to_json(SLOTS[0]), "rank": 0}]}
+    for change in ({"schema_version": 1}, {"variants": [spoilt]}, {"ranks": 1}):
         file.write_text(json.dumps({**to_json(LAYOUT), **change}))
         with pytest.raises(ConfigError):
-            read_program_layout(file)
+            read_layout(file)

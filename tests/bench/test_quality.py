@@ -100,10 +100,6 @@ def test_metric_is_chosen_by_the_data() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(InputError, match="metric 'bleu' is not one of exact_match, final_answer, rouge"):
-        score("bleu", [], [])
     for metric in METRICS:
-        with pytest.raises(InputError, match="2 predictions for 1 examples"):
-            score(metric, ["a", "b"], [Example("p", "a")])
         with pytest.raises(InputError, match="example 1 has neither a completion nor references"):
             score(metric, ["a"], [Example("p")])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import FORCED
+from ssdevice.bench.modes import FORCED
 from ssdevice.bench.sampled import SAMPLERS, Sampled, compare_sampled
 from ssdevice.bundle.manifest import Precision
 from ssdevice.cli import main

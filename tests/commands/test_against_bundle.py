@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.against_bundle import Agreement, against_bundle
 from ssdevice.bench.equality import Difference
+from ssdevice.bench.modes import Agreement, against_bundle, answer
 from ssdevice.bundle.manifest import Precision
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.runtime.engine import EngineOptions
@@ -27,7 +27,6 @@ def compared(answers: list[list[int]], precisions: tuple[Precision, Precision] =
 
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
-    from ssdevice.bench.equality import answer
     from ssdevice.runtime.loop import plain
 
     conversation = LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)).new_conversation()
@@ -86,7 +85,7 @@ def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None
     few = ("--limit", "2", "--max-tokens", "6", "--threads", "1")
     assert call("verify", mine, "--against", other, *few) == 0
     out = capsys.readouterr().out
-    assert f"{other}: " in out and "of 2 plain answers equal" in out
+    assert "other bundle: 2 of 2 answers equal to those of this bundle" in out
     assert call("verify", mine, "--against", mine, *few, "--json") == 0
     found = json.loads(capsys.readouterr().out)["against"]
     assert found["differences"] == [] and found["largest_logit_change"] == 0.0

@@ -161,7 +161,7 @@ def test_a_profile_names_kernels_and_the_host(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--metric", "bleu"], "--metric 'bleu' is not one of"),
+        (["--metric", "bleu"], "argument --metric: invalid choice: 'bleu'"),
         (["--json", "/nowhere/at/all.json"], "its folder does not exist"),
         (["--report", __file__], "this is a file, expected a folder"),
         (["--rounds", "0"], "expected 1 or more"),

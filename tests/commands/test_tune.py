@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdevice.bench.cost_table import CostTable, StepCost
-from ssdevice.bench.equality import answer
+from ssdevice.bench.modes import answer
 from ssdevice.bench.tuning import choices, observe
 from ssdevice.commands.tune import WIDTH, _tree
 from ssdevice.config import Schedule, to_json

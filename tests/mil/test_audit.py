@@ -32,9 +32,9 @@ def codes(found: audits.Audit) -> set[str]:
 
 def test_contents_of_a_plain_package(base: Path) -> None:
     found = audit(Package.open(base))
-    assert found.operations[MAIN]["softmax"] == GEOMETRY.layers
-    assert "const" not in found.operations[MAIN]
-    assert found.state_bytes == 2 * 2 * GEOMETRY.layers * GEOMETRY.capacity * GEOMETRY.row_width
+    assert found.functions[MAIN].kinds["softmax"] == GEOMETRY.layers
+    assert "const" not in found.functions[MAIN].kinds
+    assert found.memory["state"] == 2 * 2 * GEOMETRY.layers * GEOMETRY.capacity * GEOMETRY.row_width
     weights = {group.form: group for group in found.weights}
     assert weights["float16"].tensors > 4 * GEOMETRY.layers
     assert (

@@ -101,7 +101,7 @@ def _values(made: Program, name: str) -> np.ndarray:
 def test_functions_of_one_package_share_weights_and_states() -> None:
     made, alone = Program(Package.open(package())), Program(Package.open(part(PLAIN, Quant.FP16)))
     state, other = made.make_state(), alone.make_state()
-    assert state.arrays.keys() == other.arrays.keys()
+    assert state.keys() == other.keys()
     for length in range(3):
         inputs = {ROOT: np.array([7 + length], np.int32), LENGTH: np.array([length], np.int32)}
         together, apart = made.run(PLAIN, inputs, state), alone.run(PLAIN, inputs, other)

@@ -71,7 +71,7 @@ def test_the_value_read_before_a_write_stays(program: Any) -> None:
     result = made.run("main", {"x": ONES}, state)
     assert not result["y0"].any()
     assert result["y1"].sum() == 3
-    np.testing.assert_array_equal(state.arrays["s"], result["y1"])
+    np.testing.assert_array_equal(state["s"], result["y1"])
 
 
 def test_a_view_of_the_old_value_stays(program: Any) -> None:
@@ -92,7 +92,7 @@ def test_an_update_that_is_not_written_back_leaves_the_state(program: Any) -> No
 
     made, state = program(body)
     result = made.run("main", {"x": ONES}, state)
-    assert result["y0"].sum() == 3 and not result["y1"].any() and not state.arrays["s"].any()
+    assert result["y0"].sum() == 3 and not result["y1"].any() and not state["s"].any()
 
 
 def test_a_state_set_to_an_input_is_a_copy(program: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_state_set_to_an_input_is_a_copy(program: Any) -> None:
     result = made.run("main", {"x": given}, state)
     assert result["y0"].sum() == 9 + 15 and result["y1"].sum() == 12
     given[:] = 7
-    assert state.arrays["s"].sum() == 24
+    assert state["s"].sum() == 24
 
 
 def test_two_states_of_one_value_part_again(program: Any) -> None:
@@ -118,8 +118,8 @@ def test_two_states_of_one_value_part_again(program: Any) -> None:
 
     made, state = program(body)
     made.run("main", {"x": ONES}, state)
-    assert state.arrays["s"].sum() == 3 + 18 and state.arrays["t"].sum() == 24
-    assert not np.shares_memory(state.arrays["s"], state.arrays["t"])
+    assert state["s"].sum() == 3 + 18 and state["t"].sum() == 24
+    assert not np.shares_memory(state["s"], state["t"])
 
 
 def test_swapped_states(program: Any) -> None:
@@ -132,8 +132,8 @@ def test_swapped_states(program: Any) -> None:
     made, state = program(body)
     for _ in range(3):
         made.run("main", {"x": ONES}, state)
-    assert state.arrays["s"][0, 0] == 2 and state.arrays["t"][0, 0] == 1
-    assert not np.shares_memory(state.arrays["s"], state.arrays["t"])
+    assert state["s"][0, 0] == 2 and state["t"][0, 0] == 1
+    assert not np.shares_memory(state["s"], state["t"])
 
 
 def test_an_update_by_its_own_rows(program: Any) -> None:
@@ -158,7 +158,7 @@ def test_outputs_do_not_change_with_the_state(program: Any) -> None:
     made, state = program(body)
     first = made.run("main", {"x": ONES}, state)["y0"]
     made.run("main", {"x": ONES}, state)
-    assert first.sum() == 12 and not np.shares_memory(first, state.arrays["s"])
+    assert first.sum() == 12 and not np.shares_memory(first, state["s"])
 
 
 def test_half_precision_overflows_and_rounds_where_the_program_says(program: Any) -> None:

@@ -61,7 +61,7 @@ def test_chained_steps_equal_torch(half: tuple[TorchDriver, Package], precision:
         length, root = length + expected.count, expected.tokens[expected.count - 1]
     for part, name in enumerate((KEYS, VALUES)):
         theirs = reference.cache[:, part, 0, :, :length].numpy()
-        assert np.abs(state.arrays[name][:, :, :length] - theirs).max() <= tolerance * np.abs(theirs).max()
+        assert np.abs(state[name][:, :, :length] - theirs).max() <= tolerance * np.abs(theirs).max()
 
 
 def test_a_length_beyond_the_cache_is_not_clamped(program: Program) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.swift import answers, benches, broken, conversations, frames, strings
 from tests.vectors.sampling import FILE as SAMPLING
+from tests.vectors.sessions import FILE as SESSIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -29,6 +30,7 @@ def write(place: Path) -> None:
     write_json(place / "bench.json", benches.record())
     write_json(place / "frames.json", frames.record())
     shutil.copy(SAMPLING, place)
+    shutil.copy(SESSIONS, place)
     broken.write(place / "broken")
     answers.export(place / "bundle")
     write_json(place / "answers.json", answers.answers(place / "bundle"))

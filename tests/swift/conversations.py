@@ -11,16 +11,13 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 from unittest.mock import patch
 
-import numpy as np
-
 from ssdevice.config import to_json
-from ssdevice.contract import LENGTH, PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
+from ssdevice.contract import PLAIN, PREFILL, STEP, Geometry
 from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.adaptive import Adaptive
-from ssdevice.runtime.engine import Inputs, Outputs
 from ssdevice.runtime.generation import Run
 from ssdevice.runtime.lookup import Lookup
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
@@ -29,8 +26,9 @@ from ssdevice.text.chat_template import ChatFormat
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 from tests.runtime import scripted
-from tests.runtime.scripted import Drafter, ScriptedCache, ScriptedEngine, make_geometry, next_token, random_drafter
+from tests.runtime.scripted import ScriptedEngine, make_geometry, next_token, random_drafter
 from tests.swift.strings import WORDS
+from tests.vectors.sessions import Recorder, RecordingCache
 
 BASE_7M = Path(__file__).resolve().parents[2] / "models" / "base-7m"
 TOKENIZER = BASE_7M / "tokenizer.json"
@@ -39,41 +37,6 @@ TREES = ("chain:3", "full:k=2,depth=2", "[[0],[1],[0,0],[0,0,0]]")
 STOPS = ((), ("e",), ("zz", "the", "a "))
 WITHOUT_PLAIN = {"plain": "plain_step", ADAPTIVE: SPECULATIVE}
 """Mode -> the one in its place for a session without ``step_plain``."""
-
-
-class Recorder:
-    """The calls of a session, and a clock that they advance. ``costs``: function -> about how many seconds it takes."""
-
-    def __init__(self, number: int, costs: dict[str, float]) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.now = 0.0
-        self._random, self._costs = Random(number), costs
-
-    def clock(self) -> float:
-        return self.now
-
-    def note(self, function: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        seconds = self._costs[function] * self._random.uniform(0.9, 1.2)
-        self.now += seconds
-        self.calls.append({"function": function, "inputs": inputs, "outputs": outputs, "seconds": seconds})
-
-
-class RecordingCache(ScriptedCache):
-    """Notes every call. ``recorder`` is shared by all caches of one recording."""
-
-    recorder: ClassVar[Recorder]
-
-    def __init__(self, geometry: Geometry, inputs: Inputs, drafter: Drafter) -> None:
-        super().__init__(geometry, inputs, drafter)
-        self.names = {spec.name: spec.inputs for spec in functions(geometry, CacheForm.INTERNAL, "").values()}
-
-    def call(self, function: str, length: int) -> Outputs:
-        assert self.inputs[LENGTH][0] == length
-        inputs = {tensor.name: self.inputs[tensor.name].ravel().tolist() for tensor in self.names[function]}
-        out = super().call(function, length)
-        outputs = {name: np.asarray(value).ravel().tolist() for name, value in out.items()}
-        self.recorder.note(function, inputs, outputs)
-        return out
 
 
 def record() -> dict[str, Any]:
@@ -155,7 +118,7 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
     Drafts are about half right, and now and then nearly never.
     """
     stop_ids = tuple(range(0, geometry.vocab, 40)) if number % 3 == 0 else ()
-    made = Recorder(number, {PREFILL: 5.0, PLAIN: 1.0, STEP: (1.4, 1.9, 2.6)[number % 3]})
+    made = Recorder(number, {PREFILL: 500, PLAIN: 100, STEP: (140, 190, 260)[number % 3]})
     drafters = [random_drafter(number, oracle) for oracle in (0.8, 0.8, 0.05)]
 
     class Cache(RecordingCache):

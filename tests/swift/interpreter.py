@@ -29,8 +29,9 @@ def answer(program: Program, states: list[State], question: dict[str, Any]) -> d
             states.append(program.make_state())
             return {"state": len(states) - 1}
         case _:
+            types = {tensor.name: tensor.dtype for tensor in program.package.spec(question["function"]).inputs}
             inputs = {
-                name: np.array(given["values"], np.int32).reshape(given["shape"])
+                name: np.array(given["values"], types[name]).reshape(given["shape"])
                 for name, given in question["inputs"].items()
             }
             out = program.run(question["function"], inputs, states[question["state"]])

@@ -21,7 +21,7 @@ from ssdevice.train.distill import _line, written
 from ssdevice.train.job import Job, Place
 from ssdevice.train.options import TrainOptions
 from ssdevice.train.samples import FILE, distinct
-from ssdevice.train.vocabulary import covered, draft_ids
+from ssdevice.train.trainer import covered, draft_ids
 from tests.train.test_run import base, command  # noqa: F401  # fixture
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ssdevice.adapters.storage import stored
-from ssdevice.bench.equality import first_difference, led
+from ssdevice.bench.equality import first_difference
+from ssdevice.bench.modes import led
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.export.onnx.logits import LogitsEngine
 from ssdevice.model.tokenizer import open_tokenizer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ssdevice.export.coreai.weights import GROUP, Halves, Integers, as_stored
+from ssdevice.export.coreai.weights import GROUP, Halves, Integers, stored
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import load
 from ssdevice.model.step import StreamModel
@@ -34,7 +34,7 @@ def test_the_reference_has_the_stored_values_and_gets_its_own_back(quant: Quant)
     model = load(base(), None, 64).model
     tied = model.backbone.lm_head.weight is model.backbone.embed_tokens.weight
     before = {name: weight.clone() for name, weight in weights(model).items()}
-    with as_stored(model, quant):
+    with stored(model, quant, values=True):
         for name, weight in weights(model).items():
             assert (weight - before[name]).abs().max() <= STEP[quant] * before[name].abs().max() * 1.001
             assert quant is Quant.FP32 or not torch.equal(weight, before[name])

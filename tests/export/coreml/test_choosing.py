@@ -14,7 +14,7 @@ from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram, check_package
+from ssdevice.runtime.coreml.engine import CoreMLEngine, check_package
 from ssdevice.runtime.sampling.options import Sampling
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
@@ -34,7 +34,7 @@ SLOW = ((Quant.INT8, Mode.LOSSLESS, KVWrite.SLICE), (Quant.INT4, Mode.SHARED, KV
 def engine(request: pytest.FixtureRequest) -> CoreMLEngine:
     quant, mode, write = request.param
     made = package(quant, mode, write=write, choosing=True)
-    return CoreMLEngine(NumPyProgram(Program(Package.open(made))), GEOMETRY, NAMES)
+    return CoreMLEngine(Program(Package.open(made)), GEOMETRY, NAMES)
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[1:4], ids=range(1, 4))
@@ -59,7 +59,7 @@ def test_the_package_has_the_tensors_of_the_contract() -> None:
 
 def test_rows_that_were_not_kept_are_written_over() -> None:
     """A verified tree is not committed: the next call at that length decodes as if it had never been."""
-    engine = CoreMLEngine(NumPyProgram(Program(Package.open(package(choosing=True)))), GEOMETRY, NAMES)
+    engine = CoreMLEngine(Program(Package.open(package(choosing=True))), GEOMETRY, NAMES)
     found = []
     for looked in (False, True):
         conversation = engine.new_conversation()

@@ -52,5 +52,5 @@ def test_rows_of_chained_steps(family: str, tmp_path: Path):
         agreed += count == expected.count and out[TOKENS][:count].tolist() == expected.tokens[:count]
         for part, name in enumerate((KEYS, VALUES)):
             theirs = reference.cache[:, part, 0, :, i].numpy()
-            assert np.abs(state.arrays[name][:, :, i] - theirs).max() <= ROW_TOLERANCE * np.abs(theirs).max()
+            assert np.abs(state[name][:, :, i] - theirs).max() <= ROW_TOLERANCE * np.abs(theirs).max()
     assert agreed >= STEPS - 1  # random models have near-ties

@@ -19,7 +19,7 @@ from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
-from ssdevice.runtime.coreml.engine import CoreMLEngine, NumPyProgram  # noqa: E402
+from ssdevice.runtime.coreml.engine import CoreMLEngine  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.coreml.tiny import STEP, package  # noqa: E402
 from tests.model.tiny import randomise, tiny_config  # noqa: E402
@@ -62,7 +62,7 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
     made = {name: convert(name, model, GEOMETRY, Schedule.DEFERRED, KVWrite.SLICE, deployment) for name in FUNCTIONS}
     save(made, tmp_path / "model.mlpackage", STEP, deployment)
     program = Program(Package.open(tmp_path / "model.mlpackage"), "fp32")
-    mine = EngineDriver(CoreMLEngine(NumPyProgram(program), GEOMETRY, {name: name for name in FUNCTIONS}))
+    mine = EngineDriver(CoreMLEngine(program, GEOMETRY, {name: name for name in FUNCTIONS}))
     theirs = TorchDriver(model, TREE, 1, Schedule.DEFERRED, GEOMETRY.context, GEOMETRY.chunk)
     with stored_weights(model, program, FUNCTIONS):
         root, drafts = theirs.prefill(PROMPT, 0)

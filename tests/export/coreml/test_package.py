@@ -24,7 +24,7 @@ from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.mil.program import Program, State  # noqa: E402
 from ssdevice.mil.reader import Package, constants  # noqa: E402
-from ssdevice.runtime.coreml.engine import CoreMLCache, CoreMLEngine, NumPyProgram, check_package  # noqa: E402
+from ssdevice.runtime.coreml.engine import CoreMLCache, CoreMLEngine, check_package  # noqa: E402
 from tests.conformance.engine_driver import OracleDriver  # noqa: E402
 from tests.conformance.oracle import check, drive  # noqa: E402
 from tests.export.coreml.tiny import FUNCTIONS, GEOMETRY, STEP, TREE, model, package, part  # noqa: E402
@@ -45,12 +45,12 @@ def size(path: Path) -> int:
 
 
 def engine_of(path: Path, precision: str = "fp16") -> CoreMLEngine:
-    return CoreMLEngine(NumPyProgram(Program(Package.open(path), precision)), GEOMETRY, SAME)
+    return CoreMLEngine(Program(Package.open(path), precision), GEOMETRY, SAME)
 
 
 def program_of(driver: EngineDriver) -> Program:
-    assert isinstance(driver.engine, CoreMLEngine) and isinstance(driver.engine.program, NumPyProgram)
-    return driver.engine.program.interpreter
+    assert isinstance(driver.engine, CoreMLEngine) and isinstance(driver.engine.program, Program)
+    return driver.engine.program
 
 
 def state_of(driver: EngineDriver) -> State:
@@ -63,8 +63,8 @@ def oracle_driver(path: Path, precision: str) -> OracleDriver:
     driver = OracleDriver(engine_of(path, precision))
     draw = np.random.default_rng(9)
     for name in (KEYS, VALUES):
-        garbage = 3 * draw.standard_normal(state_of(driver.inner).arrays[name].shape)
-        state_of(driver.inner).write(name, garbage.astype(np.float16))
+        garbage = 3 * draw.standard_normal(state_of(driver.inner)[name].shape)
+        state_of(driver.inner)[name] = garbage.astype(np.float16).astype(np.float32)
     return driver
 
 
@@ -121,7 +121,7 @@ def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path
     assert whole.prefill(PROMPT[:5], 0) == less.prefill(PROMPT[:5], 0)
     for length in range(5, 12):
         assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(length, [[1, 2], [3, 4]], length)
-    assert np.array_equal(state_of(whole).arrays[KEYS], state_of(less).arrays[KEYS])
+    assert np.array_equal(state_of(whole)[KEYS], state_of(less)[KEYS])
     with stored_weights(model(), program_of(less), FUNCTIONS):
         pass  # every matrix is found under its short name
 
@@ -138,11 +138,11 @@ def test_the_state_is_cut_in_multiples_of_32():
 )
 def test_rows_go_where_the_length_says(write: KVWrite):
     driver = EngineDriver(engine_of(package(write=write)))
-    before = {name: state_of(driver).arrays[name] for name in (KEYS, VALUES)}
+    before = {name: state_of(driver)[name] for name in (KEYS, VALUES)}
     for length in (3, 11, GEOMETRY.context - 1):
         driver.plain(7, length)
         for name in (KEYS, VALUES):
-            now = state_of(driver).arrays[name]
+            now = state_of(driver)[name]
             changed = np.flatnonzero((now != before[name]).any(axis=(0, 1, 3)))
             assert changed.tolist() == [length]
             before[name] = now
@@ -151,9 +151,9 @@ def test_rows_go_where_the_length_says(write: KVWrite):
 def test_a_step_writes_its_rows_and_no_others():
     driver = EngineDriver(engine_of(package()))
     driver.prefill(PROMPT[:5], 0)
-    before = state_of(driver).arrays[KEYS]
+    before = state_of(driver)[KEYS]
     driver.step(3, [[1, 2], [3, 4]], 5)
-    changed = np.flatnonzero((state_of(driver).arrays[KEYS] != before).any(axis=(0, 1, 3)))
+    changed = np.flatnonzero((state_of(driver)[KEYS] != before).any(axis=(0, 1, 3)))
     assert changed.tolist() == list(range(5, 5 + TREE.emitted))
 
 

@@ -15,36 +15,35 @@ from ssdevice.model.loading import build  # noqa: E402
 from tests.model.tiny import MODELS, tiny_model  # noqa: E402
 
 CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
-LINEAR, LOOKUP = ("linear", "weight"), ("gather", "x")
 
 
-def weight(shape: tuple[int, int], *readers: tuple[str, str], name: str = "p_module_model_w_to_fp16") -> Weight:
-    return Weight(name, shape, readers)
+def weight(shape: tuple[int, int], lookup: bool = False, name: str = "p_module_model_w_to_fp16") -> Weight:
+    return Weight(name, shape, lookup)
 
 
 @pytest.mark.parametrize(
     ("made", "quant", "per_channel", "scheme"),
     [
-        (weight((64, 64), LINEAR), Quant.FP16, False, Scheme.FLOAT16),
-        (weight((64, 64), LINEAR), Quant.INT8, False, Scheme.INT8),
-        (weight((64, 64), LINEAR), Quant.INT4, False, Scheme.INT4_BLOCK),
-        (weight((64, 48), LINEAR), Quant.INT4, True, Scheme.INT4_CHANNEL),
-        (weight((64, 64), LINEAR), Quant.PALETTE4, False, Scheme.PALETTE4),
-        (weight((100, 64), LOOKUP), Quant.INT4, False, Scheme.INT8),
-        (weight((100, 64), LOOKUP, LINEAR), Quant.PALETTE4, False, Scheme.INT8),
-        (weight((1072, 8), LOOKUP), Quant.INT8, False, Scheme.FLOAT16),
-        (weight((8, 8), LINEAR), Quant.INT8, False, Scheme.FLOAT16),
-        (weight((64, 64), LINEAR, name="p_model_streams_adapters_1_up"), Quant.INT4, False, Scheme.FLOAT16),
+        (weight((64, 64)), Quant.FP16, False, Scheme.FLOAT16),
+        (weight((64, 64)), Quant.INT8, False, Scheme.INT8),
+        (weight((64, 64)), Quant.INT4, False, Scheme.INT4_BLOCK),
+        (weight((64, 48)), Quant.INT4, True, Scheme.INT4_CHANNEL),
+        (weight((64, 64)), Quant.PALETTE4, False, Scheme.PALETTE4),
+        (weight((100, 64), lookup=True), Quant.INT4, False, Scheme.INT8),
+        (weight((100, 64), lookup=True), Quant.PALETTE4, False, Scheme.INT8),
+        (weight((1072, 8), lookup=True), Quant.INT8, False, Scheme.FLOAT16),
+        (weight((8, 8)), Quant.INT8, False, Scheme.FLOAT16),
+        (weight((64, 64), name="p_model_streams_adapters_1_up"), Quant.INT4, False, Scheme.FLOAT16),
     ],
 )
 def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, scheme: Scheme):
-    assert plan_weights([made], quant, per_channel, vocab=100).schemes == {made.name: scheme}
+    assert plan_weights([made], quant, per_channel, vocab=100)[0] == {made.name: scheme}
 
 
 def test_a_width_that_blocks_do_not_divide_is_noted():
-    plan = plan_weights([weight((64, 48), LINEAR)], Quant.INT4, False, vocab=100)
-    assert list(plan.schemes.values()) == [Scheme.INT8]
-    assert plan.notes == ("w has 48 inputs, not a multiple of 32: int8 per channel, not int4",)
+    schemes, notes = plan_weights([weight((64, 48))], Quant.INT4, False, vocab=100)
+    assert list(schemes.values()) == [Scheme.INT8]
+    assert notes == ("w has 48 inputs, not a multiple of 32: int8 per channel, not int4",)
 
 
 @pytest.mark.parametrize("length", [0, 3, 9])

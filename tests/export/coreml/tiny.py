@@ -80,9 +80,9 @@ def program(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWr
     if name != STEP and schedule is not Schedule.DEFERRED:
         return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)
     made = convert(name, model(mode), GEOMETRY, schedule, write)
-    plan = plan_weights(matrices(made), quant, per_channel, VOCAB)
-    assert plan.notes == ()
-    compress(made, plan, {})
+    schemes, notes = plan_weights(matrices(made), quant, per_channel, VOCAB)
+    assert notes == ()
+    compress(made, schemes, {})
     return made
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("executorch")
 
 from safetensors.numpy import load_file, save_file
 
-from ssdevice.adapters.slots import LAYOUT_FILE, read_program_layout
+from ssdevice.adapters.slots import LAYOUT_FILE, read_layout
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
@@ -261,7 +261,7 @@ def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, caps
     capsys.readouterr()  # what making them said
     for folder, message in (
         (wide, "a rank of at most 4"),
-        (lossless, "has no program for lossless streams"),
+        (lossless, "has no graphs for lossless streams"),
         (tmp_path / "none", "no such folder"),
     ):
         assert main(["bundle", "add-app", str(copied), f"new={folder}"]) == 2
@@ -298,8 +298,8 @@ def test_apps_that_see_the_chosen_token_share_a_program_with_a_rank_for_every_sl
     options = programs.options(Quant.FP32, Mode.LOSSLESS, Schedule.DEFERRED, tmp_path / "out")
     export_bundle(replace(options, adapters=apps), lambda *_: None)
     opened = Bundle.open(tmp_path / "out")
-    layout = read_program_layout(opened.folder / LAYOUT_FILE)
-    found_ranks = {slot.source: slot.rank for slot in layout.slots}
+    layout = read_layout(opened.folder / LAYOUT_FILE)
+    found_ranks = {slot.sources[0]: slot.rank for slot in layout.variants[0].slots}
     assert found_ranks.pop("token") == 9 and set(found_ranks.values()) == {3}
     found = []
     with Session.open(opened, app="one") as session:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from ssdevice.adapters.slots import Slot, SlotKind, SlotPart
+from ssdevice.adapters.slots import Slot, SlotKind
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
@@ -138,7 +138,7 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
 def slot_feeds(weight: Floats, down: Floats) -> dict[str, NDArray[np.generic]]:
     """The inputs of ``slot_model`` for the factor ``down [K, r]``; ``up`` is the identity, so that sums stay exact."""
     outputs, inputs = weight.shape
-    slot = Slot(SlotKind.LORA, inputs, True, (SlotPart(SOURCE, outputs),))
+    slot = Slot(SlotKind.LORA, (SOURCE,), inputs, (outputs,), int8=True)
     values, scale = int8_factors(down)
     up = np.eye(down.shape[1], outputs, dtype=np.float32)
     return {slot.down.name: values, slot.down_scale.name: scale, slot.ups[0].name: up}

@@ -12,7 +12,8 @@ import onnx
 import pytest
 
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.equality import FORCED, Equality, compare
+from ssdevice.bench.equality import Equality
+from ssdevice.bench.modes import FORCED, compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
@@ -306,7 +307,7 @@ def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, 
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    return compare(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    return compare_modes(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
 
 
 @pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
@@ -318,7 +319,7 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     if quant == "int4" and forms.a_single_int4_row_differs():
         assert all(map(result.near_tie, result.differences)) and result.largest_change < result.ceiling
         # Through the step every mode computes the same rows in the same way.
-        places = {m: [(d.prompt, d.position) for d in result.differences if d.mode == m] for m in result.modes}
+        places = {m: [(d.prompt, d.position) for d in result.differences if d.arm == m] for m in result.modes}
         assert places["plain_step"] == places["speculative"] == places[FORCED]
     else:
         assert result.differences == [] and result.largest_change == 0

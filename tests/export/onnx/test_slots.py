@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssdevice.adapters.slots import LAYOUT_FILE, Slot, SlotKind, SlotPart
+from ssdevice.adapters.slots import LAYOUT_FILE, Slot, SlotKind
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.cli import main
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.full((3, 128), torch.nan)), "not finite")
     refuse(broken(adapter, "streams.safetensors", "identifiers", torch.zeros(3, 64)), "identifiers have shape")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    refuse(broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(4, 99)), "has shape [4, 99]")
+    refuse(broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(4, 99)), "have shapes [4, 99]")
     refuse(broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(5, 128)), "have shapes")
     refuse(broken(plain_lora, "adapter_model.safetensors", key, None), "only one of its factors")
     head = write_lora(tmp_path / "head", base, target_modules=["lm_head"])
@@ -290,16 +290,16 @@ def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_pat
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_alone_and_among_others(ranks: tuple[int, ...], threads: int) -> None:
     inputs, rows = 300, 5
-    parts = tuple(SlotPart(f"l.{i}", 40 + 100 * i) for i in range(len(ranks)))
-    slot = Slot(SlotKind.LORA, inputs, True, parts)
+    outputs = tuple(40 + 100 * i for i in range(len(ranks)))
+    slot = Slot(SlotKind.LORA, tuple(f"l.{i}" for i in range(len(ranks))), inputs, outputs, int8=True)
     draw = np.random.default_rng(0)
     feeds = {
         slot.down.name: draw.integers(-127, 128, (inputs, sum(ranks))).astype(np.int8),
         slot.down_scale.name: draw.random(sum(ranks)).astype(np.float32),
         slot.ranks.name: np.array(ranks, np.int64),
     }
-    for spec, rank, part in zip(slot.ups, ranks, parts, strict=True):
-        feeds[spec.name] = draw.standard_normal((rank, part.outputs)).astype(np.float32)
+    for spec, rank, size in zip(slot.ups, ranks, outputs, strict=True):
+        feeds[spec.name] = draw.standard_normal((rank, size)).astype(np.float32)
     x = draw.integers(0, 256, (1, rows, inputs)).astype(np.uint8)
     whole = product(slot, rows, threads, {**feeds, "x": x})
     for row in range(rows):

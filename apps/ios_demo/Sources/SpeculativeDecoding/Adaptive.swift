@@ -20,11 +20,11 @@ public enum Mode: String, CaseIterable, Sendable {
 }
 
 /// Decides between steps and plain calls, as Python's `ssdevice.runtime.adaptive` does, so that no text is slower than
-/// plainly.
+/// plainly. It serves one answer after another and remembers what it learned.
 ///
 /// Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
 /// (a cumulative sum test).
-struct Adaptive: Sendable {
+struct Adaptive {
     /// Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause.
     static let (budget, trial) = (12.0, 4.0)
     /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, unless steps have won in the
@@ -37,6 +37,10 @@ struct Adaptive: Sendable {
     /// Plain calls that a step gains where there is no doubt; plain decoding is measured so many times less often then.
     static let (clear, longer) = (0.5, 4)
 
+    var lookup: Lookup
+    /// Whether the last call was a step.
+    private(set) var speculated = false
+    private let clock: () -> Double
     private var plain = Times()
     private var step = Times()
     /// Plain calls that steps have lost since their best moment.
@@ -51,26 +55,45 @@ struct Adaptive: Sendable {
     /// Tokens to decode plainly from now on.
     private var paused = 0
 
-    /// Whether the next call is a step.
-    var speculates: Bool {
+    /// `clock`: in seconds.
+    init(_ lookup: Lookup, clock: @escaping () -> Double) {
+        self.lookup = lookup
+        self.clock = clock
+    }
+
+    /// The tokens after `last`, from a step or from a plain call.
+    mutating func next(_ cache: inout Cache, after last: Int32) throws -> [Int32] {
         let clear = gained > Self.clear * Double(steps)
         let known = clear ? Self.longer * Self.stale : Self.stale
-        return paused == 0 && steps < (plain.isKnown ? known : Self.calibrated)
-    }
-
-    mutating func addPlain(seconds: Double) {
-        plain.add(seconds)
+        speculated = paused == 0 && steps < (plain.isKnown ? known : Self.calibrated)
+        if speculated {
+            let tokens = try byStep(&cache, last)
+            speculated = !tokens.isEmpty
+            return speculated ? tokens : try plainly(&cache, last)
+        }
+        let tokens = try plainly(&cache, last)
         paused = max(0, paused - 1)
         if plain.isKnown { (steps, gained) = (0, 0) }
+        return tokens
     }
 
-    /// `tokens`: how many the step emitted.
-    mutating func addStep(tokens: Int, seconds: Double) {
-        step.add(seconds)
+    private mutating func plainly(_ cache: inout Cache, _ last: Int32) throws -> [Int32] {
+        let start = clock()
+        let token = try cache.plain(last)
+        plain.add(clock() - start)
+        cache.shiftDrafts()
+        return [token]
+    }
+
+    private mutating func byStep(_ cache: inout Cache, _ last: Int32) throws -> [Int32] {
+        let start = clock()
+        let tokens = try lookup.step(&cache, after: last)
+        guard !tokens.isEmpty else { return tokens }
+        step.add(clock() - start)
         steps += 1
         // The first draft after a plain call is an old one.
-        guard plain.isKnown, steps > 1 else { return }
-        let gain = Double(tokens) - step.median / plain.median
+        guard plain.isKnown, steps > 1 else { return tokens }
+        let gain = Double(tokens.count) - step.median / plain.median
         gained += gain
         lost = max(0, lost - gain)
         won = max(-Self.most, min(Self.most, won + gain))
@@ -79,16 +102,17 @@ struct Adaptive: Sendable {
             (lost, paused) = (0, pause)
             pause = min(Self.growth * pause, Self.longestPause)
         }
+        return tokens
     }
 }
 
 /// The last eight times of a call, in seconds, without the very first, which opens a graph.
-private struct Times: Sendable {
+private struct Times {
     private var values: [Double] = []
     private var opened = false
 
     var isKnown: Bool { values.count >= 3 }
-    var median: Double { SpeculativeDecoding.median(values) }
+    var median: Double { values.isEmpty ? 0 : SpeculativeDecoding.median(values) }
 
     mutating func add(_ seconds: Double) {
         if values.count == 8 { values.removeFirst() }

@@ -15,20 +15,20 @@ public struct Run: Sendable {
     }
 
     public let tokens: [Int32]
-    /// The γ rows of k candidates that the call verified; nil for prefill and plain decoding.
+    /// The γ rows of k candidates that the call verified; nil for the first run and plain decoding.
     public let drafts: [Int32]?
     /// One for each token, and the rest of the text behind them if the answer ends.
     public let pieces: [Piece]
     /// Why the answer ends here; nil if it continues.
     public let reason: Reason?
     public let duration: Duration
-    /// The part of it inside the engine; 0 for prefill.
+    /// The part of it inside the engine, without prefill.
     public let engineSeconds: Double
 
     public var text: String { pieces.map(\.text).joined() }
 }
 
-/// An answer, call by call: the first run is that of prefill. Nothing is computed ahead of the caller, so leaving the
+/// An answer, call by call: the first run is that of prefill, or with sampling of the call after it. Nothing is computed ahead of the caller, so leaving the
 /// loop ends the answer; so does cancelling the task.
 public struct Answer: AsyncSequence, Sendable {
     let conversation: Conversation
@@ -39,11 +39,13 @@ public struct Answer: AsyncSequence, Sendable {
     let output: TextOutput
     /// Nil for the answer to a prompt of its own.
     let turn: Turn?
+    /// Nil lets the graph choose the tokens.
+    let chooser: Chooser?
 
-    /// Throws `BundleError.request` for a prompt that does not fit, or no room for a token.
+    /// Throws `BundleError.request` for a prompt that does not fit, no room for a token, and sampling that cannot be.
     init(
         conversation: Conversation, geometry: Geometry, prompt: [Int32], mode: Mode, maxTokens: Int, output: TextOutput,
-        turn: Turn? = nil
+        turn: Turn? = nil, sampling: Sampling = Sampling()
     ) throws {
         guard !prompt.isEmpty, prompt.allSatisfy({ 0..<geometry.vocab ~= Int($0) }) else {
             throw BundleError.request("the prompt is empty or has tokens that the model lacks")
@@ -59,6 +61,18 @@ public struct Answer: AsyncSequence, Sendable {
         self.maxTokens = maxTokens
         self.output = output
         self.turn = turn
+        let stops = output.stopIds.filter { $0 < geometry.vocab }
+        let chooser = try Chooser(sampling, prompt: prompt, stops: Array(stops), vocab: geometry.vocab)
+        self.chooser = sampling.isGreedy ? nil : chooser
+        guard self.chooser != nil else { return }
+        guard conversation.functions.contains(.verifyPlain) else {
+            throw BundleError.request(
+                "this conversation has no functions for sampling: export the bundle with --choose host, and open it with "
+                    + "samples: true")
+        }
+        guard mode != .plainStep else {
+            throw BundleError.request("the mode plain_step takes the graph's own tokens; with sampling choose plain")
+        }
     }
 
     public func makeAsyncIterator() -> Iterator { Iterator(answer: self, output: output) }
@@ -85,26 +99,31 @@ public struct Answer: AsyncSequence, Sendable {
 
         /// The next call; nil if the task is cancelled during prefill.
         private mutating func call() async throws -> Conversation.Call? {
-            guard let last else { return try await prefill().map { .init(tokens: [$0], drafts: nil, seconds: 0) } }
+            guard let last else { return try await begin() }
             return try await answer.conversation.advance(after: last, answer.mode, by: owner)
         }
 
-        private mutating func prefill() async throws -> Int32? {
+        /// Prefill's token, or where the host chooses, those of a call after the prompt's last.
+        private mutating func begin() async throws -> Conversation.Call? {
+            let (conversation, prompt, chunk) = (answer.conversation, answer.prompt, answer.geometry.chunk)
             let committed: Int
-            (owner, committed) = try await answer.conversation.begin(answer.prompt, answer.turn)
-            var token: Int32?
-            for start in stride(from: committed, to: answer.prompt.count, by: answer.geometry.chunk) {
+            (owner, committed) = try await conversation.begin(prompt, answer.turn, answer.chooser)
+            var first: Conversation.Call?
+            let end = answer.chooser == nil ? prompt.count : prompt.count - 1
+            for start in stride(from: committed, to: end, by: chunk) {
                 if Task.isCancelled { return nil }
-                let chunk = answer.prompt[start...].prefix(answer.geometry.chunk)
-                token = try await answer.conversation.prefill(chunk, by: owner)
+                let token = try await conversation.prefill(prompt[start..<end].prefix(chunk), by: owner)
+                first = .init(tokens: [token], drafts: nil, seconds: 0)
             }
-            return token
+            guard answer.chooser != nil else { return first }
+            if Task.isCancelled { return nil }
+            return try await conversation.advance(after: prompt[end], answer.mode, by: owner)
         }
 
         /// Cuts a call's tokens at a stop and at the room that is left.
         private mutating func take(_ call: Conversation.Call, _ duration: Duration) async -> Run {
-            // Prefill's token needs no room: its row is not in the cache yet.
-            var pieces = output.push(call.tokens.prefix(emitted == 0 ? 1 : room))
+            let begins = emitted == 0
+            var pieces = output.push(call.tokens.prefix(room))
             let run = Array(call.tokens.prefix(pieces.count))
             emitted += run.count
             last = run.last
@@ -118,15 +137,15 @@ public struct Answer: AsyncSequence, Sendable {
             ended = reason != nil
             await answer.conversation.commit(run, pieces.joined(), by: owner)
             return Run(
-                tokens: run, drafts: call.drafts,
+                tokens: run, drafts: begins ? nil : call.drafts,
                 pieces: pieces.enumerated().map { .init(text: $1, accepted: $0 < call.tokens.count - 1) },
                 reason: reason, duration: duration, engineSeconds: call.seconds
             )
         }
 
-        /// How many more tokens the answer may have.
+        /// How many more tokens the answer may have. The last one's row is not in the cache yet.
         private var room: Int {
-            let committed = answer.prompt.count + Swift.max(emitted - 1, 0)
+            let committed = answer.prompt.count + emitted - 1
             return Swift.min(answer.maxTokens - emitted, answer.geometry.context - committed)
         }
     }

@@ -1,12 +1,3 @@
-/// An app's functions on one KV cache. It moves integers; everything else is in the graph.
-public protocol Engine {
-    /// Those of the contract's functions that the app has.
-    var functions: Set<Function> { get }
-
-    /// Runs a function on all its inputs, by name, and returns all its outputs.
-    func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]]
-}
-
 /// The messages up to a user's, and where in the conversation they were: an answer to them must begin there.
 struct Turn: Sendable {
     let messages: [Message]
@@ -20,45 +11,40 @@ public struct Cost: Encodable, Sendable {
     public let milliseconds: Double
 }
 
-/// An engine, what is in its cache, and the next draft. It checks what the engine returns.
+/// An engine, what is in its cache, and the messages that led there.
 ///
 /// It serves one answer at a time: `begin` takes it away from the answer that had it.
 public actor Conversation {
     public nonisolated let functions: Set<Function>
-    /// Committed rows; going back means lowering it.
-    private var length = 0
-    private let engine: any Engine
-    private let geometry: Geometry
-    /// The time in seconds.
-    private let clock: @Sendable () -> Double
-    /// What the next step verifies, γ rows of k ids.
-    private var drafts: [Int32]
-    private var adaptive = Adaptive()
-    private var lookup = Lookup()
-    /// Time that the last call of the engine took.
-    private var seconds = 0.0
+    private nonisolated let geometry: Geometry
+    private var cache: Cache
+    /// By whether the host chooses tokens: then a step costs another time.
+    private var adaptive: [Bool: Adaptive]
     private var owner = 0
-    /// The conversation so far; all but its last token are in the cache.
-    private var tokens: [Int32] = []
     private var messages: [Message] = []
     /// Another number whenever the messages are others.
     private var place = 0
-    /// The answer that has the cache: its prompt, and its turn if it is one.
+    /// The answer that has the cache: its prompt, its turn if it is one, how many tokens it has and what it said.
     private var prompt: [Int32] = []
     private var turn: Turn?
+    private var emitted = 0
     private var said = ""
 
-    public init(engine: sending any Engine, geometry: Geometry) {
+    /// `streams`: whether the app drafts; otherwise drafts only repeat the text.
+    public init(engine: sending any Engine, geometry: Geometry, streams: Bool = true) {
         let start = ContinuousClock.now
-        self.init(engine: engine, geometry: geometry) { start.duration(to: .now) / .seconds(1) }
+        self.init(engine: engine, geometry: geometry, streams: streams) { start.duration(to: .now) / .seconds(1) }
     }
 
-    init(engine: sending any Engine, geometry: Geometry, clock: @escaping @Sendable () -> Double) {
+    /// `clock`: the time in seconds.
+    init(
+        engine: sending any Engine, geometry: Geometry, streams: Bool = true, clock: @escaping @Sendable () -> Double
+    ) {
         functions = engine.functions
-        self.engine = engine
         self.geometry = geometry
-        self.clock = clock
-        drafts = Array(repeating: 0, count: geometry.gamma * geometry.k)
+        cache = Cache(engine, geometry, streams: streams, clock: clock)
+        let new = Adaptive(Lookup(streams: streams), clock: clock)
+        adaptive = [false: new, true: new]
     }
 
     /// The turn that a message of the user begins.
@@ -70,41 +56,35 @@ public actor Conversation {
     public func reset() {
         owner += 1
         place += 1
-        length = 0
-        (tokens, messages) = ([], [])
+        cache.length = 0
+        messages = []
     }
 
-    /// Gives the cache to a new answer; what it has of the prompt is kept. `turn`: nil starts over.
+    /// Gives the cache to a new answer; what it has of the prompt is kept. `turn`: nil starts over. `chooser`: nil lets
+    /// the graph choose.
     ///
     /// Returns what the answer must show with every call, and how many tokens of the prompt are committed. Throws
     /// `BundleError.request` if the conversation has gone on since the turn.
-    func begin(_ prompt: [Int32], _ turn: Turn?) throws -> (owner: Int, committed: Int) {
+    func begin(_ prompt: [Int32], _ turn: Turn?, _ chooser: Chooser? = nil) throws -> (owner: Int, committed: Int) {
         guard turn == nil || turn?.place == place else {
             throw BundleError.request("the conversation has gone on since this message")
         }
-        // At least the last token must be computed, to predict the next.
-        let most = max(0, min(tokens.count, prompt.count) - 1)
-        let shared = (0..<most).first { tokens[$0] != prompt[$0] } ?? most
         owner += 1
         if turn == nil {
             place += 1
             messages = []
         }
-        length = shared
-        lookup.begin()
-        tokens = Array(prompt.prefix(shared))
-        (self.prompt, self.turn, said) = (prompt, turn, "")
-        return (owner, shared)
+        cache.length = cache.shared(prompt)
+        cache.chooser = chooser
+        adaptive[chooser != nil]!.lookup.begin()
+        (self.prompt, self.turn, emitted, said) = (prompt, turn, 0, "")
+        return (owner, cache.length)
     }
 
     /// Commits 1 to C tokens of a prompt; the token after them.
     func prefill(_ chunk: some Collection<Int32>, by answer: Int) throws -> Int32 {
-        let padding = Array(repeating: Int32(0), count: geometry.chunk - chunk.count)
-        let out = try call(.prefill, [.chunk: chunk + padding, .valid: [Int32(chunk.count)]], by: answer)
-        let token = try token(out, .nextRoot)
-        try keepDrafts(out)
-        length += chunk.count
-        return token
+        try check(answer)
+        return try cache.prefill(chunk)
     }
 
     /// What a call after prefill gave: 1 to A tokens, the draft that it verified, and its time inside the engine.
@@ -116,46 +96,42 @@ public actor Conversation {
 
     /// The next tokens after `last`.
     func advance(after last: Int32, _ mode: Mode, by answer: Int) throws -> Call {
-        let steps = mode == .plainStep || mode == .speculative || mode == .adaptive && adaptive.speculates
-        guard steps else {
-            let token = try plain(last, by: answer)
-            if mode == .adaptive {
-                adaptive.addPlain(seconds: seconds)
-                // What follows the draft's first tokens still fits, if that is what the model said.
-                drafts = drafts.dropFirst(geometry.k) + drafts.suffix(geometry.k)
-            }
-            return Call(tokens: [token], drafts: nil, seconds: seconds)
+        try check(answer)
+        let before = cache.seconds
+        let tokens: [Int32]
+        var speculated = mode == .speculative
+        switch mode {
+        case .plain: tokens = [try cache.plain(last)]
+        case .plainStep: tokens = [try cache.step(last)[0]]
+        case .speculative: tokens = try cache.step(last)
+        case .adaptive:
+            let choosing = cache.chooser != nil
+            tokens = try adaptive[choosing]!.next(&cache, after: last)
+            speculated = adaptive[choosing]!.speculated
         }
-        if mode == .adaptive { lookup.improve(&drafts, k: geometry.k, after: tokens) }
-        let verified = drafts
-        let tokens = try step(last, by: answer)
-        if mode == .adaptive {
-            lookup.learn(tokens)
-            adaptive.addStep(tokens: tokens.count, seconds: seconds)
-        }
-        let plainly = mode == .plainStep
-        return Call(tokens: plainly ? [tokens[0]] : tokens, drafts: plainly ? nil : verified, seconds: seconds)
+        return Call(tokens: tokens, drafts: speculated ? cache.verified : nil, seconds: cache.seconds - before)
     }
 
     /// Median milliseconds of each function, of several calls after a prompt of 32 tokens. It starts over.
     public func costs(calls: Int = 40) throws -> [Cost] {
-        let answer = try begin([], nil).owner
+        _ = try begin([], nil)
         let prompt = (0..<min(32, geometry.context / 2)).map { Int32($0 % geometry.vocab) }
         var root: Int32 = 0
         for start in stride(from: 0, to: prompt.count, by: geometry.chunk) {
-            root = try prefill(prompt[start...].prefix(geometry.chunk), by: answer)
+            root = try cache.prefill(prompt[start...].prefix(geometry.chunk))
         }
-        let committed = length
+        let committed = cache.length
         return try Function.allCases.filter { functions.contains($0) && !$0.chooses }.map { function in
             let times = try (0..<calls).map { _ in
-                length = committed
+                cache.length = committed
+                let before = cache.seconds
                 switch function {
-                case .step: _ = try step(root, by: answer)
-                case .plain: _ = try plain(root, by: answer)
-                case .prefill: _ = try prefill(prompt.prefix(geometry.chunk), by: answer)
+                case .step: _ = try cache.step(root)
+                case .plain: _ = try cache.plain(root)
+                case .prefill: _ = try cache.prefill(prompt.prefix(geometry.chunk))
                 case .verify, .verifyPlain, .draft: break
                 }
-                return seconds * 1e3
+                return (cache.seconds - before) * 1e3
             }
             return Cost(function: function.rawValue, width: geometry.width(of: function), milliseconds: median(times))
         }
@@ -164,60 +140,15 @@ public actor Conversation {
     /// Takes note of what an answer said: the next call overwrites the rows of all other tokens.
     func commit(_ run: [Int32], _ text: String, by answer: Int) {
         guard answer == owner else { return }
-        if tokens.count < prompt.count { tokens = prompt }
-        tokens += run
-        length = tokens.count - 1
+        emitted += run.count
+        cache.length = prompt.count + emitted - 1
         guard let turn else { return }
         said += text
         messages = turn.messages + [Message(role: "assistant", content: said)]
         place += 1
     }
 
-    /// Verifies the draft after `last`.
-    private func step(_ last: Int32, by answer: Int) throws -> [Int32] {
-        let out = try call(.step, [.root: [last], .drafts: drafts], by: answer)
-        let tokens = out[.tokens] ?? []
-        guard let count = out[.count]?.first, 1...geometry.emitted ~= Int(count), tokens.count >= count else {
-            throw BundleError.damaged("step returned \(out[.count] ?? []) tokens")
-        }
-        try checkIds(tokens.prefix(Int(count)))
-        try keepDrafts(out)
-        return Array(tokens.prefix(Int(count)))
-    }
-
-    private func plain(_ last: Int32, by answer: Int) throws -> Int32 {
-        try token(call(.plain, [.root: [last]], by: answer), .tokens)
-    }
-
-    private func call(_ function: Function, _ inputs: [Tensor: [Int32]], by answer: Int) throws -> [Tensor: [Int32]] {
+    private func check(_ answer: Int) throws {
         guard answer == owner else { throw BundleError.request("a newer answer has taken the place of this one") }
-        guard functions.contains(function) else {
-            throw BundleError.unsupported("the app has no \(function.rawValue)")
-        }
-        let start = clock()
-        defer { seconds = clock() - start }
-        return try engine.call(function, inputs.merging([.length: [Int32(length)]]) { $1 })
-    }
-
-    private func token(_ out: [Tensor: [Int32]], _ tensor: Tensor) throws -> Int32 {
-        guard let token = out[tensor]?.first else {
-            throw BundleError.damaged("the package gives no \(tensor.rawValue)")
-        }
-        try checkIds([token])
-        return token
-    }
-
-    /// Apps without streams draft nothing.
-    private func keepDrafts(_ out: [Tensor: [Int32]]) throws {
-        guard let next = out[.nextDrafts] else { return }
-        try checkIds(next)
-        guard next.count == drafts.count else { throw BundleError.damaged("a draft of \(next.count) ids") }
-        drafts = next
-    }
-
-    private func checkIds(_ ids: some Sequence<Int32>) throws {
-        if let wrong = ids.first(where: { !(0..<geometry.vocab ~= Int($0)) }) {
-            throw BundleError.damaged("the package returned token \(wrong), the model has \(geometry.vocab)")
-        }
     }
 }

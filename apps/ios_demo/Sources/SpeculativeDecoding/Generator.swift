@@ -42,15 +42,17 @@ public actor Generator {
     /// `speculate`. What the prompt begins with and the cache holds, such as the app's instruction, is not computed
     /// again.
     ///
-    /// `stop`: strings that end the answer and are not part of it. It begins when its first run is asked for, and ends
-    /// the app's answer before it. Throws `BundleError.request` for what cannot be answered.
+    /// `stop`: strings that end the answer and are not part of it. `sampling`: how tokens are chosen; without it the
+    /// likeliest are. It begins when its first run is asked for, and ends the app's answer before it. Throws
+    /// `BundleError.request` for what cannot be answered.
     public func answer(
-        _ prompt: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
+        _ prompt: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = [],
+        sampling: Sampling = Sampling()
     ) async throws -> Answer {
         try check(prompt)
         let conversation = try await conversation()
         let mode = Mode(speculate: speculate, functions: conversation.functions)
-        return try answer(promptIds(prompt), nil, by: conversation, mode, maxTokens, stop)
+        return try answer(promptIds(prompt), nil, by: conversation, mode, maxTokens, stop, sampling)
     }
 
     /// The answer to the next message of a conversation, which lasts until `reset`, `use` or `answer`. Only tokens that
@@ -58,7 +60,8 @@ public actor Generator {
     ///
     /// Throws also `BundleError.unsupported` for a bundle whose chat format needs jinja2.
     public func chat(
-        _ message: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = []
+        _ message: String, speculate: Bool = true, maxTokens: Int = 256, stop: [String] = [],
+        sampling: Sampling = Sampling()
     ) async throws -> Answer {
         try check(message)
         let conversation = try await conversation()
@@ -69,7 +72,15 @@ public actor Generator {
         let prompt = try frames.prompt(turn.messages)
         try check(prompt)
         let mode = Mode(speculate: speculate, functions: conversation.functions)
-        return try answer(tokenizer.encode(prompt), turn, by: conversation, mode, maxTokens, stop)
+        return try answer(tokenizer.encode(prompt), turn, by: conversation, mode, maxTokens, stop, sampling)
+    }
+
+    /// Sampling as the model recommends, for the calls above. Change what is to be otherwise:
+    ///
+    ///     var sampling = generator.sampling(seed: 7)
+    ///     sampling.topP = 0.9
+    public nonisolated func sampling(seed: UInt64 = 0) -> Sampling {
+        Sampling(recommended: bundle.manifest.sampling, seed: seed)
     }
 
     /// The modes that the app has the functions for, as `ssdevice bench` names them.
@@ -91,20 +102,21 @@ public actor Generator {
 
     /// The same for a prompt in tokens, without the app's frame, in a mode that the app has the functions for.
     public func answer(
-        _ prompt: [Int32], mode: Mode, maxTokens: Int = 256, stop: [String] = []
+        _ prompt: [Int32], mode: Mode, maxTokens: Int = 256, stop: [String] = [], sampling: Sampling = Sampling()
     ) async throws -> Answer {
-        try await answer(prompt, nil, by: conversation(), mode, maxTokens, stop)
+        try await answer(prompt, nil, by: conversation(), mode, maxTokens, stop, sampling)
     }
 
     private func answer(
         _ prompt: [Int32], _ turn: Turn?, by conversation: Conversation, _ mode: Mode, _ maxTokens: Int,
-        _ stop: [String]
+        _ stop: [String], _ sampling: Sampling
     ) throws -> Answer {
         guard stop.allSatisfy({ !$0.isEmpty }) else { throw BundleError.request("a stop string is empty") }
         let stopIds = Set(bundle.manifest.chat.stopIds.compactMap(Int32.init(exactly:)))
         return try Answer(
             conversation: conversation, geometry: bundle.manifest.geometry, prompt: prompt, mode: mode,
-            maxTokens: maxTokens, output: TextOutput(tokenizer: tokenizer, stopIds: stopIds, stops: stop), turn: turn
+            maxTokens: maxTokens, output: TextOutput(tokenizer: tokenizer, stopIds: stopIds, stops: stop), turn: turn,
+            sampling: sampling
         )
     }
 

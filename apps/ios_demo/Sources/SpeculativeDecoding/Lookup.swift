@@ -1,6 +1,6 @@
 /// Drafts that repeat the text, as Python's `ssdevice.runtime.lookup` makes them: where the last tokens occurred before,
 /// what followed them then replaces a stream's first candidate, as long as that was right more often.
-struct Lookup: Sendable {
+struct Lookup {
     /// Tokens that must have occurred before, and how many are compared to find the occurrence with the longest match.
     static let (shortest, longest) = (3, 16)
     /// Occurrences that are compared, the last ones first.
@@ -11,7 +11,7 @@ struct Lookup: Sendable {
     static let (far, rest) = (-16, 1024)
 
     /// How much more often lookup was right than the first candidate of a stream, where the two differed.
-    private var lead = start
+    private var lead: Int
     private var resting = 0
     /// Where `shortest` tokens end and another follows.
     private var ends: [[Int32]: [Int]] = [:]
@@ -19,39 +19,53 @@ struct Lookup: Sendable {
     private var indexed = 0
     private var differing: (depth: Int, lookedUp: Int32, streamed: Int32)?
 
+    /// `streams`: without them lookup always leads.
+    init(streams: Bool) {
+        lead = streams ? Self.start : Self.most
+    }
+
     /// Another prompt is answered. What was learned lasts.
     mutating func begin() {
         ends.removeAll(keepingCapacity: true)
         indexed = 0
     }
 
-    /// Replaces drafts, γ rows of `k` ids, that follow the text. A replaced candidate becomes the next best.
-    mutating func improve(_ drafts: inout [Int32], k: Int, after text: [Int32]) {
-        differing = nil
-        guard resting == 0 else {
+    /// The tokens after `last`, from a step; none, without a step, if there are no streams and the text does not repeat
+    /// itself.
+    mutating func step(_ cache: inout Cache, after last: Int32) throws -> [Int32] {
+        if resting > 0 {
             resting -= 1
-            return
+            return try cache.step(last)
         }
+        improve(&cache, cache.text.prefix(cache.length) + [last])
+        if !cache.streams { return differing?.depth == 0 ? try cache.step(last) : [] }
+        let tokens = try cache.step(last)
+        learn(tokens)
+        return tokens
+    }
+
+    /// Replaces drafts that follow a text.
+    private mutating func improve(_ cache: inout Cache, _ text: [Int32]) {
+        differing = nil
         for end in max(indexed, Self.shortest)..<max(indexed, Self.shortest, text.count) {
             ends[Array(text[end - Self.shortest..<end]), default: []].append(end)
         }
         indexed = text.count
         var text = text
-        for depth in 0..<drafts.count / k {
-            let row = depth * k..<(depth + 1) * k
-            let streamed = drafts[row.lowerBound]
-            if let found = next(text), found != streamed {
-                differing = differing ?? (depth, found, streamed)
+        for depth in 0..<cache.geometry.gamma {
+            var best = cache.drafts[depth * cache.geometry.k]
+            if let found = next(text), found != best {
+                differing = differing ?? (depth, found, best)
                 if lead > 0 {
-                    drafts.replaceSubrange(row, with: ([found] + drafts[row].filter { $0 != found }).prefix(k))
+                    cache.propose(found, at: depth)
+                    best = found
                 }
             }
-            text.append(drafts[row.lowerBound])
+            text.append(best)
         }
     }
 
-    /// Learns from the tokens of the step that verified the drafts.
-    mutating func learn(_ tokens: [Int32]) {
+    private mutating func learn(_ tokens: [Int32]) {
         guard let differing, differing.depth < tokens.count else { return }
         let token = tokens[differing.depth]
         lead += (differing.lookedUp == token ? 1 : 0) - (differing.streamed == token ? 1 : 0)

@@ -51,6 +51,16 @@ public struct Manifest: Decodable, Sendable {
         public let stopIds: [Int]
     }
 
+    /// What the model's `generation_config.json` asks of the choice of tokens; nil: not named.
+    public struct Sampling: Decodable, Sendable {
+        /// Whether transformers samples with these settings.
+        public let doSample: Bool?
+        let temperature, topP, minP, typicalP, repetitionPenalty: Double?
+        let topK, noRepeatNgramSize, minNewTokens, minLength: Int?
+        let suppress, beginSuppress: [Int32]?
+        let badWords: [[Int32]]?
+    }
+
     public struct File: Decodable, Sendable {
         public let size: Int
         public let sha256: String
@@ -72,6 +82,7 @@ public struct Manifest: Decodable, Sendable {
     public let chat: Chat
     public let apps: [App]
     public let defaultApp: String
+    public let sampling: Sampling?
     public let roles: [String: String]?
     public let files: [String: File]
 
@@ -99,8 +110,12 @@ public struct Manifest: Decodable, Sendable {
             throw BundleError.damaged("model and geometry have other hidden sizes")
         }
         let streams = mode != nil
-        guard streams == (geometry.gamma > 0), streams || msaLayers == 0, msaLayers < geometry.layers else {
+        guard !streams || geometry.gamma > 0, streams || msaLayers == 0, msaLayers < geometry.layers else {
             throw BundleError.damaged("geometry.gamma, msa_layers and mode contradict each other or the layers")
+        }
+        let shares = [\Sampling.temperature, \.topP, \.minP, \.typicalP, \.repetitionPenalty]
+        guard shares.allSatisfy({ 0...100 ~= sampling?[keyPath: $0] ?? 0 }) else {
+            throw BundleError.damaged("sampling: a number below 0 or above 100")
         }
         try geometry.check()
         try checkFunctions()

@@ -25,6 +25,31 @@ public struct Sampling: Equatable, Sendable {
         self.seed = seed
     }
 
+    /// Sampling as a model recommends; in everything else with the defaults, at temperature 1.
+    init(recommended: Manifest.Sampling?, seed: UInt64) {
+        self.init(temperature: recommended?.temperature ?? 1, seed: seed)
+        guard let recommended else { return }
+        topK = recommended.topK ?? topK
+        topP = recommended.topP ?? topP
+        minP = recommended.minP ?? minP
+        typicalP = recommended.typicalP ?? typicalP
+        repetitionPenalty = recommended.repetitionPenalty ?? repetitionPenalty
+        noRepeatNgramSize = recommended.noRepeatNgramSize ?? noRepeatNgramSize
+        minNewTokens = recommended.minNewTokens ?? minNewTokens
+        minLength = recommended.minLength ?? minLength
+        suppress = recommended.suppress ?? suppress
+        beginSuppress = recommended.beginSuppress ?? beginSuppress
+        badWords = recommended.badWords ?? badWords
+    }
+
+    /// Whether every token is the likeliest of the model's own logits, which the graph can choose as well.
+    var isGreedy: Bool {
+        guard temperature == 0 else { return false }
+        var processors = self
+        (processors.topK, processors.topP, processors.minP, processors.typicalP, processors.seed) = (0, 1, 0, 1, 0)
+        return processors == Sampling()
+    }
+
     /// Throws a request error for a value outside of its range, or a token that the model does not have.
     func check(vocab: Int) throws {
         let numbers = [

@@ -1,7 +1,7 @@
 /// The text of an answer while its tokens arrive, until a stop token or a stop string. Text that is out never changes.
 struct TextOutput: Sendable {
     private let tokenizer: Tokenizer
-    private let stopIds: Set<Int32>
+    let stopIds: Set<Int32>
     private var characters = UTF8Stream()
     private var stops: StopStrings
     private(set) var stopped = false

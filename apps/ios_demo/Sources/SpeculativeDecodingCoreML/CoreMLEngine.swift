@@ -11,11 +11,11 @@ public final class CoreMLEngine: Engine {
 
     /// Loads an app's functions; the first time on a device this can take minutes.
     ///
-    /// `compiled`: the bundle's package, compiled. It must stay where it is: Core ML may read from it later.
-    public init(bundle: ModelBundle, app: Manifest.App, compiled: URL) async throws {
+    /// `compiled`: the bundle's package, compiled. It must stay where it is: Core ML may read from it later. `samples`:
+    /// also those for hosts that choose tokens, which take memory.
+    public init(bundle: ModelBundle, app: Manifest.App, compiled: URL, samples: Bool = false) async throws {
         var models: [Function: MLModel] = [:]
-        // The graph chooses here, so functions for hosts that choose would only take memory.
-        for (function, name) in bundle.functions(of: app) where !function.chooses {
+        for (function, name) in bundle.functions(of: app) where samples || !function.chooses {
             let configuration = MLModelConfiguration()
             configuration.functionName = name
             configuration.computeUnits = MLComputeUnits(name: bundle.settings.computeUnits)
@@ -29,17 +29,25 @@ public final class CoreMLEngine: Engine {
         state = prefill.makeState()
     }
 
-    public func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]] {
+    public func call(_ function: Function, _ inputs: Values) throws -> Values {
         guard let model = models[function] else { throw BundleError.unsupported("the app has no \(function.rawValue)") }
-        let features = inputs.map { tensor, values in
+        var features: [String: MLMultiArray] = [:]
+        for (tensor, ids) in inputs.ids {
             let shape = geometry.shape(of: tensor, in: function)
-            return (tensor.rawValue, MLMultiArray(MLShapedArray(scalars: values, shape: shape)))
+            features[tensor.rawValue] = MLMultiArray(MLShapedArray(scalars: ids, shape: shape))
         }
-        let given = try MLDictionaryFeatureProvider(dictionary: Dictionary(uniqueKeysWithValues: features))
-        let out = try model.prediction(from: given, using: state)
-        return function.outputs.reduce(into: [:]) { result, tensor in
+        for (tensor, floats) in inputs.floats {
+            let shape = geometry.shape(of: tensor, in: function)
+            features[tensor.rawValue] = MLMultiArray(MLShapedArray(scalars: floats, shape: shape))
+        }
+        let out = try model.prediction(from: MLDictionaryFeatureProvider(dictionary: features), using: state)
+        return function.outputs.reduce(into: Values()) { result, tensor in
             guard let array = out.featureValue(for: tensor.rawValue)?.multiArrayValue else { return }
-            result[tensor] = MLShapedArray<Int32>(converting: array).scalars
+            if tensor.floats {
+                result.floats[tensor] = MLShapedArray<Float>(converting: array).scalars
+            } else {
+                result.ids[tensor] = MLShapedArray<Int32>(converting: array).scalars
+            }
         }
     }
 }
@@ -57,13 +65,20 @@ extension MLComputeUnits {
 }
 
 extension Generator {
-    /// Opens a bundle folder. `app`: nil for its default one. The apps of a bundle share its weights on disk.
-    public init(folder: URL, app: String? = nil, compiled models: CompiledModels = .standard) async throws {
+    /// Opens a bundle folder. `app`: nil for its default one. The apps of a bundle share its weights on disk. `samples`:
+    /// also opens the functions for sampling; throws `BundleError.request` if the bundle has none.
+    public init(
+        folder: URL, app: String? = nil, samples: Bool = false, compiled models: CompiledModels = .standard
+    ) async throws {
         let bundle = try ModelBundle(folder: folder)
+        guard !samples || bundle.manifest.functions.contains(where: { $0.name == Function.verifyPlain.rawValue }) else {
+            throw BundleError.request("this bundle's graph chooses tokens; for sampling export it with --choose host")
+        }
         let compiled = try await models.model(of: bundle)
         try await self.init(bundle: bundle, app: app) { app in
-            let engine = try await CoreMLEngine(bundle: bundle, app: app, compiled: compiled)
-            return Conversation(engine: engine, geometry: bundle.manifest.geometry)
+            let engine = try await CoreMLEngine(bundle: bundle, app: app, compiled: compiled, samples: samples)
+            let manifest = bundle.manifest
+            return Conversation(engine: engine, geometry: manifest.geometry, streams: manifest.mode != nil)
         }
     }
 }

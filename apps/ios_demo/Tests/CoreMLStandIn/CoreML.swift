@@ -55,11 +55,9 @@ open class MLModel: @unchecked Sendable {
         let found = try interpreter.ask(
             ["ask": "run", "function": function, "state": state.number, "inputs": inputs]
         )
-        let outputs = found["outputs"] as? [String: [Int]] ?? [:]
+        let outputs = found["outputs"] as? [String: [Double]] ?? [:]
         return try MLDictionaryFeatureProvider(
-            dictionary: outputs.mapValues { values in
-                MLMultiArray(MLShapedArray(scalars: values.map(Int32.init), shape: [values.count]))
-            }
+            dictionary: outputs.mapValues { MLMultiArray(shape: [$0.count], values: $0) }
         )
     }
 }
@@ -99,20 +97,34 @@ open class MLDictionaryFeatureProvider: MLFeatureProvider {
 
 open class MLMultiArray {
     public let shape: [NSNumber]
-    let values: [Int32]
+    /// Those of 32-bit integers and floats are exact.
+    let values: [Double]
 
-    public convenience init(_ shapedArray: MLShapedArray<Int32>) {
-        self.init(shape: shapedArray.shape, values: shapedArray.scalars)
+    public convenience init<Scalar: MLShapedArrayScalar>(_ shapedArray: MLShapedArray<Scalar>) {
+        self.init(shape: shapedArray.shape, values: shapedArray.scalars.map(\.number))
     }
 
-    private init(shape: [Int], values: [Int32]) {
+    init(shape: [Int], values: [Double]) {
         precondition(values.count == shape.reduce(1, *), "\(values.count) values for the shape \(shape)")
         self.shape = shape.map { NSNumber(value: $0) }
         self.values = values
     }
 }
 
-public struct MLShapedArray<Scalar: Sendable>: Sendable {
+public protocol MLShapedArrayScalar: Sendable {
+    init(_ number: Double)
+    var number: Double { get }
+}
+
+extension Int32: MLShapedArrayScalar {
+    public var number: Double { Double(self) }
+}
+
+extension Float: MLShapedArrayScalar {
+    public var number: Double { Double(self) }
+}
+
+public struct MLShapedArray<Scalar: MLShapedArrayScalar>: Sendable {
     public let shape: [Int]
     public let scalars: [Scalar]
 
@@ -120,10 +132,8 @@ public struct MLShapedArray<Scalar: Sendable>: Sendable {
         self.scalars = Array(scalars)
         self.shape = shape
     }
-}
 
-extension MLShapedArray where Scalar == Int32 {
     public init(converting multiArray: MLMultiArray) {
-        self.init(scalars: multiArray.values, shape: multiArray.shape.map(\.intValue))
+        self.init(scalars: multiArray.values.map(Scalar.init), shape: multiArray.shape.map(\.intValue))
     }
 }

@@ -11,6 +11,8 @@ final class GeneratorTests: XCTestCase {
             let prompt: String
             let ids: [Int32]
             let mode: String
+            /// Of sampling as the model recommends; nil: greedily.
+            let seed: UInt64?
             let maxTokens: Int
             let runs: [[Int32]]
             let text: String
@@ -44,7 +46,8 @@ final class GeneratorTests: XCTestCase {
 
     func testAnswersOfTwoAppsAreThoseOfPython() async throws {
         let samples = try expected().answers
-        let generator = try await Generator(folder: folder.appending(path: "bundle"), compiled: compiled)
+        let bundle = folder.appending(path: "bundle")
+        let generator = try await Generator(folder: bundle, samples: true, compiled: compiled)
         for sample in samples + samples.prefix(1) {  // and back to the first app
             try await generator.use(sample.app)
             let ids = try await generator.promptIds(sample.prompt)
@@ -53,7 +56,9 @@ final class GeneratorTests: XCTestCase {
             var text = ""
             var speed = Speed()
             let mode = try XCTUnwrap(Mode(rawValue: sample.mode))
-            for try await run in try await generator.answer(ids, mode: mode, maxTokens: sample.maxTokens) {
+            let sampling = sample.seed.map { generator.sampling(seed: $0) } ?? Sampling()
+            let answer = try await generator.answer(ids, mode: mode, maxTokens: sample.maxTokens, sampling: sampling)
+            for try await run in answer {
                 runs.append(run.tokens)
                 text += run.text
                 speed.add(run)
@@ -91,6 +96,10 @@ final class GeneratorTests: XCTestCase {
         do {
             try await generator.use("nobody")
             XCTFail("there is no such app")
+        } catch BundleError.request {}
+        do {
+            _ = try await generator.answer("a", sampling: generator.sampling())
+            XCTFail("it was not opened for sampling")
         } catch BundleError.request {}
     }
 }

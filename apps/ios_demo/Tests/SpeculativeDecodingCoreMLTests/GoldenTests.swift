@@ -70,14 +70,15 @@ final class GoldenTests: XCTestCase {
             for call in sample.prefill {
                 let padding = Array(repeating: Int32(0), count: bundle.manifest.geometry.chunk - call.chunk.count)
                 let out = try engine.call(
-                    .prefill, [.chunk: call.chunk + padding, .valid: [Int32(call.chunk.count)], .length: [call.length]]
-                )
+                    .prefill,
+                    Values([.chunk: call.chunk + padding, .valid: [Int32(call.chunk.count)], .length: [call.length]])
+                ).ids
                 XCTAssertEqual(out[.nextRoot], [call.nextRoot], "case \(number): prefill")
             }
             for (index, step) in (sample.steps ?? []).enumerated() {
                 let out = try engine.call(
-                    .step, [.root: [step.root], .drafts: step.drafts.flatMap { $0 }, .length: [step.length]]
-                )
+                    .step, Values([.root: [step.root], .drafts: step.drafts.flatMap { $0 }, .length: [step.length]])
+                ).ids
                 let tokens = try XCTUnwrap(out[.tokens]).prefix(Int(try XCTUnwrap(out[.count])[0]))
                 if step.margin < nearTie, Array(tokens) != step.tokens { break }  // what follows is another text
                 XCTAssertEqual(Array(tokens), step.tokens, "case \(number), step \(index)")

@@ -32,7 +32,8 @@ final class ConversationTests: XCTestCase {
         let (all, tokenizer) = try recorded()
         for (number, recorded) in all.enumerated() {
             let clock = RecordedClock()
-            let engine = RecordedEngine(recorded.functions, recorded.answers.flatMap(\.calls), clock)
+            let engine = RecordedEngine(
+                recorded.functions, recorded.geometry.vocab, recorded.answers.flatMap(\.calls), clock)
             let conversation = Conversation(engine: engine, geometry: recorded.geometry) { clock.now }
             for (index, request) in recorded.answers.enumerated() {
                 let place = "conversation \(number), answer \(index)"
@@ -71,7 +72,8 @@ final class ConversationTests: XCTestCase {
             guard let request = whole else { continue }
             let prefills = request.calls.count { $0.function == "prefill" }
             for point in 0..<request.calls.count {
-                let engine = RecordedEngine(recorded.functions, request.calls, RecordedClock()) { call in
+                let vocab = recorded.geometry.vocab
+                let engine = RecordedEngine(recorded.functions, vocab, request.calls, RecordedClock()) { call in
                     if call == point { withUnsafeCurrentTask { $0?.cancel() } }
                 }
                 let conversation = Conversation(engine: engine, geometry: recorded.geometry)
@@ -89,9 +91,10 @@ final class ConversationTests: XCTestCase {
     struct CountingEngine: Engine {
         let functions: Set<Function> = [.prefill, .plain]
 
-        func call(_ function: Function, _ inputs: [Tensor: [Int32]]) throws -> [Tensor: [Int32]] {
-            guard function == .prefill else { return [.tokens: [inputs[.root]![0] + 1]] }
-            return [.nextRoot: [inputs[.chunk]![Int(inputs[.valid]![0]) - 1] + 1]]
+        func call(_ function: Function, _ inputs: Values) throws -> Values {
+            let ids = inputs.ids
+            guard function == .prefill else { return Values([.tokens: [ids[.root]![0] + 1]]) }
+            return Values([.nextRoot: [ids[.chunk]![Int(ids[.valid]![0]) - 1] + 1]])
         }
     }
 
@@ -122,7 +125,7 @@ final class ConversationTests: XCTestCase {
         struct WrongEngine: Engine {
             let functions: Set<Function> = [.prefill]
             let outputs: [Tensor: [Int32]]
-            func call(_ function: Function, _ inputs: [Tensor: [Int32]]) -> [Tensor: [Int32]] { outputs }
+            func call(_ function: Function, _ inputs: Values) -> Values { Values(outputs) }
         }
         let (all, tokenizer) = try recorded()
         let geometry = all[0].geometry

@@ -19,22 +19,13 @@ final class SamplingTests: XCTestCase {
         }
 
         struct Logits: Decodable {
-            let step: Int
+            let step: UInt32
             let first: [Float]
         }
 
         struct Choice: Decodable {
-            struct Asked: Decodable {
-                let temperature, topP, minP, typicalP: Double?
-                let repetitionPenalty, presencePenalty, frequencyPenalty: Double?
-                let topK, noRepeatNgramSize, minNewTokens, minLength: Int?
-                let logitBias: [String: Double]?
-                let suppress, beginSuppress: [Int32]?
-                let badWords: [[Int32]]?
-            }
-
             let vocab: Int
-            let sampling: Asked
+            let sampling: AskedSampling
             let seed: String
             let prompt, stops, tokens: [Int32]
             let left: [Int]
@@ -62,15 +53,15 @@ final class SamplingTests: XCTestCase {
 
     func testAnswersAreThoseOfPython() throws {
         let vectors = try Fixtures.read(Vectors.self, "sampling.json")
-        for sample in vectors.logits { XCTAssertEqual(Self.logits(5, sample.step), sample.first) }
+        for sample in vectors.logits { XCTAssertEqual(logits(5, row: sample.step % 3), sample.first) }
         XCTAssertGreaterThanOrEqual(vectors.choices.count, 100)
         for (number, sample) in vectors.choices.enumerated() {
-            let (sampling, vocab) = (Self.sampling(sample), sample.vocab)
+            let (sampling, vocab) = (sample.sampling.made(seed: sample.seed), sample.vocab)
             var chooser = try Chooser(sampling, prompt: sample.prompt, stops: sample.stops, vocab: vocab)
             var tokens: [Int32] = []
             var left: [Int] = []
             for step in sample.tokens.indices {
-                tokens.append(try chooser.choose(Self.logits(vocab, step)))
+                tokens.append(try chooser.choose(logits(vocab, row: UInt32(step % 3))))
                 if sampling.temperature > 0 { left.append(chooser.left) }
             }
             XCTAssertEqual(tokens, sample.tokens, "case \(number)")
@@ -99,34 +90,5 @@ final class SamplingTests: XCTestCase {
         }
         XCTAssertThrowsError(try chooser.choose([-.infinity, -.infinity, -.infinity]))
         XCTAssertEqual(try chooser.choose([-.infinity, 0, -.infinity]), 1)
-    }
-
-    private static func logits(_ vocab: Int, _ step: Int) -> [Float] {
-        (0..<vocab).map { token in
-            var x = UInt32(token + 1) &* 2_654_435_761 &+ UInt32(step % 3 + 1) &* 2_246_822_519
-            x = (x ^ (x >> 15)) &* 2_246_822_519
-            let z = Double((x ^ (x >> 13)) >> 8) / 0x1p24
-            return Float(16 * z * z - 8)
-        }
-    }
-
-    private static func sampling(_ sample: Vectors.Choice) -> Sampling {
-        let asked = sample.sampling
-        var made = Sampling(temperature: asked.temperature ?? 0, seed: UInt64(sample.seed)!)
-        made.topK = asked.topK ?? 0
-        made.topP = asked.topP ?? 1
-        made.minP = asked.minP ?? 0
-        made.typicalP = asked.typicalP ?? 1
-        made.repetitionPenalty = asked.repetitionPenalty ?? 1
-        made.presencePenalty = asked.presencePenalty ?? 0
-        made.frequencyPenalty = asked.frequencyPenalty ?? 0
-        made.noRepeatNgramSize = asked.noRepeatNgramSize ?? 0
-        made.minNewTokens = asked.minNewTokens ?? 0
-        made.minLength = asked.minLength ?? 0
-        for (token, bias) in asked.logitBias ?? [:] { made.logitBias[Int32(token)!] = bias }
-        made.suppress = asked.suppress ?? []
-        made.beginSuppress = asked.beginSuppress ?? []
-        made.badWords = asked.badWords ?? []
-        return made
     }
 }

@@ -1,0 +1,199 @@
+"""Plain decoding of a bundle compared with its other modes, and with plain decoding of another bundle.
+
+Among the modes is speculative decoding with *forced* drafts. A bundle with an untrained or badly matched app accepts
+few of its own drafts, so forced drafts put the plain answer on one tree path after another, with wrong ids everywhere
+else. Every node then becomes the end of an accepted run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, cast
+
+import numpy as np
+
+from ssdevice.bench.equality import CEILINGS, Answer, Comparison, Equality, Rows, compare
+from ssdevice.bundle.manifest import Precision
+from ssdevice.contract import PLAIN, STEP
+from ssdevice.errors import BundleError
+from ssdevice.progress import Report
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import Engine
+from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE, Advance, decode, plain, plain_step, prefill, speculative
+from ssdevice.text.stream import Emission
+
+FORCED, OTHER = "forced", "other bundle"
+
+
+class ShowsLogits(Protocol):
+    """A conversation that keeps ``logits [emitted, vocab]`` of its last step."""
+
+    logits: Rows
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """An ``Answerer`` whose prompts are token ids: greedy answers in one decoding mode.
+
+    ``shown``: an engine of the same bundle that shows logits, if there is one. ``ended``: makes the drafts forced, and
+    collects the nodes at which runs ended.
+    """
+
+    conversation: Conversation
+    shown: Engine | None
+    stop_ids: Sequence[int]
+    max_tokens: int
+    advance: Advance = speculative
+    ended: set[int] | None = None
+
+    def __call__(self, ids: Sequence[int], expected: Sequence[int]) -> Answer:
+        def advance(ended: set[int] | None) -> Advance:
+            return self.advance if ended is None else forcer(len(ids), expected, ended)
+
+        tokens = answer(self.conversation, ids, advance(self.ended), self.stop_ids, self.max_tokens)
+        again = None if self.ended is None else set[int]()
+        return Answer(tokens, lambda: shown_rows(self.shown, ids, expected or tokens, advance(again)))
+
+
+def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows | None:
+    """Logits ``[len(truth), vocab]`` of a mode that is kept on ``truth`` after ``ids``; None without an engine.
+
+    The last prompt token is decoded, because prefill shows no logits.
+    """
+    return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance) if shown is not None else None
+
+
+def compare_modes(
+    engine: Engine,
+    shown: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    precision: Precision,
+    report: Report,
+) -> Equality:
+    """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
+    result = Equality(precision, len(prompts), nodes=engine.geometry.tree.size)
+    conversation, base = engine.new_conversation(), plain_of(engine)
+
+    greedy = partial(Greedy, conversation, shown, stop_ids, max_tokens)
+    others = {PLAIN_STEP: greedy(plain_step)} if STEP in engine.functions and base is plain else {}
+    if STEP in engine.functions:
+        others |= {SPECULATIVE: greedy(), FORCED: greedy(ended=result.nodes_ended)}
+    return compare(result, "compare decoding modes", prompts, greedy(base), others, report)
+
+
+class Agreement(Comparison):
+    """The result of ``against_bundle``: two quantizations of a model are two models, which may differ."""
+
+    def faults(self) -> list[str]:
+        """Those of a comparison between float32 bundles; none for other precisions."""
+        return super().faults() if self.precision is Precision.FP32 else []
+
+
+def against_bundle(
+    mine: Engine | None,
+    other: Engine,
+    other_shown: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[list[int]],
+    stops: Sequence[int],
+    max_tokens: int,
+    precisions: tuple[Precision, Precision],
+    report: Report,
+) -> Agreement:
+    """Decode ``prompts`` with ``other`` and compare with ``answers``, as far as its context holds them.
+
+    ``mine`` and ``other_shown`` show logits. Raises ContextOverflowError for a prompt that is longer than the context.
+    """
+    base, room = plain_of(other), other.geometry.context + 1
+    decode = Greedy(other.new_conversation(), other_shown, stops, max_tokens, base)
+
+    def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
+        ids, tokens = case[0], case[1][: room - len(case[0])]
+        return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
+
+    coarser = max(precisions, key=lambda precision: CEILINGS[precision])
+    result = Agreement(coarser, len(prompts), between="the bundles", what="to those of this bundle")
+    cases = list(zip(prompts, answers, strict=True))
+    others = {OTHER: lambda case, expected: decode(case[0], expected)}
+    return compare(result, "compare bundles", cases, given, others, report)
+
+
+def plain_of(engine: Engine) -> Advance:
+    """Plain decoding with the functions that an engine has."""
+    return plain if PLAIN in engine.functions else plain_step
+
+
+def answer(
+    conversation: Conversation, ids: Sequence[int], advance: Advance, stop_ids: Sequence[int], max_tokens: int
+) -> list[int]:
+    """The tokens of one answer, without text."""
+    stops = frozenset(stop_ids)
+
+    def accept(run: Sequence[int]) -> Emission:
+        end = next((i + 1 for i, token in enumerate(run) if token in stops), None)
+        return Emission("", end or len(run), end is not None)
+
+    conversation.length = 0
+    return [token for run in decode(conversation, ids, advance, accept, max_tokens) for token in run.tokens]
+
+
+def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
+    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere.
+
+    ``ended`` collects the nodes at which runs ended.
+    """
+    turn = 0
+
+    def advance(conversation: Conversation, last: int) -> Sequence[int]:
+        nonlocal turn
+        tree, vocab = conversation.geometry.tree, conversation.geometry.vocab
+        at = conversation.length - prompt_tokens + 1  # index in truth of what follows the last token
+        node = turn % tree.size
+        turn += 1
+        for stream in range(conversation.geometry.gamma):
+            true = truth[at + stream] if at + stream < len(truth) else 0
+            conversation.drafts[stream] = (true + 1 + np.arange(conversation.geometry.k)) % vocab
+            if stream < len(tree.paths[node]) and at + stream < len(truth):
+                conversation.drafts[stream, tree.paths[node][stream]] = true
+        run = conversation.step(last)
+        if len(run) == len(tree.paths[node]) + 1:
+            ended.add(node)
+        return run
+
+    return advance
+
+
+def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Iterator[int]:
+    """Keep a mode on ``truth`` after ``ids``, whatever it chooses: how many tokens of ``truth`` each call stood for.
+
+    The first is 0, for the prefill. A token counts if all before it are truth: the first of a call always.
+    """
+    conversation.length = 0
+    if ids:
+        prefill(conversation, ids)
+    yield (at := 0)
+    while at + 1 < len(truth):
+        run, kept = advance(conversation, truth[at]), 1
+        while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
+            kept += 1
+        conversation.length += kept
+        at += kept
+        yield kept
+
+
+def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows:
+    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses.
+
+    Raises BundleError for logits that are not finite.
+    """
+    rows: list[Rows] = []
+    for kept in lead(conversation, ids, truth, advance):
+        logits = cast(ShowsLogits, conversation).logits[:kept]
+        if not np.isfinite(logits).all():
+            raise BundleError(f"{conversation.engine.source}: logits are not finite; export the bundle again")
+        rows.extend(logits)
+    return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)
