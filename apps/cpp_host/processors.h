@@ -72,7 +72,9 @@ struct Sampling {
 class Processors {
  public:
   Processors(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab)
-      : s_(sampling), stops_(stops), prompt_(prompt.size()), counts_(vocab), seen_(vocab) {
+      : s_(sampling), prompt_(prompt.size()), counts_(vocab), seen_(vocab) {
+    // A tokenizer may have more tokens than the model.
+    std::copy_if(stops.begin(), stops.end(), std::back_inserter(stops_), [&](int32_t stop) { return stop < vocab; });
     for (const int32_t token : prompt) take(token);
   }
 
@@ -128,9 +130,8 @@ class Processors {
   }
 
   const Sampling& s_;
-  const Ids stops_;
   const int64_t prompt_;
-  Ids text_, distinct_, answered_, counts_;
+  Ids stops_, text_, distinct_, answered_, counts_;
   std::vector<bool> seen_;
   std::map<Ids, Ids> followers_;  // the tokens that followed all but the last of an n-gram
 };

@@ -26,7 +26,7 @@ class Processors:
         self.sampling = sampling
         self.ids = list(prompt)
         self._prompt = len(self.ids)
-        self._stops = list(stops)
+        self._stops = [stop for stop in stops if stop < vocab]  # a tokenizer may have more tokens than the model
         # As in transformers, where a stop token is not banned: no answer would end.
         self._bad = [word for word in sampling.bad_words if len(word) > 1 or word[0] not in stops]
         self._seen = np.zeros(vocab, bool)

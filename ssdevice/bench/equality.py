@@ -5,8 +5,8 @@ of all modes (``bench.sampled``), and ``generate`` of transformers (``bench.agai
 
 Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
 counts as a near-tie if, at the first differing token, the logits of both tokens are at most twice as far apart as the
-largest change of any logit on the same text, and that change is below the ceiling of the precision. Anything else is a
-fault.
+largest change of any logit on rows of the same text that chose the same token, and that change is below the ceiling of
+the precision. Anything else is a fault.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Comparison:
         mine, theirs = expected.rows, found.rows
         if mine is not None and theirs is not None:
             same = min(len(mine), len(theirs))
-            change = float(np.abs(mine[:same] - theirs[:same]).max(initial=0.0))
+            agree = mine[:same].argmax(1) == theirs[:same].argmax(1)
+            change = float(np.abs(mine[:same] - theirs[:same])[agree].max(initial=0.0))
             self.largest_change = max(self.largest_change or 0.0, change)
         if differs:
             at, one, other = first_difference(expected.tokens, found.tokens)

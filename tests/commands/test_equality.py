@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import Difference, Equality
+from ssdevice.bench.equality import Answer, Difference, Equality
 from ssdevice.bench.modes import FORCED, compare_modes, led
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
@@ -67,6 +67,24 @@ def equality(precision: Precision, change: float | None, *margins: float | None,
 def test_a_near_tie_is_at_most_twice_the_largest_change() -> None:
     assert equality(Precision.INT8, 0.09, 0.17).faults() == []
     assert len(equality(Precision.INT8, 0.09, 0.19).faults()) == 1
+
+
+def test_a_margin_is_the_distance_of_both_tokens_and_a_change_that_of_rows_that_agree() -> None:
+    mine = np.array([[1, 0, 0], [2.0, 1.9, 0], [0, 0, 1]], np.float32)
+    theirs = np.array([[1, 0.06, 0], [1.5, 2.5, 0], [0, 0, 0.9]], np.float32)
+    result = Equality(Precision.INT8, 1)
+    result.add(0, FORCED, Answer([0, 0, 2], lambda: mine), Answer([0, 1, 2], lambda: theirs))
+    (found,) = result.differences
+    assert (found.position, found.expected, found.found) == (1, 0, 1)
+    assert found.margin == pytest.approx(0.1) and result.largest_change == pytest.approx(0.1)
+    assert result.near_tie(found)
+
+
+def test_an_answer_that_ends_early_is_no_near_tie() -> None:
+    rows = np.zeros((2, 3), np.float32)
+    result = Equality(Precision.INT8, 1)
+    result.add(0, FORCED, Answer([0, 0], lambda: rows), Answer([0], lambda: rows))
+    assert [d.margin for d in result.differences] == [None] and result.faults()
 
 
 def test_a_change_beyond_the_ceiling_excuses_nothing() -> None:

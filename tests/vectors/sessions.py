@@ -201,9 +201,11 @@ def _adaptive() -> Iterator[dict[str, Any]]:
         for shape in (CHAIN, WIDE):
             name = f"adaptive, repeated text, {shape}"
             yield _session(name, shape, [long, shared], oracle=(0.3,), **common)
-        yield _session("adaptive, no streams", CHAIN, [long, shared], streams=False, **common)
         others = [_request([5, 6], mode, 9) for mode in ("plain", PLAIN_STEP, SPECULATIVE)]
         yield _session("no streams, other modes", CHAIN, others, streams=False, **common)
+    with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context, 3)):
+        # Three tokens are soon found again, but what follows them is another one.
+        yield _session("adaptive, no streams", CHAIN, [long, shared], streams=False, cost=26, **common)
 
 
 SAMPLERS: tuple[dict[str, Any], ...] = (
@@ -220,7 +222,7 @@ def _sampled() -> Iterator[dict[str, Any]]:
         shape = (CHAIN, WIDE)[number % 2]
         pairs = product(([5], [6, 7, 1, 2, 4]), ("plain", SPECULATIVE))
         requests = [_request(prompt, mode, 20, **sampler) for prompt, mode in pairs]
-        yield _session(f"sampled, {shape}", shape, requests, has=CHOOSING)
+        yield _session(f"sampled, {shape}", shape, requests, has=CHOOSING, stop_ids=(0, NEVER))
     mixed = [_request([9, 8], ADAPTIVE, 60, temperature=0.4), _request([9, 8, 7], ADAPTIVE, 30)] * 2
     yield _session("sampled and greedy, adaptive", WIDE, mixed, has=CHOOSING, context=100, cost=30)
     bias = {"logit_bias": {"5": 14.0, "6": 10.0}, "temperature": 0.4, "seed": 3}
