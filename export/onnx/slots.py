@@ -50,15 +50,18 @@ class SlotBook:
     def terms(self, edit: Editor) -> dict[int, tuple[Role, ir.Node]]:
         """By the id of a linear's placeholder: the role of the low-rank term beside it, and the addition of both."""
         found = {}
-        for node in edit.graph:
-            side = self._side_of(node)
+        for up in edit.graph:
+            side = self.side_of(up)
             if side is None or not side.up:
                 continue
-            down = producer(node.inputs[0], LINEAR)
-            if down is None or self._side_of(down) is None:  # there is an activation between them
+            down, add = producer(up.inputs[0], LINEAR), only_user(up.outputs[0], "Add")
+            if down is None or self.side_of(down) is None or add is None:  # an activation is between them, or no linear
                 continue
-            for add, base in self._beside(node, down):
-                found[id(base)] = side, add
+            for base in (producer(value, LINEAR) for value in add.inputs):
+                if base is None or base is up or self.side_of(base) is not None:
+                    continue
+                if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
+                    found[id(base)] = side, add
         return found
 
     def slot(self, linear: Linear, terms: Mapping[int, tuple[Role, ir.Node]], int8: bool) -> Slot | None:
@@ -69,47 +72,20 @@ class SlotBook:
             raise ValueError(f"{linear.name} has slots of two kinds")
         sources = tuple(side.source if side is not None else "" for side in beside)
         outputs = tuple(int(part.weight.shape[0]) for part in linear.parts)
-        return self._keep(Slot(kinds.pop(), sources, linear.inputs, outputs, int8)) if kinds else None
+        return self.keep(Slot(kinds.pop(), sources, linear.inputs, outputs, int8)) if kinds else None
 
-    def _keep(self, slot: Slot) -> Slot:
+    def keep(self, slot: Slot) -> Slot:
+        """Enter a slot."""
         known = self.slots.setdefault(slot.name, slot)
         if known != slot:
             raise ValueError(f"slot {slot.name} has two forms in the graph")
         return slot
 
-    def alone(self, edit: Editor) -> list[tuple[ir.Node, Slot, Role]]:
-        """Placeholders that are left once the base's linears are lowered: factors that stand alone."""
-        nodes = [(node, side) for node in edit.graph if (side := self._side_of(node)) is not None]
-        shapes: dict[tuple[SlotKind, str], dict[bool, tuple[int, ...]]] = {}
-        for node, side in nodes:
-            weight = constant_of(node.inputs[1])
-            assert weight is not None
-            shapes.setdefault((side.kind, side.source), {})[side.up] = weight.shape
-        found = []
-        for node, side in nodes:
-            shape = shapes[side.kind, side.source]
-            slot = Slot(side.kind, (side.source,), shape[False][1], (shape[True][0],))
-            found.append((node, self._keep(slot), side))
-        return found
-
     @staticmethod
-    def _side_of(node: ir.Node) -> Role | None:
+    def side_of(node: ir.Node) -> Role | None:
+        """The role of a placeholder whose weight is a factor; None for other nodes."""
         role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
         return role if role is not None and role.part is ModelPart.FACTOR else None
-
-    def _beside(self, up: ir.Node, down: ir.Node) -> list[tuple[ir.Node, ir.Node]]:
-        add = only_user(up.outputs[0], "Add")
-        bases = [producer(value, LINEAR) for value in add.inputs] if add is not None else []
-        return [
-            (add, base)
-            for base in bases
-            if add is not None
-            and base is not None
-            and base is not up
-            and self._side_of(base) is None
-            and base.inputs[0] is down.inputs[0]
-            and len(base.outputs[0].uses()) == 1
-        ]
 
 
 def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
@@ -206,9 +182,16 @@ def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, b
 
 
 def lower_alone(edit: Editor, book: SlotBook) -> None:
-    """Every factor that is left becomes a product with a graph input."""
-    for node, slot, side in book.alone(edit):
-        x = source_of(node)
+    """Every factor that is left once the base's linears are lowered becomes a product with a graph input."""
+    nodes = [(node, side) for node in edit.graph if (side := book.side_of(node)) is not None]
+    shapes: dict[tuple[SlotKind, str, bool], tuple[int, ...]] = {}
+    for node, side in nodes:
+        weight = constant_of(node.inputs[1])
+        assert weight is not None
+        shapes[side.kind, side.source, side.up] = weight.shape
+    for node, side in nodes:
+        inputs, outputs = shapes[side.kind, side.source, False][1], shapes[side.kind, side.source, True][0]
+        slot, x = book.keep(Slot(side.kind, (side.source,), inputs, (outputs,))), source_of(node)
         made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
         shape = made.shape
         edit.replace(node, made)

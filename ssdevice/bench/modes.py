@@ -118,8 +118,7 @@ def against_bundle(
     coarser = max(precisions, key=lambda precision: CEILINGS[precision])
     result = Agreement(coarser, len(prompts), between="the bundles", what="to those of this bundle")
     cases = list(zip(prompts, answers, strict=True))
-    others = {OTHER: lambda case, expected: decode(case[0], expected)}
-    return compare(result, "compare bundles", cases, given, others, report)
+    return compare(result, "compare bundles", cases, given, {OTHER: lambda case, cut: decode(case[0], cut)}, report)
 
 
 def plain_of(engine: Engine) -> Advance:
