@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         write(files, args.out)
         return 0
     with needs_extra("serve"):
+        from ssdevice.commands.page import page
         from ssdevice.serve.guard import server
-        from ssdevice.serve.page import page
     with closing(listen(LOOPBACK, PORT if args.port is None else args.port)) as listening:
         print(f"http://{LOOPBACK}:{listening.getsockname()[1]}/", flush=True)
         with suppress(KeyboardInterrupt):

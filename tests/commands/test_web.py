@@ -16,10 +16,10 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.cli import main
 from ssdevice.commands import web
+from ssdevice.commands.page import page
 from ssdevice.commands.web import HEADERS
 from ssdevice.contract import CacheForm, functions
 from ssdevice.serve.names import LOOPBACK
-from ssdevice.serve.page import page
 from ssdevice.text.chat_template import ChatFormat
 from tests.bundle.samples import fill, sample_manifest, write_sample
 from tests.serve.serving import running

@@ -13,9 +13,9 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
+from ssdevice.commands.page import page
 from ssdevice.commands.web import HEADERS, Site
 from ssdevice.serve.names import LOOPBACK
-from ssdevice.serve.page import page
 from tests.apps.web_demo import host, shipped
 from tests.serve.serving import running
 
