@@ -18,11 +18,22 @@ from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geom
 from ssdevice.model import attention, ties
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, norm_kind, rotate, under
-from ssdevice.model.step import DraftModule, PrefillModule, StepModule, StreamModel, VerifyModule
+from ssdevice.model.step import (
+    DraftModule,
+    Past,
+    Prefill,
+    PrefillModule,
+    Step,
+    StepModule,
+    StreamModel,
+    Verified,
+    VerifyModule,
+)
 from ssdevice.tree import Tree
 
-FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
-"""What computes one of the contract's functions."""
+CommittingModule = StepModule | PrefillModule | VerifyModule
+"""What computes a function of the contract that has new rows."""
+FunctionModule = CommittingModule | DraftModule
 
 
 @torch.library.custom_op("ssdevice::heads", mutates_args=())
@@ -108,25 +119,26 @@ class ExternalCacheForm(nn.Module):
         integers = len(tensors) - 2 * module.model.backbone.num_layers
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]
         past = list(zip(rows[::2], rows[1::2], strict=True))
-        if isinstance(module, PrefillModule):
-            tokens, valid, length = tensors[:integers]
-            prefill = module(tokens, valid, length, past)
-            return prefill.token, prefill.drafts, stack(prefill.rows)
         if isinstance(module, DraftModule):
             token, state, length = tensors[:integers]
             return (module(token, state, length, past),)
-        if self.name in ONE_ROW:
-            last, length = tensors[:integers]
-            drafts_in = torch.zeros(0, 1, dtype=torch.int32)
-        else:
-            last, drafts_in, length = tensors[:integers]
-        if isinstance(module, VerifyModule):
-            seen = module(last, drafts_in, length, past)
-            return seen.logits, seen.states, stack(seen.rows)
-        step = module(last, drafts_in, length, past)
-        if self.name == PLAIN:
-            return step.tokens, stack(step.rows)
-        return step.tokens, step.count, step.drafts, stack(step.rows)
+        outputs, made = computed(self.name, module, tensors[:integers], past)
+        return (*outputs, stack(made.rows))
+
+
+def computed(
+    name: str, module: CommittingModule, inputs: Sequence[Tensor], past: Past
+) -> tuple[tuple[Tensor, ...], Prefill | Verified | Step]:
+    """The outputs of a function of the contract in its order, without new rows, and what its module returned."""
+    if name in ONE_ROW:
+        last, length = inputs
+        inputs = last, torch.zeros(0, 1, dtype=torch.int32), length
+    made = module(*inputs, past)
+    if isinstance(made, Prefill):
+        return (made.token, made.drafts), made
+    if isinstance(made, Verified):
+        return (made.logits, made.states), made
+    return (made.tokens,) if name == PLAIN else (made.tokens, made.count, made.drafts), made
 
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:

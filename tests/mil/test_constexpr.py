@@ -20,7 +20,9 @@ def run(kind: str, **parameters: Any) -> Any:
     """A kernel applied to its operands."""
     names = [name.rstrip("?") for name in KERNELS[kind].operands]
     operands = [np.asarray(parameters[name]) for name in names if name in parameters]
-    return KERNELS[kind].function(*[value.astype(np.float32) if value.dtype.kind == "f" else value for value in operands])
+    return KERNELS[kind].function(
+        *[value.astype(np.float32) if value.dtype.kind == "f" else value for value in operands]
+    )
 
 
 def ops(name: str) -> Any:
