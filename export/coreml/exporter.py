@@ -164,7 +164,5 @@ def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
     """Known problems of such a package on the Neural Engine, one sentence per kind."""
     if units not in (ComputeUnits.ALL, ComputeUnits.CPU_AND_NE):
         return []
-    first: dict[str, str] = {}
-    for warning in audit(Package.open(package)).warnings:
-        first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
-    return list(first.values())
+    found = audit(Package.open(package))["warnings"]
+    return [f"{warning['functions'][0]}, {warning['first']} ({warning['source']})" for warning in found]

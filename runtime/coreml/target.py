@@ -43,11 +43,11 @@ class CoreMLTarget(RuntimeTarget):
         )
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        from ssdevice.mil.description import describe_package
+        from ssdevice.mil.audit import audit
         from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL
 
-        return {PACKAGE: describe_package(Package.open(bundle.file(MODEL)))}
+        return {PACKAGE: audit(Package.open(bundle.file(MODEL)))}
 
     def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
         from ssdevice.mil.description import print_package
