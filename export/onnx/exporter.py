@@ -33,8 +33,7 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import best_column, gated_silu, half_cache, rotary_split
-from ssdevice.export.onnx.graph import FINISH, apply, simplify
+from ssdevice.export.onnx.fused import add_norms, best_columns, half_cache
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
@@ -177,12 +176,10 @@ class GraphWriter:
     def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
         quant = self.plan.options.quant
-        simplify(edit)
+        add_norms(edit)
         quantize(edit, quant, self.store, book)
-        apply(edit, FINISH)
-        apply(edit, (rotary_split, gated_silu))
         if self.argmax:
-            apply(edit, (best_column, *FINISH))
+            best_columns(edit)
         cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
         self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
         more = slot_inputs(edit, spec, book) if book is not None else ()

@@ -6,17 +6,26 @@ names, so that three graphs agree on what is the same weight and quantization se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import Editor, Marked, constant_of, role_of, shape_of, source_of
+from ssdevice.export.onnx.editor import (
+    Editor,
+    Marked,
+    constant_of,
+    only_user,
+    producer,
+    role_of,
+    shape_of,
+    source_of,
+)
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
-from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
+from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, HALF_LINEAR, ROTARY_SPLIT
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
@@ -104,22 +113,59 @@ def linears(edit: Editor) -> list[Linear]:
 def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.Node]) -> None:
     """Replace a linear's placeholders by their product ``whole [1, rows, N]``, a split of its columns and the biases.
 
-    ``terms``: by the id of a placeholder, the addition of a low-rank term that the product already has.
+    It stays whole where operators of ours take it whole. ``terms``: by the id of a placeholder, the addition of a
+    low-rank term that the product already has.
     """
     first, source, values = linear.first.node, linear.source, [whole]
-    shapes = [shape_of(part.node.outputs[0]) for part in linear.parts]
-    if len(linear.parts) > 1:
-        widths = edit.ints(*(part.weight.shape[0] for part in linear.parts))
-        values = list(edit.split(first, whole, widths, shapes, -1))
-    for at, part in enumerate(linear.parts):
+    weights = [(part.name, int(part.weight.shape[0])) for part in linear.parts]
+    if len(weights) > 1:
+        ends = [terms.get(id(part.node), part.node).outputs[0] for part in linear.parts]
+        biased = any(len(part.node.inputs) > 2 for part in linear.parts)
+        if not biased and (_rotary_split(edit, ends, whole) or _gated_silu(edit, ends, whole)):
+            edit.products.append(Marked(tuple(weights), source, whole))
+            return
+        widths = edit.ints(*(width for _, width in weights))
+        values = list(edit.split(first, whole, widths, [shape_of(end) for end in ends], -1))
+    for part, value, weight in zip(linear.parts, values, weights, strict=True):
         if len(part.node.inputs) > 2:
-            biased = [values[at], part.node.inputs[2]]
-            values[at] = edit.insert(first, "Add", biased, shapes[at], ir.DataType.FLOAT)
-    for part, value in zip(linear.parts, values, strict=True):
+            value = edit.insert(first, "Add", [value, part.node.inputs[2]], shape_of(value), ir.DataType.FLOAT)
         edit.replace(part.node, value)
         if id(part.node) in terms:
             edit.replace(terms[id(part.node)], value)
-        edit.products.append(Marked(((part.name, part.weight.shape[0]),), source, value))
+        edit.products.append(Marked((weight,), source, value))
+
+
+def _rotary_split(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
+    """Queries and keys, of which rotary positions alone read, and values; False for other columns."""
+    queries, keys = (only_user(end, "RotaryEmbedding") for end in ends[:2])
+    if len(ends) != 3 or queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:]:
+        return False
+    if keys.attributes.get_int("interleaved"):
+        return False
+    heads, kv_heads = (turned.attributes.get_int("num_heads") for turned in (queries, keys))
+    shapes = [shape_of(end) or () for end in ends]
+    form = {"heads": heads, "kv_heads": kv_heads, "rotary_dim": 0, "widths": [shape[-1] for shape in shapes]}
+    outputs = [(shape, whole.dtype) for shape in shapes]
+    made = edit.insert_several(keys, ROTARY_SPLIT, [whole, *keys.inputs[1:]], outputs, form, DOMAIN)
+    edit.replace(queries, made[0])
+    edit.replace(keys, made[1])
+    edit.replace_value(ends[2], made[2])
+    return True
+
+
+def _gated_silu(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
+    """``g * sigmoid(g) * u`` of two halves; False for other columns."""
+    gate, up, *others = ends
+    gated = only_user(up, "Mul")
+    silu = producer(gated.inputs[0], "Mul") if gated is not None else None
+    share = producer(silu.inputs[1], "Sigmoid") if silu is not None else None
+    if gated is None or silu is None or share is None or others or shape_of(gate) != shape_of(up):
+        return False
+    users = {use.node for use in gate.uses()}
+    if users != {silu, share} or len(silu.outputs[0].uses()) != 1 or len(share.outputs[0].uses()) != 1:
+        return False
+    edit.replace(gated, edit.insert(gated, GATED_SILU, [whole], shape_of(up), whole.dtype, None, DOMAIN))
+    return True
 
 
 def plain_product(edit: Editor, linear: Linear) -> ir.Value:

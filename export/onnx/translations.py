@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from ssdevice.export.onnx.editor import Editor, Shape, shape_of
+from ssdevice.export.onnx.editor import Editor, Shape, constant_of, producer, shape_of, sizes_of, source_of
 
 aten = torch.ops.aten
 VOCABULARY = 256
@@ -100,7 +101,26 @@ def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.V
     parts = [part for part in parts if 0 not in (shape_of(part) or ())]
     if len(parts) == 1:
         return parts[0]
-    return edit.insert(None, "Concat", parts, out.shape, out.dtype, {"axis": dim % len(out.shape)})
+    axis = dim % len(out.shape)
+    rows = _path_rows(edit, out, parts) if axis == 0 else None
+    return rows or edit.insert(None, "Concat", parts, out.shape, out.dtype, {"axis": axis})
+
+
+def _path_rows(edit: Editor, out: Out, parts: Sequence[ir.Value]) -> ir.Value | None:
+    """The accepted path's rows of every layer, gathered one by one, as one gather of all rows; None: other parts."""
+    gathers = [producer(made.inputs[0], "Gather") for part in parts if (made := producer(part, "Reshape")) is not None]
+    if out.shape[0] != len(parts) or len(gathers) != len(parts) or gathers[0] is None:
+        return None
+    rows, path, width = [], source_of(gathers[0], 1), out.shape[-1]
+    for gather in gathers:
+        sizes = sizes_of(gather.inputs[0]) if gather is not None and gather.inputs[1] is path else None
+        axis = gather.attributes.get_int("axis", 0) if gather is not None else 0
+        if gather is None or sizes is None or prod(sizes[axis + 1 :]) != width:
+            return None
+        rows.append(edit.reshape(None, source_of(gather), (1, sizes[axis], width)))
+    count = (shape_of(rows[0]) or ())[1]
+    joined = edit.insert(None, "Concat", rows, (len(rows), count, width), out.dtype, {"axis": 0})
+    return edit.insert(None, "Gather", [joined, path], out.shape, out.dtype, {"axis": 1})
 
 
 def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -110,8 +130,17 @@ def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir
 
 
 def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
-    """Rows of a dimension by their numbers."""
-    return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": dim % len(shape_of(x) or ())})
+    """Rows of a dimension by their numbers; those of a transpose before it, so that views of them can join."""
+    shape, content, above = shape_of(x) or (), constant_of(index), producer(x, "Transpose")
+    axis = dim % len(shape)
+    if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
+        return x
+    if above is None or len(out.shape) != len(shape):
+        return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": axis})
+    perm = above.attributes["perm"].as_ints()
+    inner = [out.shape[perm.index(d)] for d in range(len(perm))]
+    rows = edit.insert(None, "Gather", [source_of(above), index], inner, out.dtype, {"axis": perm[axis]})
+    return edit.transpose(None, rows, perm)
 
 
 def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
@@ -209,7 +238,10 @@ def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: i
 
 
 def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
-    """``[.., k]``: where the k largest values of the last dimension are; among equals the lowest index is first."""
+    """Where the k largest values of the last dimension are, among equals the lowest index first, before a view."""
+    view = producer(x, "Reshape")
+    if view is not None and (shape_of(view.inputs[0]) or (0,))[-1] == (shape_of(x) or ())[-1]:
+        x = source_of(view)
     shape = (*(shape_of(x) or ())[:-1], k)
     outputs = [(shape, x.dtype), (shape, ir.DataType.INT64)]
     return edit.insert_several(None, "TopK", [x, edit.ints(k)], outputs, {"axis": -1})[1]

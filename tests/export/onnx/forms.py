@@ -14,7 +14,6 @@ from ssdevice.adapters.slots import Slot, SlotKind
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
-from ssdevice.export.onnx.graph import FINISH, apply
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook
@@ -63,7 +62,6 @@ def quantized(
     edit = Editor(ir.Model(graph, ir_version=11))
     tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
-    apply(edit, FINISH)
     add_functions(edit.model)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
     return content
