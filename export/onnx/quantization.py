@@ -35,7 +35,7 @@ from ssdevice.export.onnx.linears import (
     plain_product,
     transposed_name,
 )
-from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, integer_product, lower_alone, up
+from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part as ModelPart
@@ -146,14 +146,13 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
             store.kept[linear.name] = linear.inputs * linear.outputs
         head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
         if quantized and (quant is Quant.INT8 or head):
-            whole = _int8_product(edit, linear, store, rows, slot)
+            whole = _int8_product(edit, linear, store, rows)
+        elif quantized:
+            whole = _int4_product(edit, linear, store)
         else:
-            if quantized:
-                whole = _int4_product(edit, linear, store)
-            else:
-                whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
-            if slot is not None:
-                whole = _plus_term(edit, linear, whole, slot, rows, exact)
+            whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
+        if slot is not None:
+            whole = _plus_term(edit, linear, whole, slot, rows, exact)
         lower(edit, linear, whole, {node: add for node, (_, add) in terms.items()})
     edit.clean()  # the terms that slots stand for
     if book is not None:
@@ -208,19 +207,11 @@ class _RowQuantizer:
         return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
 
 
-def _int8_product(edit: Editor, linear: Linear, store: WeightStore, rows: _RowQuantizer, slot: Slot | None) -> ir.Value:
-    """An integer product; a slot's term is added before the rows' scale is multiplied in."""
-    before, shape = linear.first.node, out_shape(linear)
-    codes, scale = store.initializers(edit, Int8Weight, linear.name, linear.weight)
-    if slot is None:
-        zero, views = rows.form(linear.source)
-        inputs = [linear.source, codes, scale, zero]
-        return edit.insert(before, INT8_LINEAR, inputs, shape, ir.DataType.FLOAT, views, DOMAIN)
-    row_codes, row_scale = rows(linear.source, before)
-    product = integer_product(edit, row_codes, codes, scale, shape, before)
-    term = up(edit, slot, int8_down(edit, slot, row_codes, before), before, exact=True)
-    product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
-    return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
+def _int8_product(edit: Editor, linear: Linear, store: WeightStore, rows: _RowQuantizer) -> ir.Value:
+    """A product of integers."""
+    zero, views = rows.form(linear.source)
+    inputs = [linear.source, *store.initializers(edit, Int8Weight, linear.name, linear.weight), zero]
+    return edit.insert(linear.first.node, INT8_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, views, DOMAIN)
 
 
 def _int4_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:

@@ -25,7 +25,6 @@ from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.export.onnx.editor import (
     CONTRIB,
     Editor,
-    Shape,
     constant_of,
     only_user,
     producer,
@@ -118,15 +117,8 @@ def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bo
 def int8_down(edit: Editor, slot: Slot, codes: ir.Value, before: ir.Node) -> ir.Value:
     """``codes @ down`` without the rows' scale, from rows in eight bits."""
     down, scale = graph_input(edit, slot.down), graph_input(edit, slot.down_scale)
-    return integer_product(edit, codes, down, scale, (*_lead(codes), None), before)
-
-
-def integer_product(
-    edit: Editor, codes: ir.Value, weight: ir.Value, scale: ir.Value, shape: Shape, before: ir.Node
-) -> ir.Value:
-    """``codes @ weight`` times the columns' ``scale``, without that of the rows in eight bits."""
-    zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-    inputs = [codes, weight, edit.constant(np.array(1, np.float32)), scale, zero]
+    one, zero = edit.constant(np.array(1, np.float32)), edit.constant(np.array(ZERO_POINT, np.uint8))
+    inputs, shape = [codes, down, one, scale, zero], (*_lead(codes), None)
     return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
 
 

@@ -157,14 +157,10 @@ def int8_product(x: Floats, weight: Floats) -> Floats:
 
 
 def int8_slot_product(x: Floats, weight: Floats, down: Floats) -> Floats:
-    """``int8_product`` with the term of ``slot_feeds`` added before rows are scaled."""
-    codes, row_scale = row_codes(x)
-    whole, term = (
-        (codes @ values.astype(np.int64)).astype(np.float32) * scale
-        for values, scale in (int8_factors(weight), int8_factors(down))
-    )
-    whole[..., : down.shape[1]] += term
-    return whole * row_scale
+    """``int8_product`` with the term of ``slot_feeds`` added."""
+    whole = int8_product(x, weight)
+    whole[..., : down.shape[1]] += int8_product(x, down)
+    return whole
 
 
 def embedded(ids: NDArray[np.int64], table: Floats) -> Floats:
