@@ -21,6 +21,7 @@ from ssdevice.runtime.onnx.kernels import (
     INT4_LINEAR,
     INT8_ARGMAX,
     INT8_EMBEDDING,
+    INT8_FACTOR,
     INT8_LINEAR,
     REGION,
     ROTARY_SPLIT,
@@ -116,22 +117,16 @@ _ROUNDED = "\n".join(
 )
 _GIVEN = ", ".join(f"{view}: ints = @{view}" for view in VIEWS)
 
-FUNCTIONS = {
-    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]
-    INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
-  y = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
-    (x, codes, scales)
-}}""",
-    # x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the
-    # rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken, whether it keeps them
-    # (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
-    #
-    # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should
-    # be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph of one row does
-    # the same, though it could save the Mul: (x * column) * row and x * (column * row) round differently, and
-    # plain decoding would then differ from the step by an ulp, which the next rounding to eight bits turns into a
-    # whole level.
-    INT8_LINEAR: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
+# x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the
+# rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken, whether it keeps them
+# (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
+#
+# A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should
+# be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph of one row does
+# the same, though it could save the Mul: (x * column) * row and x * (column * row) round differently, and
+# plain decoding would then differ from the step by an ulp, which the next rounding to eight bits turns into a
+# whole level.
+_INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
   size = Abs (x)
   over = Constant <value_ints: ints = @axes> ()
   peak = ReduceMax <keepdims: int = @keep> (size, over)
@@ -142,6 +137,13 @@ FUNCTIONS = {
   center = Constant <value = uint8 {{{ZERO_POINT}}}> ()
   product = {CONTRIB}.MatMulIntegerToFloat (rows, codes, one, scales, center)
   y = Mul (product, scale)
+}}"""
+
+FUNCTIONS = {
+    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]
+    INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
+  y = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
+    (x, codes, scales)
 }}""",
     # As Int8Linear, -> [.., R, 1] int64
     INT8_ARGMAX: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (best) {{
@@ -192,6 +194,7 @@ FUNCTIONS = {
   y = {DOMAIN}.{TREE_ATTENTION} <kv_heads: int = @kv_heads, scale: float = @scale, {_GIVEN}>
     (q, {", ".join(f"{run}_wide" for run in RUNS)}, mask)
 }}""",
+    **dict.fromkeys((INT8_LINEAR, INT8_FACTOR), _INT8_LINEAR),
     **dict.fromkeys((INT8_EMBEDDING, TIED_EMBEDDING), _INT8_EMBEDDING),
 }
 """Operator -> its function, in ONNX's text format."""

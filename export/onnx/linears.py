@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from ssdevice.export.onnx.editor import (
     producer,
     role_of,
     shape_of,
+    sizes_of,
     source_of,
 )
+from ssdevice.export.onnx.functions import ZERO_POINT
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, HALF_LINEAR, ROTARY_SPLIT
@@ -128,7 +131,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.
         values = list(edit.split(first, whole, widths, [shape_of(end) for end in ends], -1))
     for part, value, weight in zip(linear.parts, values, weights, strict=True):
         if len(part.node.inputs) > 2:
-            value = edit.insert(first, "Add", [value, part.node.inputs[2]], shape_of(value), ir.DataType.FLOAT)
+            value = edit.insert(part.node, "Add", [value, part.node.inputs[2]], shape_of(value), ir.DataType.FLOAT)
         edit.replace(part.node, value)
         if id(part.node) in terms:
             edit.replace(terms[id(part.node)], value)
@@ -198,3 +201,15 @@ def out_shape(linear: Linear) -> tuple[int | None, ...]:
     if lead is None:
         raise ValueError(f"linear {linear.name} reads a value of unknown rank")
     return (*lead[:-1], linear.outputs)
+
+
+def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
+    """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
+    shape = sizes_of(value)
+    if shape is None:
+        raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
+    axes = list(range(len(shape)))
+    if prod(shape[:-1]) == 1:
+        return edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
+    zeros = edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
+    return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from ssdevice.adapters.slots import Slot
-from ssdevice.adapters.weights import LEVELS, int8_factors
+from ssdevice.adapters.weights import int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
-from ssdevice.export.onnx.functions import BLOCK, ZERO_POINT
+from ssdevice.export.onnx.editor import Editor, constant_of, role_of, sizes_of, source_of
+from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import (
     SMALL,
     Array,
@@ -33,9 +33,10 @@ from ssdevice.export.onnx.linears import (
     lower,
     out_shape,
     plain_product,
+    row_form,
     transposed_name,
 )
-from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, lower_alone, up
+from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part as ModelPart
@@ -134,7 +135,6 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
         _quantize_embeddings(edit, store)
     else:
         _share_tied_table(edit)
-    rows = _RowQuantizer(edit)
     terms = book.terms(edit) if book is not None else {}
     for linear in linears(edit):
         part = linear.first
@@ -146,70 +146,29 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
             store.kept[linear.name] = linear.inputs * linear.outputs
         head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
         if quantized and (quant is Quant.INT8 or head):
-            whole = _int8_product(edit, linear, store, rows)
+            whole = _int8_product(edit, linear, store)
         elif quantized:
             whole = _int4_product(edit, linear, store)
         else:
             whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
         if slot is not None:
-            whole = _plus_term(edit, linear, whole, slot, rows, exact)
+            whole = _plus_term(edit, linear, whole, slot, exact)
         lower(edit, linear, whole, {node: add for node, (_, add) in terms.items()})
     edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)
 
 
-def _plus_term(edit: Editor, linear: Linear, base: ir.Value, slot: Slot, rows: _RowQuantizer, exact: bool) -> ir.Value:
+def _plus_term(edit: Editor, linear: Linear, base: ir.Value, slot: Slot, exact: bool) -> ir.Value:
     """A product with its slot's low-rank term added."""
-    before, shape = linear.first.node, out_shape(linear)
-    if slot.int8:
-        codes, row_scale = rows(linear.source, before)
-        h = int8_down(edit, slot, codes, before)
-        term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
-    else:
-        term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
-    return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
+    before = linear.first.node
+    term = up(edit, slot, down(edit, slot, linear.source, before, exact), before, exact)
+    return edit.insert(before, "Add", [base, term], out_shape(linear), ir.DataType.FLOAT)
 
 
-class _RowQuantizer:
-    """Quantizes a value's rows once, however many linears with slots read it: ``(uint8 values, scale)``."""
-
-    def __init__(self, edit: Editor) -> None:
-        self.edit = edit
-        self._done: dict[int, tuple[ir.Value, ir.Value]] = {}
-
-    def __call__(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-        """What the function of ``Int8Linear`` does with its rows, for products that have a slot."""
-        if id(value) in self._done:
-            return self._done[id(value)]
-        edit, shape = self.edit, shape_of(value)
-        zero, form = self.form(value)
-        peak_shape = shape_of(zero)
-        size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
-        keep = {"keepdims": form["keep"]}
-        peak = edit.insert(before, "ReduceMax", [size, edit.ints(*form["axes"])], peak_shape, ir.DataType.FLOAT, keep)
-        step = edit.constant(np.array(1 / LEVELS, np.float32))
-        scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
-        block = {"axis": form["axis"], "block_size": form["block"]}
-        codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8, block)
-        self._done[id(value)] = codes, scale
-        return codes, scale
-
-    def form(self, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
-        """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
-        shape = sizes_of(value)
-        if shape is None:
-            raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
-        axes = list(range(len(shape)))
-        if prod(shape[:-1]) == 1:
-            return self.edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
-        zeros = self.edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
-        return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
-
-
-def _int8_product(edit: Editor, linear: Linear, store: WeightStore, rows: _RowQuantizer) -> ir.Value:
+def _int8_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
     """A product of integers."""
-    zero, views = rows.form(linear.source)
+    zero, views = row_form(edit, linear.source)
     inputs = [linear.source, *store.initializers(edit, Int8Weight, linear.name, linear.weight), zero]
     return edit.insert(linear.first.node, INT8_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, views, DOMAIN)
 

@@ -7,9 +7,8 @@ q/k/v or gate/up together, then an ``up`` for each. A pair without a linear besi
 numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
 promise that: for one row it takes another kernel, which sums in another order, and for several rows and threads it cuts
 the inputs into blocks by how many columns a thread got. So in quantized graphs ``down`` is a product of integers, which
-is exact in any order (it also reads the eight-bit rows that the base's product has made already), and ``up`` takes
-its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel for one row and uses the one for several.
-Its inner size is the rank, which fits one block up to 128.
+is exact in any order, and ``up`` takes its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel
+for one row and uses the one for several. Its inner size is the rank, which fits one block up to 128.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from ssdevice.export.onnx.editor import (
     sizes_of,
     source_of,
 )
-from ssdevice.export.onnx.functions import ZERO_POINT
-from ssdevice.export.onnx.linears import LINEAR, Linear
+from ssdevice.export.onnx.linears import LINEAR, Linear, row_form
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
+from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
 
 
 @dataclass
@@ -106,20 +105,16 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     return value
 
 
-def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
-    """``x @ down`` in float32."""
+def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``x @ down``, by integers if the slot has eight bits."""
     weight = graph_input(edit, slot.down)
+    if slot.int8:
+        zero, form = row_form(edit, x)
+        inputs = [x, weight, graph_input(edit, slot.down_scale), zero]
+        return edit.insert(before, INT8_FACTOR, inputs, (*_lead(x), None), ir.DataType.FLOAT, form, DOMAIN)
     if not _single(x, exact):
         return _product(edit, x, weight, None, before)
     return _from_column(edit, _column(edit, x, before), weight, None, before)
-
-
-def int8_down(edit: Editor, slot: Slot, codes: ir.Value, before: ir.Node) -> ir.Value:
-    """``codes @ down`` without the rows' scale, from rows in eight bits."""
-    down, scale = graph_input(edit, slot.down), graph_input(edit, slot.down_scale)
-    one, zero = edit.constant(np.array(1, np.float32)), edit.constant(np.array(ZERO_POINT, np.uint8))
-    inputs, shape = [codes, down, one, scale, zero], (*_lead(codes), None)
-    return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
@@ -184,7 +179,7 @@ def lower_alone(edit: Editor, book: SlotBook) -> None:
     for node, side in nodes:
         inputs, outputs = shapes[side.kind, side.source, False][1], shapes[side.kind, side.source, True][0]
         slot, x = book.keep(Slot(side.kind, (side.source,), inputs, (outputs,))), source_of(node)
-        made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
+        made = (up if side.up else down)(edit, slot, x, node, book.exact)
         shape = made.shape
         edit.replace(node, made)
         made.shape = shape  # the rank is the app's, not the one that was traced
