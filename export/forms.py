@@ -117,7 +117,7 @@ class ExternalCacheForm(nn.Module):
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]
         past = list(zip(rows[::2], rows[1::2], strict=True))
         outputs, new = call(self.name, self.module, tensors[:integers], past)
-        return (*outputs, stack(new)) if new else outputs
+        return (*outputs, stack(new).to(tensors[-1].dtype)) if new else outputs
 
 
 def call(

@@ -17,8 +17,6 @@ from ssdevice.config import Schedule
 from ssdevice.contract import (
     CHOOSING,
     FUNCTIONS,
-    PAST,
-    ROWS,
     CacheForm,
     FunctionSpec,
     TensorSpec,
@@ -33,7 +31,7 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import add_norms, best_columns, half_cache
+from ssdevice.export.onnx.fused import add_norms, best_columns
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
@@ -51,9 +49,8 @@ from ssdevice.runtime.onnx.engine import OnnxEngine
 
 WEIGHTS = "weights"
 WEIGHTS_FILE = "weights.bin"
-FLOATS = "float32"
-"""Type of the graphs' numbers, and of the cache if its rows are not rounded."""
-HALVES = "float16"
+FLOATS, HALVES = "float32", "float16"
+"""Types of the cache: attention rounds a call's own rows to it as well, so that later calls see the same."""
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
 FILES = {name: f"{name}.onnx" for name in FUNCTIONS + CHOOSING}
@@ -86,9 +83,13 @@ class OnnxExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``Exporter``."""
         plan = job.plan
-        argmax = plan.geometry.k == 1 or (plan.merged and job.loaded.model.draft_head is not None)
+        model = job.loaded.model
+        argmax = plan.geometry.k == 1 or (plan.merged and model.draft_head is not None)
+        # Attention with a soft cap has no kernel that reads halves: every call would widen the whole cache.
+        capped = getattr(model.backbone.config, "attn_logit_softcapping", None) is not None
+        cache_dtype = FLOATS if plan.options.quant is Quant.FP32 or capped else HALVES
         with WeightFile(folder / WEIGHTS_FILE) as weights:
-            writer = GraphWriter(plan, weights, argmax)
+            writer = GraphWriter(plan, weights, cache_dtype, argmax)
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products
         notes = (*_notes(plan.options.quant, writer.store), *job.notes)
@@ -123,7 +124,7 @@ Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
 
 def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """A graph of every function."""
-    specs = job.plan.functions(CacheForm.EXTERNAL, FLOATS)
+    specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
     for number, (name, spec) in enumerate(specs.items()):
         job.report("write the graphs", number, len(specs), name)
         writer.write(trace(job, spec), spec, folder / FILES[name])
@@ -139,7 +140,7 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     made = []
     for variant, added in wanted:
         model = template(job, variant)
-        specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
+        specs = model.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
         slots: dict[str, Slot] = {}
         for name in added:
             file = graph_file(name, variant)
@@ -167,30 +168,21 @@ class GraphWriter:
     ``argmax``: of every head only the best column is wanted, in all graphs of the bundle that share it.
     """
 
-    def __init__(self, plan: ExportPlan, weights: WeightFile, argmax: bool) -> None:
-        self.plan, self.weights, self.argmax = plan, weights, argmax
+    def __init__(self, plan: ExportPlan, weights: WeightFile, cache_dtype: str, argmax: bool) -> None:
+        self.plan, self.weights, self.cache_dtype, self.argmax = plan, weights, cache_dtype, argmax
         self.store = WeightStore()
-        self.cache_dtype = ""
         self.products: dict[Path, list[Written]] = {}
 
     def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
-        quant = self.plan.options.quant
         add_norms(edit)
-        quantize(edit, quant, self.store, book)
+        quantize(edit, self.plan.options.quant, self.store, book)
         if self.argmax:
             best_columns(edit)
-        cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
-        self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
         more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         self.products[file] = written(edit)
-        inputs, outputs = (
-            [replace(t, dtype=self.cache_dtype) if t.name == ROWS or PAST in t.shape else t for t in tensors]
-            for tensors in (spec.inputs, spec.outputs)
-        )
-        own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
-        save_graph(edit.model, own, file, self.weights)
+        save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, self.weights)
 
 
 def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:

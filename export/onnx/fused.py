@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
-import onnx_ir as ir
 
-from ssdevice.contract import ROWS
 from ssdevice.export.onnx.editor import Editor, constant_of, producer, shape_of, sizes_of, source_of
 from ssdevice.runtime.onnx.kernels import (
     ADD_NORM,
-    CAPPED_ATTENTION,
     DOMAIN,
-    HALF_TREE_ATTENTION,
     INT8_ARGMAX,
     INT8_EMBEDDING,
     INT8_LINEAR,
     TIED_EMBEDDING,
-    TREE_ATTENTION,
 )
 
 WIDEST = 16384
 """Inputs that ``Int8Argmax`` takes, at most."""
-HALF = ir.DataType.FLOAT16
 LARGE = 1 << 22
 """Bytes of a head that no cache holds; of others, reading half gains nothing."""
 
@@ -74,28 +66,3 @@ def best_columns(edit: Editor) -> None:
             if use.node.op_type == INT8_EMBEDDING:
                 use.node.op_type = TIED_EMBEDDING
         edit.graph.remove([node, product], safe=True)
-
-
-def half_cache(edit: Editor, cache: Collection[str]) -> bool:
-    """Store the cache of a finished graph in float16; False, and nothing changes, if its attention has no kernel.
-
-    ``cache``: the names of its past keys and values, also of layers that the graph does not compute.
-
-    Without one every call would widen the whole cache. New rows stay float32 within the graph. Attention rounds them
-    to what the cache will hold, and so does the cast of those that leave: a call sees its own rows as later calls will.
-    """
-    graph = edit.graph
-    if any(node.op_type == CAPPED_ATTENTION for node in graph):
-        return False
-    for node in graph:
-        if node.op_type == TREE_ATTENTION:
-            node.op_type = HALF_TREE_ATTENTION
-    for value in graph.inputs:
-        if value.name in cache:
-            value.type = ir.TensorType(HALF)
-    for at, value in enumerate(graph.outputs):
-        if value.name == ROWS:
-            value.name = f"{ROWS}_float32"
-            made = edit.insert(None, "Cast", [value], shape_of(value), HALF, {"to": int(HALF)})
-            graph.outputs[at], made.name = made, ROWS
-    return True

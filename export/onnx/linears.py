@@ -38,14 +38,27 @@ SMALL = 1 << 14
 Array = np.ndarray[Any, Any]
 
 
+Term = tuple[Role, ir.Node]
+"""A low-rank term beside a linear: the role of its second factor, and the addition of both."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role."""
+    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role.
+
+    ``term``: the one beside it that becomes a slot.
+    """
 
     node: ir.Node
     name: str
     weight: Array
     role: Role | None
+    term: Term | None
+
+    @property
+    def output(self) -> ir.Value:
+        """What the product gives, its term included."""
+        return (self.node if self.term is None else self.term[1]).outputs[0]
 
     @property
     def factor(self) -> bool:
@@ -98,8 +111,8 @@ class Linear:
         return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T)
 
 
-def linears(edit: Editor) -> list[Linear]:
-    """All linears of a graph, those of one input together, in graph order."""
+def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
+    """All linears of a graph, those of one input together, in graph order; ``terms``: by the placeholder beside."""
     groups: dict[tuple[int, bool, bool], list[Part]] = {}
     for node in edit.graph:
         if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
@@ -108,21 +121,20 @@ def linears(edit: Editor) -> list[Linear]:
         content = constant_of(weight)
         if content is None:
             raise ValueError(f"linear {node.name} has no constant weight")
-        part = Part(node, weight.name or "", content, role_of(weight))
+        part = Part(node, weight.name or "", content, role_of(weight), terms.get(node))
         groups.setdefault((id(source_of(node)), part.factor, part.stays_float), []).append(part)
     return [Linear(tuple(parts)) for parts in groups.values()]
 
 
-def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.Node]) -> None:
+def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
     """Replace a linear's placeholders by their product ``whole [1, rows, N]``, a split of its columns and the biases.
 
-    It stays whole where operators of ours take it whole. ``terms``: by the id of a placeholder, the addition of a
-    low-rank term that the product already has.
+    The product has the low-rank terms already. It stays whole where operators of ours take it whole.
     """
     first, source, values = linear.first.node, linear.source, [whole]
     weights = [(part.name, int(part.weight.shape[0])) for part in linear.parts]
     if len(weights) > 1:
-        ends = [terms.get(id(part.node), part.node).outputs[0] for part in linear.parts]
+        ends = [part.output for part in linear.parts]
         biased = any(len(part.node.inputs) > 2 for part in linear.parts)
         if not biased and (_rotary_split(edit, ends, whole) or _gated_silu(edit, ends, whole)):
             edit.products.append(Marked(tuple(weights), source, whole))
@@ -133,8 +145,8 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.
         if len(part.node.inputs) > 2:
             value = edit.insert(part.node, "Add", [value, part.node.inputs[2]], shape_of(value), ir.DataType.FLOAT)
         edit.replace(part.node, value)
-        if id(part.node) in terms:
-            edit.replace(terms[id(part.node)], value)
+        if part.term is not None:
+            edit.replace(part.term[1], value)
         edit.products.append(Marked((weight,), source, value))
 
 

@@ -14,7 +14,7 @@ from ssdevice.export.onnx.editor import Editor, Shape, constant_of, shape_of, so
 from ssdevice.export.onnx.functions import attention_form
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.translations import Out, Translation, cast, largest
-from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, TREE_ATTENTION
+from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, HALF_TREE_ATTENTION, TREE_ATTENTION
 
 
 def linear(edit: Editor, out: Out, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
@@ -54,8 +54,10 @@ def attend(
         terms += [] if more else [empty]
     terms.append(mask)
     form = attention_form(rows, kv_heads, all_heads // kv_heads, dim, scale)
-    kind, given = (CAPPED_ATTENTION, form | {"softcap": softcap}) if softcap else (TREE_ATTENTION, form)
-    made = edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, given, DOMAIN)
+    kind = HALF_TREE_ATTENTION if keys[0].dtype is ir.DataType.FLOAT16 else TREE_ATTENTION
+    if softcap:
+        kind, form = CAPPED_ATTENTION, form | {"softcap": softcap}
+    made = edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, form, DOMAIN)
     return edit.reshape(None, made, out.shape)
 
 

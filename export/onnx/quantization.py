@@ -135,13 +135,12 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
         _quantize_embeddings(edit, store)
     else:
         _share_tied_table(edit)
-    terms = book.terms(edit) if book is not None else {}
-    for linear in linears(edit):
+    for linear in linears(edit, book.terms(edit) if book is not None else {}):
         part = linear.first
         if book is not None and part.factor:
             continue
         quantized, kept = exact and not part.stays_float, exact and part.stays_float
-        slot = book.slot(linear, terms, quantized) if book is not None else None
+        slot = book.slot(linear, quantized) if book is not None else None
         if kept:
             store.kept[linear.name] = linear.inputs * linear.outputs
         head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
@@ -153,7 +152,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
             whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
         if slot is not None:
             whole = _plus_term(edit, linear, whole, slot, exact)
-        lower(edit, linear, whole, {node: add for node, (_, add) in terms.items()})
+        lower(edit, linear, whole)
     edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)
@@ -202,7 +201,7 @@ def _quantize_embeddings(edit: Editor, store: WeightStore) -> None:
 
 def _share_tied_table(edit: Editor) -> None:
     """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
-    heads = {linear.name: linear for linear in linears(edit) if len(linear.parts) == 1}
+    heads = {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
     for node, table, ids in _lookups(edit):
         head, shape = heads.get(table.name or ""), sizes_of(ids)
         if head is None or shape is None:

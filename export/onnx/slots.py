@@ -13,7 +13,6 @@ for one row and uses the one for several. Its inner size is the rank, which fits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +31,7 @@ from ssdevice.export.onnx.editor import (
     sizes_of,
     source_of,
 )
-from ssdevice.export.onnx.linears import LINEAR, Linear, row_form
+from ssdevice.export.onnx.linears import LINEAR, Linear, Term, row_form
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
 from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
@@ -45,8 +44,8 @@ class SlotBook:
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
 
-    def terms(self, edit: Editor) -> dict[int, tuple[Role, ir.Node]]:
-        """By the id of a linear's placeholder: the role of the low-rank term beside it, and the addition of both."""
+    def terms(self, edit: Editor) -> dict[ir.Node, Term]:
+        """By a linear's placeholder: the low-rank term beside it."""
         found = {}
         for up in edit.graph:
             side = self.side_of(up)
@@ -59,12 +58,12 @@ class SlotBook:
                 if base is None or base is up or self.side_of(base) is not None:
                     continue
                 if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
-                    found[id(base)] = side, add
+                    found[base] = side, add
         return found
 
-    def slot(self, linear: Linear, terms: Mapping[int, tuple[Role, ir.Node]], int8: bool) -> Slot | None:
+    def slot(self, linear: Linear, int8: bool) -> Slot | None:
         """The slot beside a linear of the base; None if no part of it has one."""
-        beside = [terms[id(part.node)][0] if id(part.node) in terms else None for part in linear.parts]
+        beside = [part.term[0] if part.term is not None else None for part in linear.parts]
         kinds = {side.kind for side in beside if side is not None}
         if len(kinds) > 1:
             raise ValueError(f"{linear.name} has slots of two kinds")
