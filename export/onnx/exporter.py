@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
+from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, SlotLayout, Variant
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import (
@@ -141,17 +141,15 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     for variant, added in wanted:
         model = template(job, variant)
         specs = model.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
-        slots: dict[str, Slot] = {}
+        book = SlotBook(exact=plan.options.quant is not Quant.FP32)
         for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
-            book = SlotBook(exact=plan.options.quant is not Quant.FP32)
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
-            slots |= book.slots
         functions = app_functions(variant, plan.function_names)
         identifiers = IDENTIFIERS if variant.streams is not None else ""
-        made.append(replace(variant, functions=functions, slots=tuple(slots.values()), identifiers=identifiers))
+        made.append(replace(variant, functions=functions, slots=tuple(book.slots.values()), identifiers=identifiers))
     # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
     plain = {v.name: v.slots for v in made if v.streams is None}
     for i, variant in enumerate(made):

@@ -39,7 +39,7 @@ from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
 
 @dataclass
 class SlotBook:
-    """The slots of one graph. ``exact``: one row must give the bits of several."""
+    """The slots of a variant's graphs. ``exact``: one row must give the bits of several."""
 
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class SlotBook:
         """Enter a slot."""
         known = self.slots.setdefault(slot.name, slot)
         if known != slot:
-            raise ValueError(f"slot {slot.name} has two forms in the graph")
+            raise ValueError(f"slot {slot.name} has two forms in the graphs")
         return slot
 
     @staticmethod
