@@ -37,7 +37,7 @@ from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.regions import join_regions
 from ssdevice.export.onnx.shown import OnnxShown, Written, written
-from ssdevice.export.onnx.slots import SlotBook, slot_inputs
+from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
@@ -82,8 +82,7 @@ class OnnxExporter(Exporter):
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``Exporter``."""
-        plan = job.plan
-        model = job.loaded.model
+        plan, model = job.plan, job.loaded.model
         argmax = plan.geometry.k == 1 or (plan.merged and model.draft_head is not None)
         # Attention with a soft cap has no kernel that reads halves: every call would widen the whole cache.
         capped = getattr(model.backbone.config, "attn_logit_softcapping", None) is not None
@@ -177,10 +176,9 @@ class GraphWriter:
         quantize(edit, self.plan.options.quant, self.store, book)
         if self.argmax:
             best_columns(edit)
-        more = slot_inputs(edit, spec, book) if book is not None else ()
         join_regions(edit)
         self.products[file] = written(edit)
-        save_graph(edit.model, replace(spec, inputs=(*spec.inputs, *more)), file, self.weights)
+        save_graph(edit.model, spec, file, self.weights)
 
 
 def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:

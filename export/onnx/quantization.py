@@ -131,10 +131,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     ``book``: low-rank terms become slots, which are entered in it; without one they are weights like all others.
     """
     exact = quant is not Quant.FP32
-    if exact:
-        _quantize_embeddings(edit, store)
-    else:
-        _share_tied_table(edit)
+    _lower_embeddings(edit, store, exact)
     for linear in linears(edit, book.terms(edit) if book is not None else {}):
         part = linear.first
         if book is not None and part.factor:
@@ -179,41 +176,26 @@ def _int4_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
     return edit.insert(linear.first.node, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
 
 
-def _quantize_embeddings(edit: Editor, store: WeightStore) -> None:
-    """Gathers from the float table become gathers from its int8 form, stored as the head's ``[D, V]`` wants it.
+def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
+    """Gathers from the embedding read it as the head wants it, ``[D, V]``, so that a tied head shares the bytes.
 
-    A tied head then shares the bytes.
+    It has eight bits; in float32 only one that is tied to the head changes.
     """
-    for node, table, ids in _lookups(edit):
-        role, content = role_of(table), constant_of(table)
-        if role is None or role.part is not ModelPart.EMBEDDING or content is None or content.size < SMALL:
+    heads = {} if exact else {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
+    for node in [node for node in edit.graph if node.op_type == "Gather"]:
+        table, ids = source_of(node), source_of(node, 1)
+        role, content, shape = role_of(table), constant_of(table), sizes_of(ids)
+        if role is None or role.part is not ModelPart.EMBEDDING or content is None or shape is None:
             continue
-        shape = sizes_of(ids)
-        if shape is None:
-            raise ValueError(f"the embedding {table.name} is read with ids of unknown shape")
-        weight = store.initializers(edit, Int8Weight, table.name or "", partial(np.transpose, content))
-        if ids.dtype is not ir.DataType.INT32:
-            ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
         out = [*shape, content.shape[1]]
-        made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
-        edit.replace(node, made)
-
-
-def _share_tied_table(edit: Editor) -> None:
-    """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
-    heads = {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
-    for node, table, ids in _lookups(edit):
-        head, shape = heads.get(table.name or ""), sizes_of(ids)
-        if head is None or shape is None:
-            continue
-        rows = prod(shape)
-        stored = edit.named(transposed_name(head), head.weight)
-        flat = edit.reshape(node, ids, (rows,))
-        columns = edit.insert(node, "Gather", [stored, flat], (head.inputs, rows), ir.DataType.FLOAT, {"axis": 1})
-        turned = edit.transpose(node, columns, [1, 0])
-        edit.replace(node, edit.reshape(node, turned, (*shape, head.inputs)))
-
-
-def _lookups(edit: Editor) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
-    """Gathers, with the table and the ids of each."""
-    return [(node, source_of(node), source_of(node, 1)) for node in edit.graph if node.op_type == "Gather"]
+        if exact and content.size >= SMALL:
+            weight = store.initializers(edit, Int8Weight, table.name or "", partial(np.transpose, content))
+            if ids.dtype is not ir.DataType.INT32:
+                ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
+            made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
+            edit.replace(node, made)
+        elif (head := heads.get(table.name or "")) is not None:
+            stored, flat = edit.named(transposed_name(head), head.weight), edit.reshape(node, ids, (prod(shape),))
+            sizes = (content.shape[1], prod(shape))
+            columns = edit.insert(node, "Gather", [stored, flat], sizes, ir.DataType.FLOAT, {"axis": 1})
+            edit.replace(node, edit.reshape(node, edit.transpose(node, columns, [1, 0]), tuple(out)))

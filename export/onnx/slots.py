@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind
-from ssdevice.contract import FunctionSpec, TensorSpec
+from ssdevice.adapters.slots import Slot, SlotKind
+from ssdevice.contract import TensorSpec
 from ssdevice.export.onnx.editor import (
     CONTRIB,
     Editor,
@@ -28,7 +28,6 @@ from ssdevice.export.onnx.editor import (
     producer,
     role_of,
     shape_of,
-    sizes_of,
     source_of,
 )
 from ssdevice.export.onnx.linears import LINEAR, Linear, Term, row_form
@@ -83,15 +82,6 @@ class SlotBook:
         """The role of a placeholder whose weight is a factor; None for other nodes."""
         role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
         return role if role is not None and role.part is ModelPart.FACTOR else None
-
-
-def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
-    """The graph's inputs after those of the contract: slots, and the stream identifiers."""
-    known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
-    own = edit.graph.inputs[len(spec.inputs) :]
-    return tuple(
-        known.get(value.name or "") or TensorSpec(IDENTIFIERS, sizes_of(value) or (), "float32") for value in own
-    )
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
