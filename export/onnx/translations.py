@@ -108,19 +108,13 @@ def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.V
 
 def _path_rows(edit: Editor, out: Out, parts: Sequence[ir.Value]) -> ir.Value | None:
     """The accepted path's rows of every layer, gathered one by one, as one gather of all rows; None: other parts."""
-    gathers = [producer(made.inputs[0], "Gather") for part in parts if (made := producer(part, "Reshape")) is not None]
-    if out.shape[0] != len(parts) or len(gathers) != len(parts) or gathers[0] is None:
+    gathers = [producer(part, "Gather") for part in parts]
+    paths = {node.inputs[1] if node and node.attributes.get_int("axis", 0) == 1 else None for node in gathers}
+    if None in paths or len(paths) > 1:
         return None
-    rows, path, width = [], source_of(gathers[0], 1), out.shape[-1]
-    for gather in gathers:
-        sizes = sizes_of(gather.inputs[0]) if gather is not None and gather.inputs[1] is path else None
-        axis = gather.attributes.get_int("axis", 0) if gather is not None else 0
-        if gather is None or sizes is None or prod(sizes[axis + 1 :]) != width:
-            return None
-        rows.append(edit.reshape(None, source_of(gather), (1, sizes[axis], width)))
-    count = (shape_of(rows[0]) or ())[1]
-    joined = edit.insert(None, "Concat", rows, (len(rows), count, width), out.dtype, {"axis": 0})
-    return edit.insert(None, "Gather", [joined, path], out.shape, out.dtype, {"axis": 1})
+    rows = [source_of(node) for node in gathers if node]
+    joined = edit.insert(None, "Concat", rows, (len(rows), *(shape_of(rows[0]) or ())[1:]), out.dtype, {"axis": 0})
+    return edit.insert(None, "Gather", [joined, *paths], out.shape, out.dtype, {"axis": 1})
 
 
 def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -130,17 +124,22 @@ def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir
 
 
 def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
-    """Rows of a dimension by their numbers; those of a transpose before it, so that views of them can join."""
-    shape, content, above = shape_of(x) or (), constant_of(index), producer(x, "Transpose")
+    """Rows of a dimension by their numbers; of what a view shows, so that views on both sides can join."""
+    shape, content, above = shape_of(x) or (), constant_of(index), x.producer()
     axis = dim % len(shape)
     if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
         return x
-    if above is None or len(out.shape) != len(shape):
-        return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": axis})
-    perm = above.attributes["perm"].as_ints()
-    inner = [out.shape[perm.index(d)] for d in range(len(perm))]
-    rows = edit.insert(None, "Gather", [source_of(above), index], inner, out.dtype, {"axis": perm[axis]})
-    return edit.transpose(None, rows, perm)
+    inner = sizes_of(above.inputs[0]) if above is not None and len(out.shape) == len(shape) else None
+    if above is not None and inner is not None and above.op_type == "Transpose":
+        perm = above.attributes["perm"].as_ints()
+        own = Out(tuple(out.shape[perm.index(d)] for d in range(len(perm))), out.dtype)
+        return edit.transpose(None, gather(edit, own, source_of(above), perm[axis], index), perm)
+    if above is not None and inner is not None and above.op_type == "Reshape":
+        for d, size in enumerate(inner):
+            if size == shape[axis] and prod(inner[:d]) == prod(size or 0 for size in shape[:axis]):
+                own = Out((*inner[:d], out.shape[axis], *inner[d + 1 :]), out.dtype)
+                return edit.reshape(None, gather(edit, own, source_of(above), d, index), out.shape)
+    return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": axis})
 
 
 def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
