@@ -28,7 +28,7 @@ from ssdevice.export.onnx.editor import (
 from ssdevice.export.onnx.functions import ZERO_POINT
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
-from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, HALF_LINEAR, ROTARY_SPLIT
+from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, ROTARY_SPLIT
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
@@ -105,10 +105,27 @@ class Linear:
         """N, of all parts together."""
         return sum(int(part.weight.shape[0]) for part in self.parts)
 
-    def weight(self) -> Array:
-        """``[K, N]`` float32."""
+    @property
+    def transposed(self) -> str:
+        """The name of its float32 weight as ``[K, N]``."""
+        return f"{self.name}.T"
+
+    def weight(self, dtype: type[np.floating[Any]] = np.float32) -> Array:
+        """``[K, N]``."""
         parts = [part.weight for part in self.parts]
-        return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T)
+        return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T, dtype)
+
+    def product(
+        self,
+        edit: Editor,
+        kind: str,
+        weight: Sequence[ir.Value],
+        attributes: dict[str, Any] | None = None,
+        domain: str = DOMAIN,
+    ) -> ir.Value:
+        """Its product by an operator, ``[.., rows, N]``, before its placeholders."""
+        shape = (*(shape_of(self.source) or ())[:-1], self.outputs)
+        return edit.insert(self.first.node, kind, [self.source, *weight], shape, ir.DataType.FLOAT, attributes, domain)
 
 
 def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
@@ -183,36 +200,11 @@ def _gated_silu(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool
     return True
 
 
-def plain_product(edit: Editor, linear: Linear) -> ir.Value:
-    """A float32 MatMul."""
-    weight = edit.named(transposed_name(linear), linear.weight)
-    return edit.insert(linear.first.node, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
-
-
-def half_product(edit: Editor, linear: Linear) -> ir.Value:
-    """A product with a weight in float16; see ``fits_half``."""
-    inputs = [linear.source, edit.named(f"{linear.name}.float16", lambda: linear.weight().astype(np.float16))]
-    return edit.insert(linear.first.node, HALF_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, domain=DOMAIN)
-
-
 def fits_half(linear: Linear) -> bool:
     """Whether a weight of some size is one of float16 numbers, as the streams' own terms are in adapter folders."""
     weight = linear.weight()
     with np.errstate(over="ignore"):
         return weight.size >= SMALL and bool((weight == weight.astype(np.float16)).all())
-
-
-def transposed_name(linear: Linear) -> str:
-    """Name of a float32 weight as ``[K, N]``."""
-    return f"{linear.name}.T"
-
-
-def out_shape(linear: Linear) -> tuple[int | None, ...]:
-    """Shape of a linear's product."""
-    lead = shape_of(linear.source)
-    if lead is None:
-        raise ValueError(f"linear {linear.name} reads a value of unknown rank")
-    return (*lead[:-1], linear.outputs)
 
 
 def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:

@@ -18,29 +18,16 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ssdevice.adapters.slots import Slot
 from ssdevice.adapters.weights import int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.editor import Editor, constant_of, role_of, sizes_of, source_of
+from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
 from ssdevice.export.onnx.functions import BLOCK
-from ssdevice.export.onnx.linears import (
-    SMALL,
-    Array,
-    Linear,
-    fits_half,
-    half_product,
-    linears,
-    lower,
-    out_shape,
-    plain_product,
-    row_form,
-    transposed_name,
-)
+from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower, row_form
 from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part as ModelPart
-from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
+from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
 
 
 @dataclass(frozen=True)
@@ -133,47 +120,36 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     exact = quant is not Quant.FP32
     _lower_embeddings(edit, store, exact)
     for linear in linears(edit, book.terms(edit) if book is not None else {}):
-        part = linear.first
-        if book is not None and part.factor:
+        if book is not None and linear.first.factor:
             continue
-        quantized, kept = exact and not part.stays_float, exact and part.stays_float
-        slot = book.slot(linear, quantized) if book is not None else None
-        if kept:
-            store.kept[linear.name] = linear.inputs * linear.outputs
-        head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
-        if quantized and (quant is Quant.INT8 or head):
-            whole = _int8_product(edit, linear, store)
-        elif quantized:
-            whole = _int4_product(edit, linear, store)
-        else:
-            whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
+        slot = book.slot(linear, exact and not linear.first.stays_float) if book is not None else None
+        whole = _product(edit, linear, quant, store, slot is not None)
         if slot is not None:
-            whole = _plus_term(edit, linear, whole, slot, exact)
+            before = linear.first.node
+            term = up(edit, slot, down(edit, slot, linear.source, before, exact), before, exact)
+            whole = edit.insert(before, "Add", [whole, term], shape_of(whole), ir.DataType.FLOAT)
         lower(edit, linear, whole)
     edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)
 
 
-def _plus_term(edit: Editor, linear: Linear, base: ir.Value, slot: Slot, exact: bool) -> ir.Value:
-    """A product with its slot's low-rank term added."""
-    before = linear.first.node
-    term = up(edit, slot, down(edit, slot, linear.source, before, exact), before, exact)
-    return edit.insert(before, "Add", [base, term], out_shape(linear), ir.DataType.FLOAT)
-
-
-def _int8_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
-    """A product of integers."""
-    zero, views = row_form(edit, linear.source)
-    inputs = [linear.source, *store.initializers(edit, Int8Weight, linear.name, linear.weight), zero]
-    return edit.insert(linear.first.node, INT8_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, views, DOMAIN)
-
-
-def _int4_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
-    """A product with blocks of four bits."""
-    inputs = [linear.source, *store.initializers(edit, Int4Weight, linear.name, linear.weight)]
-    sizes = {"K": linear.inputs, "N": linear.outputs}
-    return edit.insert(linear.first.node, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
+def _product(edit: Editor, linear: Linear, quant: Quant, store: WeightStore, slotted: bool) -> ir.Value:
+    """A linear's product in the form that ``quant`` asks for; ``slotted``: a slot's term is added to it."""
+    role = linear.first.role
+    if quant is not Quant.FP32 and linear.first.stays_float:
+        store.kept[linear.name] = linear.inputs * linear.outputs
+        if not slotted and fits_half(linear):
+            half = edit.named(f"{linear.name}.float16", partial(linear.weight, np.float16))
+            return linear.product(edit, HALF_LINEAR, [half])
+    if quant is Quant.FP32 or linear.first.stays_float:
+        return linear.product(edit, "MatMul", [edit.named(linear.transposed, linear.weight)], domain="")
+    if quant is Quant.INT8 or (role is not None and role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)):
+        zero, form = row_form(edit, linear.source)
+        weight = store.initializers(edit, Int8Weight, linear.name, linear.weight)
+        return linear.product(edit, INT8_LINEAR, [*weight, zero], form)
+    weight = store.initializers(edit, Int4Weight, linear.name, linear.weight)
+    return linear.product(edit, INT4_LINEAR, weight, {"K": linear.inputs, "N": linear.outputs})
 
 
 def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
@@ -195,7 +171,7 @@ def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
             made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
             edit.replace(node, made)
         elif (head := heads.get(table.name or "")) is not None:
-            stored, flat = edit.named(transposed_name(head), head.weight), edit.reshape(node, ids, (prod(shape),))
+            stored, flat = edit.named(head.transposed, head.weight), edit.reshape(node, ids, (prod(shape),))
             sizes = (content.shape[1], prod(shape))
             columns = edit.insert(node, "Gather", [stored, flat], sizes, ir.DataType.FLOAT, {"axis": 1})
             edit.replace(node, edit.reshape(node, edit.transpose(node, columns, [1, 0]), tuple(out)))
