@@ -101,9 +101,8 @@ def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) ->
         zero, form = row_form(edit, x)
         inputs = [x, weight, graph_input(edit, slot.down_scale), zero]
         return edit.insert(before, INT8_FACTOR, inputs, (*_lead(x), None), ir.DataType.FLOAT, form, DOMAIN)
-    if not _single(x, exact):
-        return _product(edit, x, weight, None, before)
-    return _from_column(edit, _column(edit, x, before), weight, None, before)
+    single = _single(x, exact)
+    return _product(edit, _column(edit, x, before) if single else x, weight, None, before, single)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
@@ -115,9 +114,8 @@ def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> i
         shape = (*lead[:-1], None, 1) if single else (*lead, None)
         axis = len(lead) - 1 if single else len(lead)
         pieces = list(edit.split(before, pieces[0], ranks, [shape] * len(slot.outputs), axis))
-    make = _from_column if single else _product
     made = [
-        make(edit, piece, graph_input(edit, spec), outputs, before)
+        _product(edit, piece, graph_input(edit, spec), outputs, before, single)
         for piece, outputs, spec in zip(pieces, slot.outputs, slot.ups, strict=True)
     ]
     if len(made) == 1:
@@ -145,16 +143,13 @@ def _column(edit: Editor, x: ir.Value, before: ir.Node) -> ir.Value:
     return edit.insert(before, "Reshape", [x, target], (*lead[:-1], shape[-1], 1), ir.DataType.FLOAT)
 
 
-def _from_column(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
-    """``[.., K, 1]`` transposed, times ``weight [K, N]``: ``[.., 1, N]``."""
-    shape = (*(shape_of(x) or ())[:-2], 1, outputs)
-    transposed = {"transA": 1, "transB": 0}
-    return edit.insert(before, "FusedMatMul", [x, weight], shape, ir.DataType.FLOAT, transposed, CONTRIB)
-
-
-def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
-    """``x [.., K] @ weight [K, N]``."""
-    return edit.insert(before, "MatMul", [x, weight], (*_lead(x), outputs), ir.DataType.FLOAT)
+def _product(
+    edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node, single: bool
+) -> ir.Value:
+    """``x [.., K] @ weight [K, N]``; ``single``: x is one row as a column."""
+    lead = (*(shape_of(x) or ())[:-2], 1) if single else _lead(x)
+    kind, form, domain = ("FusedMatMul", {"transA": 1, "transB": 0}, CONTRIB) if single else ("MatMul", {}, "")
+    return edit.insert(before, kind, [x, weight], (*lead, outputs), ir.DataType.FLOAT, form, domain)
 
 
 def lower_alone(edit: Editor, book: SlotBook) -> None:

@@ -184,14 +184,10 @@ def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -
     return edit.insert(None, "Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
 
 
-def power(edit: Editor, out: Out, x: ir.Value, exponent: float) -> ir.Value:
+def power(edit: Editor, out: Out, x: ir.Value, exponent: float = 2) -> ir.Value:
     if exponent == 2:
-        return square(edit, out, x)
+        return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
     return edit.insert(None, "Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
-
-
-def square(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
 
 
 def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
@@ -294,8 +290,7 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _binary("LessOrEqual")),
     **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _binary("GreaterOrEqual")),
     **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), where),
-    aten.pow.Tensor_Scalar: power,
-    aten.square.default: square,
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), power),
     aten.rsqrt.default: rsqrt,
     aten.silu.default: silu,
     aten.gelu.default: gelu,
