@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, SlotLayout, Variant
+from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import (
@@ -136,24 +136,22 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
     wanted = variants_of(plan.apps, plan.function_names)
     steps = sum(len(added) for _, added in wanted)
-    made = []
+    made: list[Variant] = []
+    plain: dict[bool, dict[str, Slot]] = {}
     for variant, added in wanted:
         model = template(job, variant)
         specs = model.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
-        book = SlotBook(exact=plan.options.quant is not Quant.FP32)
+        # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
+        book = SlotBook(plan.options.quant is not Quant.FP32, dict(plain.get(variant.lora, {})))
         for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
-        functions = app_functions(variant, plan.function_names)
+        plain.setdefault(variant.lora, book.slots)
+        functions, slots = app_functions(variant, plan.function_names), tuple(book.slots.values())
         identifiers = IDENTIFIERS if variant.streams is not None else ""
-        made.append(replace(variant, functions=functions, slots=tuple(book.slots.values()), identifiers=identifiers))
-    # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
-    plain = {v.name: v.slots for v in made if v.streams is None}
-    for i, variant in enumerate(made):
-        every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
-        made[i] = replace(variant, slots=tuple(every.values()))
+        made.append(replace(variant, functions=functions, slots=slots, identifiers=identifiers))
     layout = SlotLayout(plan.identity.hidden_size, tuple(made))
     write = partial(write_adapter, base_sha256=plan.identity.sha256)
     return tuple(files), write_slots(plan, layout, folder, ADAPTER_FILE, write)
