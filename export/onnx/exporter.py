@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -87,7 +88,7 @@ class OnnxExporter(Exporter):
         # Attention with a soft cap has no kernel that reads halves: every call would widen the whole cache.
         capped = getattr(model.backbone.config, "attn_logit_softcapping", None) is not None
         cache_dtype = FLOATS if plan.options.quant is Quant.FP32 or capped else HALVES
-        with WeightFile(folder / WEIGHTS_FILE) as weights:
+        with closing(WeightFile(folder / WEIGHTS_FILE)) as weights:
             writer = GraphWriter(plan, weights, cache_dtype, argmax)
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products

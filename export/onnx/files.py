@@ -32,10 +32,8 @@ class WeightFile:
         self._file = path.open("wb")
         self._places: dict[tuple[bytes, int], int] = {}
 
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Write what is left."""
         self._file.close()
 
     def add(self, content: bytes) -> int:
