@@ -1,7 +1,7 @@
 """The one comparison of answers, and the rule that tells a near-tie from a fault.
 
-It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), sampled answers
-of all modes (``bench.sampled``), and ``generate`` of transformers (``bench.against_torch``).
+It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), and sampled
+answers of all modes (``bench.sampled``).
 
 Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
 counts as a near-tie if, at the first differing token, the logits of both tokens are at most twice as far apart as the
@@ -77,7 +77,7 @@ class Comparison:
     """Answers compared with those of a reference, and the rule that excuses near-ties.
 
     ``precision``: of the bundle, or the coarser one of two. ``largest_change``: of any logit; None if logits were not
-    available. ``modes``: what is compared. ``tie``: a margin that needs no other excuse. ``between``, ``what``: words.
+    available. ``modes``: what is compared. ``between``, ``what``: words.
     """
 
     precision: Precision
@@ -85,7 +85,6 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     largest_change: float | None = None
     modes: list[str] = field(default_factory=list)
-    tie: float = 0.0
     between: str = "modes"
     what: str = "to plain decoding"
 
@@ -115,9 +114,7 @@ class Comparison:
     def near_tie(self, difference: Difference) -> bool:
         """Whether the margin of a difference excuses it."""
         change, margin = self.largest_change, difference.margin
-        if margin is None:
-            return False
-        return margin <= self.tie or (change is not None and change <= self.ceiling and margin <= 2 * change)
+        return margin is not None and change is not None and change <= self.ceiling and margin <= 2 * change
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""

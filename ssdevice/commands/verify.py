@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.commands.opening import (
     add_bundle,
     add_engine,
@@ -157,8 +157,8 @@ class _Checks:
     def _torch(
         self, folder: Path, session: Session, prompts: list[list[int]], answers: list[list[int]], report: Report
     ) -> None:
-        """Compare the torch reference with transformers and PEFT, and the plain answers with both."""
-        from ssdevice.bench.against_torch import against_generate, agreement
+        """Compare the torch reference with transformers and PEFT, and the plain answers with the reference."""
+        from ssdevice.bench.against_torch import agreement
         from ssdevice.export.crosscheck.check import check_model
         from ssdevice.model.loading import load
 
@@ -174,10 +174,6 @@ class _Checks:
         except ParityError as error:
             self.faults.append(str(error))
         self.add("reference", agreement(bundle, args.app, model(), prompts, answers, report))
-        if bundle.manifest.precision is Precision.FP32 and app.answers_as_base:
-            limits = self.most, geometry.context
-            stops = tokenizer.stop_ids
-            self.add("generate", against_generate(args.model, prompts, answers, stops, *limits, report))
 
     def _engine_with_logits(self, bundle: Bundle) -> Engine | None:
         """An engine of a bundle that also shows logits; None if the target has none, which the output then says."""

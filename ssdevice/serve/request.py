@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
+from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve.refusal import Refusal
 from ssdevice.text.tools import ToolStyle, functions_of
@@ -21,9 +22,7 @@ DRAWN_SEEDS = 1 << 31
 """Seeds of requests without one; JavaScript and int32 hold all of them."""
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; answers of a chat end by themselves, or with the context."""
-SAMPLED = ("top_p", "top_k", "min_p", "typical_p", "seed")
-"""Parameters that ask for sampling, unless the temperature is 0."""
-CHOICE = ("temperature", *SAMPLED, "presence_penalty", "frequency_penalty", "repetition_penalty")
+CHOICE = (*DRAWING, "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters that are fields of Sampling; it checks them."""
 Check: TypeAlias = Callable[[str, Any], Any]
 """``(name, value) -> value``; raises InputError, or Refusal."""
@@ -54,7 +53,7 @@ class Request:
     @property
     def samples(self) -> bool:
         """Whether tokens are to be drawn."""
-        return _samples(self.sampling)
+        return Sampling.draws(self.sampling)
 
     def style(self, template: str | None) -> ToolStyle | None:
         """How calls in the answer are written; None if there can be none, or in a form that is not read."""
@@ -115,7 +114,7 @@ def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dic
 
 def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     sampling = {name: given[name] for name in (*CHOICE, "logit_bias") if name in given}
-    if _samples(sampling):
+    if Sampling.draws(sampling):
         sampling.setdefault("seed", random.randrange(DRAWN_SEEDS))
     if structure := given.get("response_format"):
         sampling["structure"] = structure
@@ -126,10 +125,6 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "app": given["model"], "stop": given.get("stop", ()), "sampling": sampling, "stream": stream, "usage": usage
     }  # fmt: skip
-
-
-def _samples(named: Mapping[str, Any]) -> bool:
-    return bool(named["temperature"]) if "temperature" in named else any(name in named for name in SAMPLED)
 
 
 def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[Any]]:
