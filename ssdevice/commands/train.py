@@ -119,15 +119,8 @@ def run(args: argparse.Namespace) -> int:
     if worker:
         return 0
     if result is not None:
-        summary = {
-            "app": args.app,
-            "dev_prompts": result.prompts,
-            "tokens_per_step": {
-                f"chain:{options.streams.gamma}": round(result.chain, 3),
-                **{f"T={size}": round(beta, 3) for size, (beta, _) in result.trees.items()},
-            },
-            "trees": {f"T={size}": tree.to_json() for size, (_, tree) in result.trees.items()},
-        }
+        beta = {f"chain:{options.streams.gamma}": round(result.tokens_per_step, 3)}
+        summary = {"app": args.app, "dev_prompts": result.prompts, "tokens_per_step": beta}
         print(json.dumps(summary))
     else:
         print(f"wrote {args.out}", file=sys.stderr)
