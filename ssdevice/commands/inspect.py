@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.config import to_json
 from ssdevice.errors import needs_extra
-from ssdevice.runtime.target import RuntimeTarget, runtime_target
+from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Manifest
+
+SIZES = ("bytes", "files", "weights", "kv_cache", "kv_cache_per_token", "state", "estimate")
+"""What is a number of bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
-        _print(found, target)
+        _print(found)
     return 0
 
 
@@ -103,63 +106,43 @@ def memory(manifest: Manifest) -> dict[str, int]:
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
 
 
-def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
+def _print(found: dict[str, Any]) -> None:
+    """Print values by name; lists and mappings of objects are tables below them, and what holds such comes last."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False)
-    model, table = found["model"], Table(show_header=False, box=box.SIMPLE, pad_edge=False)
-    rows = {
-        "bundle": f"{found['bundle']}  ({_size(found['bytes'])})",
-        "target": f"{found['target']}, {found['precision']}",
-        "model": f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
-        f"hidden {model['hidden_size']}, vocabulary {model['vocab']}",
-        "weights": f"sha256 {model['sha256']}",
-        "decoding": _decoding(found),
-        "tree": f"{found['tree_size']} nodes: {found['tree']}",
-        "context": f"{found['context']} tokens, prefill in chunks of {found['chunk']}",
-        "functions": ", ".join(found["functions"]),
-        "memory": f"weights {_size(found['memory']['weights'])}, KV cache {_size(found['memory']['kv_cache'])} "
-        f"({found['memory']['kv_cache_per_token']} bytes per token)",
-        "made with": ", ".join(f"{name} {version}" for name, version in found["tools"].items()),
-    }
-    if found["parity"]:
-        rows["parity"] = ", ".join(f"{name} {value:.3g}" for name, value in found["parity"].items())
-    if (sampling := found["sampling"]) is not None:
-        asks = "recommends sampling" if sampling["do_sample"] else "names"
-        named = ", ".join(f"{name} {value}" for name, value in sampling.items() if value and name != "do_sample")
-        rows["sampling"] = f"generation_config.json {asks}{': ' * bool(named)}{named[:500]} (run with --sample)"
-    for i, note in enumerate(found["notes"], 1):
-        rows[f"note {i}"] = note
-    for name, text in rows.items():
-        table.add_row(name, escape(text))
-    console.print(table)
-    apps = Table("app", "kind", "mode", "rank", "bytes", "instruction", box=box.SIMPLE, pad_edge=False)
-    for app in found["apps"]:
-        name = f"{app['name']} (default)" if app["default"] else app["name"]
-        apps.add_row(
-            name, app["kind"], app["mode"] or "", str(app["rank"]), _size(app["bytes"]), escape(app["instruction"])
-        )
-    console.print(apps)
-    files = Table("file", "size", box=box.SIMPLE, pad_edge=False)
-    for name, size in found["files"].items():
-        files.add_row(escape(name), _size(size))
-    console.print(files)
-    target.print_description(console, found, _size)
+    console = Console(highlight=False)
+    values, tables, nested = Table(show_header=False, box=box.SIMPLE, pad_edge=False), [], []
+    values.add_column()
+    values.add_column(overflow="fold")
+    for name, value in found.items():
+        rows = value if isinstance(value, list) else []
+        if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()):
+            rows = [{name: key} | each for key, each in value.items()]
+        if rows and isinstance(rows[0], dict):
+            tables.append(Table(*rows[0], box=box.SIMPLE, pad_edge=False))
+            for row in rows:
+                tables[-1].add_row(*(escape(_text(*cell)) for cell in row.items()))
+        elif isinstance(value, dict) and any(isinstance(each, (dict, list)) for each in value.values()):
+            nested.append(value)
+        elif value not in (None, "", [], {}):
+            values.add_row(name, escape(_text(name, value, "\n")))
+    console.print(values, *tables)
+    for value in nested:
+        _print(value)
 
 
-def _decoding(found: dict[str, Any]) -> str:
-    if found["mode"] is not None:
-        sizes = f"γ = {found['gamma']}, k = {found['k']}, {found['msa_layers']} MSA layers"
-        return f"{found['mode']}, {sizes}, {found['schedule']} schedule"
-    return f"no streams: {found['gamma']} drafts repeat the text" if found["gamma"] else "plain: no streams"
-
-
-def _size(count: int) -> str:
-    """A number of bytes with a unit (MB is 10⁶ bytes)."""
+def _text(name: str, value: Any, between: str = ", ") -> str:
+    """A value for readers; what SIZES names has a unit (MB is 10⁶ bytes)."""
+    if isinstance(value, dict):
+        return between.join(f"{key} {_text(name if name in SIZES else key, each)}" for key, each in value.items())
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return between.join(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
+        if name in SIZES and value >= factor:
+            return f"{value / factor:.1f} {unit}"
+    return "" if value is None else str(value)
