@@ -64,7 +64,7 @@ def test_a_trace_has_a_line_a_step(bundle: str, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr()
     lines = out.out.splitlines()
     steps = int(out.err.split(" steps")[0].split()[-1])
-    assert lines[0].startswith("prefill") and len(lines) == steps + 1
+    assert lines[0] == "> hello" and lines[1].startswith("prefill") and len(lines) == steps + 2
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
