@@ -22,7 +22,6 @@ from ssdevice.commands.opening import (
     named_folder,
     open_bundle,
     positive,
-    prompts_of,
     refuse_ignored,
 )
 from ssdevice.config import Schedule, to_json
@@ -75,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the best tree of each size with its schedule, the fastest first."""
     from ssdevice.bench.cost_table import CostTable
+    from ssdevice.bench.prompts import fitting
     from ssdevice.bench.tuning import choices, measure_costs, observe
     from ssdevice.commands.progress import Progress
     from ssdevice.runtime.session import Session
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
             for number, bundle in enumerate(bundles)
         ]
         first = sessions[0]
-        prompts = prompts_of(first.tokenizer, first.instruction, first.engine.geometry, examples, args.data)
+        reader = (first.tokenizer, first.instruction, first.engine.geometry.context)
+        prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
             timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
@@ -164,12 +165,13 @@ def _trials(
 
     Raises InputError before the first if the table or an example does not fit them.
     """
+    from ssdevice.bench.prompts import fitting
+
     with needs_extra("export"):
         from ssdevice.adapters.settings import read_settings
         from ssdevice.export.plan import ExportOptions, Quant, make_plan
         from ssdevice.export.stages import export_plan
         from ssdevice.export.target import exporter
-        from ssdevice.text.tokenizer import ChatTokenizer
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
     app = named_folder(args.adapter, "--adapter")
@@ -191,7 +193,7 @@ def _trials(
     plan = plans[0][0]
     if table is not None:
         table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)
-    prompts_of(ChatTokenizer.open(plan.folder), plan.apps[0].instruction, plan.geometry, examples, args.data)
+    fitting(examples, [(plan.tokenizer, plan.apps[0].instruction, plan.geometry.context)], file=args.data)
     return [export_plan(plan, target, progress.report) for plan, target in plans]
 
 

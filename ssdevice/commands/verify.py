@@ -15,7 +15,6 @@ from ssdevice.commands.opening import (
     engine_options,
     open_bundle,
     positive,
-    prompts_of,
     quiet_frameworks,
     refuse_ignored,
 )
@@ -110,6 +109,7 @@ class _Checks:
     def numbers(self, report: Report) -> None:
         """Compare all decoding modes, then the plain answers with whatever else was asked for."""
         from ssdevice.bench.modes import against_bundle, compare_modes
+        from ssdevice.bench.prompts import fitting
         from ssdevice.bench.sampled import compare_sampled
         from ssdevice.runtime.engine import open_engine
         from ssdevice.runtime.session import Session
@@ -121,7 +121,8 @@ class _Checks:
         with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
             engine, tokenizer = session.engine, session.tokenizer
             if examples:
-                prompts = prompts_of(tokenizer, session.instruction, engine.geometry, examples, args.data)
+                reader = (tokenizer, session.instruction, engine.geometry.context)
+                prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
             else:
                 room = engine.geometry.context - 1
                 prompts = [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[:limit]]
