@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Lock, Timer
+from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +37,7 @@ class Renderer:
     def ask(self, request: dict[str, Any]) -> Any:
         """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
         with self._lock:
-            process = self._running()
+            process, began = self._running(), monotonic()
             timer = Timer(self.wait, process.kill)
             timer.start()
             try:
@@ -47,7 +48,7 @@ class Renderer:
                         self.close()
                     return found
                 ending = process.wait()
-                late = not timer.is_alive()
+                late = monotonic() - began >= self.wait
             except BaseException:
                 self.close()  # an answer that nobody waits for would be taken for the next one
                 raise
