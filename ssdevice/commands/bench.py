@@ -22,6 +22,7 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
+from ssdevice.config import to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -144,11 +145,8 @@ def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
     """What was asked for of the choice of tokens, without defaults; None: greedy."""
     from ssdevice.runtime.sampling.options import Sampling
 
-    plain = vars(Sampling())
-    asked = {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
-    if asked and sampling and sampling.structure:
-        asked["structure"] = vars(sampling.structure)
-    return asked
+    plain = to_json(Sampling())
+    return {name: value for name, value in to_json(sampling).items() if value != plain[name]} if sampling else None
 
 
 def _report(

@@ -91,11 +91,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="threads sleep while they wait: slower on an idle machine, kinder to other programs",
     )
-    add_no_kernels(parser)
-
-
-def add_no_kernels(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--no-kernels``."""
     parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
 
 
