@@ -13,7 +13,7 @@ from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text.chat_template import TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
-from ssdevice.text.plain_prompt import PROBE, plain_template
+from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 
 if TYPE_CHECKING:
@@ -93,8 +93,11 @@ class ChatTokenizer:
         The special token that the template puts after an answer ends answers as ``stops`` do.
         """
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
-        source = plain_template(tokenizer, folder) if template is None else template
-        chat = ChatFormat(source, special, tuple(dict.fromkeys(stops)), dict(variables or {})).framed()
+        ends = tuple(dict.fromkeys(stops))
+        if template is None:
+            chat = ChatFormat(None, {}, ends, {}, plain_frames(tokenizer, folder))
+        else:
+            chat = ChatFormat(template, special, ends, dict(variables or {})).framed()
         # A model that was taught this template ends its answers with what the template puts there.
         end = _first_special(tokenizer, _closing_of(chat.writer))
         if end is not None and end not in stops:
