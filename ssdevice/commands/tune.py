@@ -222,7 +222,7 @@ def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
     plain = f"plain {table.plain_ms:.2f} ms, " if table.plain_ms is not None else ""
     threads = count(table.threads, "thread") if table.threads else "the engine's threads"
     yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
-    yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
+    yield f"  {plain}{steps}"
     yield "predicted from these and the observed drafts, without prefill:"
     yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9} {'x plain':>8}  tree"
     for choice in found:
