@@ -19,7 +19,7 @@ from ssdevice.errors import InputError
 from ssdevice.export.target import export_target
 from ssdevice.model.loading import read_config, resolve_folder
 from ssdevice.model.step import StreamModel
-from ssdevice.progress import Report, count, track
+from ssdevice.progress import Report, track
 from ssdevice.train.loss import LossWeights, StreamingLoss
 
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
@@ -50,12 +50,6 @@ class Agreement:
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""
         return dict(to_json(self))
-
-    def describe(self) -> list[str]:
-        """The comparison for readers."""
-        ties = f", {count(self.near_ties, 'near-tie')} among the others" if self.agreeing < self.tokens else ""
-        agreeing = f"{self.agreeing} of {self.tokens} tokens agree{ties}"
-        return [f"torch reference: {agreeing}; largest margin of another choice {self.largest_margin:.3g}"]
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""

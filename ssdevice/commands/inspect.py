@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.errors import needs_extra
 from ssdevice.runtime.target import runtime_target
@@ -14,9 +14,6 @@ from ssdevice.runtime.target import runtime_target
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import Manifest
-
-SIZES = ("bytes", "files", "weights", "kv_cache", "kv_cache_per_token", "state", "estimate")
-"""What is a number of bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +31,7 @@ def run(args: argparse.Namespace) -> int:
     target = runtime_target(bundle.manifest.target)
     with needs_extra(target.extra):
         found = {**describe(bundle), **target.describe(bundle)}
-    if args.json:
-        print(json.dumps(found, ensure_ascii=False))
-    else:
-        _print(found)
+    show(found, args.json)
     return 0
 
 
@@ -104,45 +98,3 @@ def memory(manifest: Manifest) -> dict[str, int]:
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
-
-
-def _print(found: dict[str, Any]) -> None:
-    """Print values by name; lists and mappings of objects are tables below them, and what holds such comes last."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    values, tables, nested = Table(show_header=False, box=box.SIMPLE, pad_edge=False), [], []
-    values.add_column()
-    values.add_column(overflow="fold")
-    for name, value in found.items():
-        rows = value if isinstance(value, list) else []
-        if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()):
-            rows = [{name: key} | each for key, each in value.items()]
-        if rows and isinstance(rows[0], dict):
-            tables.append(Table(*rows[0], box=box.SIMPLE, pad_edge=False))
-            for row in rows:
-                tables[-1].add_row(*(escape(_text(*cell)) for cell in row.items()))
-        elif isinstance(value, dict) and any(isinstance(each, (dict, list)) for each in value.values()):
-            nested.append(value)
-        elif value not in (None, "", [], {}):
-            values.add_row(name, escape(_text(name, value, "\n")))
-    console.print(values, *tables)
-    for value in nested:
-        _print(value)
-
-
-def _text(name: str, value: Any, between: str = ", ") -> str:
-    """A value for readers; what SIZES names has a unit (MB is 10⁶ bytes)."""
-    if isinstance(value, dict):
-        return between.join(f"{key} {_text(name if name in SIZES else key, each)}" for key, each in value.items())
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return between.join(value)
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if name in SIZES and value >= factor:
-            return f"{value / factor:.1f} {unit}"
-    return "" if value is None else str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from ssdevice.commands.opening import (
     quiet_frameworks,
     refuse_ignored,
 )
+from ssdevice.commands.shown import show
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
@@ -79,31 +79,27 @@ def run(args: argparse.Namespace) -> int:
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
             checks.numbers(progress.report)
-    if args.json:
-        print(json.dumps({**checks.found, "faults": checks.faults}, ensure_ascii=False))
-    else:
-        print("\n".join(checks.lines))
+    show(checks.found | {"faults": checks.faults}, args.json)
     if checks.faults:
         raise ParityError("; ".join(checks.faults))
     return 0
 
 
 class _Checks:
-    """What was checked of a bundle: ``lines`` to print, ``found`` as JSON, and ``faults`` that break the promise."""
+    """What was ``found`` of a bundle, as JSON, and ``faults`` that break the promise."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
         self.args, self.bundle = args, bundle
         self.most = args.max_tokens or MAX_TOKENS
         signed = "; signature valid" if args.require_signature is not None else ""
         files = count(len(bundle.manifest.files), "file")
-        self.lines = [f"integrity: {files}, sizes and hashes as in the manifest{signed}"]
-        self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
+        integrity = f"{files}, sizes and hashes as in the manifest{signed}"
+        self.found: dict[str, Any] = {"bundle": str(args.bundle), "integrity": integrity}
         self.faults: list[str] = []
 
     def add(self, key: str, result: Comparison | Agreement) -> None:
         """Add what a comparison found."""
         self.found[key] = result.as_json()
-        self.lines += result.describe()
         self.faults += result.faults()
 
     def numbers(self, report: Report) -> None:
@@ -170,8 +166,7 @@ class _Checks:
         try:
             choose = bool(geometry.hidden)
             self.found["notes"] = list(check_model(folder, args.adapter, tokenizer, geometry.context, choose, model))
-            self.lines.append("transformers: prompt ids, logits and first tokens are those of the torch reference")
-            self.lines += self.found["notes"]
+            self.found["transformers"] = "prompt ids, logits and first tokens are those of the torch reference"
         except ParityError as error:
             self.faults.append(str(error))
         self.add("reference", agreement(bundle, args.app, model(), prompts, answers, report))

@@ -141,8 +141,8 @@ def test_verify_compares_arms_and_torch(bundle: str, data: Path, capsys: pytest.
     assert call("verify", bundle, "--data", str(data), "--max-tokens", "20", "--threads", "1", *extra) == 0
     text = capsys.readouterr().out
     assert "sizes and hashes as in the manifest" in text
-    assert text.count("3 of 3 answers equal to plain decoding") == 3
-    assert "transformers: prompt ids, logits and first tokens" in text and "torch reference" in text
+    assert all(f"{mode} 3" in text for mode in ("plain_step", "speculative", "forced"))
+    assert "prompt ids, logits and first tokens are those of the torch reference" in " ".join(text.split())
 
 
 def test_verify_wants_a_model_with_an_adapter_and_an_adapter_with_a_model(

@@ -140,8 +140,8 @@ def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--cost-table", str(costs)]
     assert call("tune", bundle, *arguments) == 0
     text = capsys.readouterr().out
-    assert "measured on phone (2 threads, asimddp), int4 coreml:" in text and "4.00 ms" in text
-    assert "no tree is faster than plain decoding" in text and "predicted" in text
+    assert all(word in text for word in ("phone", "asimddp", "int4", "coreml", "predicted_tokens_per_second"))
+    assert "no tree is faster than plain decoding" in text
     assert call("tune", bundle, *arguments, "--write-cost-table", str(tmp_path / "t.json")) == 2
     replace(table(StepCost(2, FUSED, 4.0)), gamma=2).write(costs)
     assert call("tune", bundle, *arguments) == 2
