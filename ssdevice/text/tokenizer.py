@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,15 +67,6 @@ class ChatTokenizer:
                 f"{TOKENIZER_CONFIG_FILE}"
             )
         self._template = chat.writer
-
-    @classmethod
-    def open(cls, folder: str | Path) -> ChatTokenizer:
-        """The tokenizer of a Hugging Face folder: ``open_tokenizer`` of ``ssdevice.model.tokenizer``.
-
-        It alone needs transformers, which nothing here may import.
-        """
-        opened: ChatTokenizer = import_module("ssdevice.model.tokenizer").open_tokenizer(Path(folder))
-        return opened
 
     @classmethod
     def of_model(
