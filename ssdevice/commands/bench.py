@@ -22,6 +22,7 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
+from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -82,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
-        from ssdevice.commands.profile import show_profile
+        from ssdevice.commands.profile import profile
 
         with open_session(args, profile=True) as session:
-            show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
+            show(profile(session, examples[:PROFILE_PROMPTS], args.max_tokens), as_json=False)
         return 0
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     finish(args, *_measure(args, folders, examples, bench_options(args)))

@@ -34,7 +34,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()):
             rows = [{name: key} | each for key, each in value.items()]
         if rows and isinstance(rows[0], dict):
-            tables.append(Table(*rows[0], box=box.SIMPLE, pad_edge=False))
+            tables.append(Table(*rows[0], title=name, title_justify="left", box=box.SIMPLE, pad_edge=False))
             for row in rows:
                 tables[-1].add_row(*(escape(_text(*cell)) for cell in row.items()))
         elif isinstance(value, dict) and any(isinstance(each, (dict, list)) for each in value.values()):
