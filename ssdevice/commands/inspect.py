@@ -60,7 +60,18 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "context": geometry.context,
         "chunk": geometry.chunk,
         "functions": [spec.name for spec in manifest.functions],
-        "apps": app_rows(manifest),
+        "apps": [
+            {
+                "name": app.name,
+                "default": app.name == manifest.default_app,
+                "kind": app.kind.value,
+                "mode": app.mode.value if app.mode else None,
+                "rank": app.rank,
+                "instruction": app.instruction,
+                "bytes": sum(manifest.files[path].size for path in app.files),
+            }
+            for app in manifest.apps
+        ],
         "stop_ids": list(manifest.chat.stop_ids),
         "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
@@ -71,22 +82,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "notes": list(manifest.notes),
         "tools": manifest.tools,
     }
-
-
-def app_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """The apps of a bundle as plain values; sizes in bytes."""
-    return [
-        {
-            "name": app.name,
-            "default": app.name == manifest.default_app,
-            "kind": app.kind.value,
-            "mode": app.mode.value if app.mode else None,
-            "rank": app.rank,
-            "instruction": app.instruction,
-            "bytes": sum(manifest.files[path].size for path in app.files),
-        }
-        for app in manifest.apps
-    ]
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
