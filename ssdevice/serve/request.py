@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from ssdevice import arguments, strict_json
@@ -143,10 +144,6 @@ def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[
     return tools, forced
 
 
-def _as_given(_: str, value: Any) -> Any:
-    return value
-
-
 def _functions(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"{name} is {type(value).__name__}, expected a list")
@@ -186,19 +183,6 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return stops
 
 
-def _positive(name: str, value: Any) -> int:
-    return arguments.whole(name, value, 1)
-
-
-def _within(most: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if (found := arguments.whole(name, value, 0)) > most:
-            raise InputError(f"{name} is {found}, expected 0 to {most}")
-        return found
-
-    return check
-
-
 def _only(neutral: Any) -> Check:
     """A parameter that only has this value here, which asks for nothing; clients send it unasked."""
 
@@ -209,6 +193,8 @@ def _only(neutral: Any) -> Check:
     return check
 
 
+_as_given: Check = lambda _, value: value  # noqa: E731
+_positive: Check = partial(arguments.whole, least=1)
 COMMON: dict[str, Check] = {
     "model": arguments.text, "stream": arguments.flag, "stream_options": arguments.mapping, "max_tokens": _positive,
     "stop": _stops, "logit_bias": _bias, "user": arguments.text, **dict.fromkeys(CHOICE, _as_given),
@@ -216,8 +202,8 @@ COMMON: dict[str, Check] = {
     "parallel_tool_calls": _only(True), "service_tier": _only("auto"),
 }  # fmt: skip
 CHAT: dict[str, Check] = COMMON | {
-    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag, "top_logprobs": _within(20),
-    "response_format": _structure, "tools": _functions, "tool_choice": _as_given,
-    "chat_template_kwargs": arguments.mapping,
+    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag,
+    "top_logprobs": partial(arguments.whole, least=0, most=20), "response_format": _structure, "tools": _functions,
+    "tool_choice": _as_given, "chat_template_kwargs": arguments.mapping,
 }  # fmt: skip
-TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": _within(5)}
+TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": partial(arguments.whole, least=0, most=5)}
