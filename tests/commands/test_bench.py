@@ -101,7 +101,7 @@ def test_a_differing_arm_is_found() -> None:
 def test_prompts_beyond_the_context_are_an_error_or_left_out_and_counted() -> None:
     session = make_session(Tree.chain(2), context=30)
     prompts = examples("short", "x" * 60)
-    with pytest.raises(ContextOverflowError, match="prompt 2 has .* --skip-long"):
+    with pytest.raises(ContextOverflowError, match="prompt 2: the prompt has .* --skip-long"):
         measure(session, prompts, BenchOptions(rounds=1), silent)
     result = measure(session, prompts, BenchOptions(rounds=1, skip_long=True), silent)
     assert result.skipped == 1 and [e.prompt for e in result.examples] == ["short"]
