@@ -61,6 +61,7 @@ class Chooser:
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
         self._vocab = vocab
+        self._spare = np.empty(vocab, np.float32)  # fresh memory for every token would cost more than the sums in it
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._position = len(prompt)
@@ -91,7 +92,8 @@ class Chooser:
             raise InputError("the request forbids every token that the model could choose")
         best = self._sampled(scores, tops) if s.temperature else int(np.argmax(scores))
         if s.logprobs is not None:
-            self.logprobs.append(log_probabilities(logits, best, s.logprobs))
+            own = tops if scores is logits else peaks(logits)
+            self.logprobs.append(log_probabilities(logits, own, best, s.logprobs, self._spare))
         self._processors.accept(best)
         if self._grammar:
             self._grammar.accept(best)
@@ -105,10 +107,12 @@ class Chooser:
             scores, kept = truncated(logits[ids] / t, s)
             return sample(scores, ids if kept is None else ids[kept], *at, self._vocab)
         best = sample_all(logits, tops, s.temperature, *at)
-        if not s.truncates or _stays(logits, best, s):
+        if not s.truncates or _stays(logits, best, s, self._spare):
             return best
         scores, kept = truncated(logits / t, s)
-        return best if kept is None else sample(scores, kept, *at, self._vocab)
+        if kept is None or kept[min(np.searchsorted(kept, best), len(kept) - 1)] == best:
+            return best
+        return sample(scores, kept, *at, self._vocab)
 
     def _hopeful(self, logits: Scores, tops: Scores) -> Integers | None:
         """A few tokens among which are all that truncation leaves, and all that it needs to know of; None: unknown."""
@@ -141,7 +145,7 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
-def _stays(logits: Scores, token: int, s: Sampling) -> bool:
+def _stays(logits: Scores, token: int, s: Sampling, spare: Scores) -> bool:
     """Whether top-p and min-p certainly leave a token of a row, which few others often show; else unknown."""
     if s.top_k or s.typical_p < 1:
         return False
@@ -154,7 +158,15 @@ def _stays(logits: Scores, token: int, s: Sampling) -> bool:
     if mine < s.min_p * (1 + NEAR):
         return False
     mass = s.top_p - NEAR
-    return bool(likelier < mass * np.sum(p) or likelier < mass * np.sum(np.exp((logits - highest) / t)))
+    return bool(likelier < mass * np.sum(p) or likelier < mass * _total(logits, highest, t, spare))
+
+
+def _total(logits: Scores, highest: np.float32, temperature: np.float32, spare: Scores) -> float:
+    """What all tokens weigh together, the likeliest one 1, in float32; ``spare [V]``: memory for their weights."""
+    np.subtract(logits, highest, out=spare)
+    np.divide(spare, temperature, out=spare)
+    np.exp(spare, out=spare)
+    return float(np.sum(spare))
 
 
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
@@ -195,28 +207,43 @@ def _largest(scores: Scores, n: int) -> np.float32:
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
-    """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
+    """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666).
+
+    A surprise less the entropy is the mean of all scores less the token's own.
+    """
     highest = np.max(scores)
-    weight = weights(scores, highest)
-    total = np.sum(weight)
-    surprise = np.log(total) + float(highest) - scores.astype(np.float64)
-    entropy = np.sum(weight * np.minimum(surprise, MUCH)) / total
-    for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
-        likely = np.flatnonzero(weight > least * total)
-        far = np.abs(surprise[likely] - entropy)
-        order = np.argsort(far)
-        last = int(np.searchsorted(np.cumsum(weight[likely][order] / total), mass))
-        if last < len(order) and least and far[order[last]] < -math.log(least) - entropy:
-            break  # all others are farther
-    near: Integers = likely[far <= far[order[min(last, len(order) - 1)]]]
-    return near
+    for exact in (False, True):  # float32 nearly always decides
+        below = scores.astype(np.float64 if exact else np.float32) - highest
+        weight = np.exp(below)
+        total = float(np.sum(weight))
+        np.maximum(below, -MUCH, out=below)
+        mean = float(np.sum(np.multiply(below, weight, out=below))) / total
+        error = 0.0 if exact else NEAR * (1 - mean)
+        for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
+            likely = np.flatnonzero(weight > least * total)
+            depth = scores[likely].astype(np.float64) - float(highest)
+            far = np.abs(depth - mean)
+            order = np.argsort(far)
+            reached = np.cumsum(np.exp(depth[order])) / total
+            last = min(int(np.searchsorted(reached, mass)), len(order) - 1)
+            farthest = far[order[last]]
+            if not least or farthest + error < mean - math.log(least * total):
+                break  # all others are farther
+        near = np.abs(far - farthest) <= 2 * error
+        clear = np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass)) > NEAR
+        if exact or (clear and np.ptp(depth[near]) == 0):
+            break
+    kept: Integers = likely[far <= farthest]
+    return kept
 
 
-def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
-    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
-    tops = peaks(logits)
+def log_probabilities(logits: Scores, tops: Scores, token: int, best: int, spare: Scores) -> Logprobs:
+    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id.
+
+    ``tops``: the ``peaks`` of the logits. ``spare [V]``: memory.
+    """
     highest = np.max(tops)
-    total = float(highest) + float(np.log(np.sum(np.exp(logits - highest), dtype=np.float64)))
+    total = float(highest) + math.log(_total(logits, highest, np.float32(1), spare))
     some = tops if best <= len(tops) else logits  # as many tokens are at least as likely as the best of these
     likely = np.flatnonzero(logits >= _largest(some, min(best, len(some)))).tolist() if best else []
     ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]
