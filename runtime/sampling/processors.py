@@ -32,7 +32,6 @@ class Processors:
         self._seen = np.zeros(vocab, bool)
         self._seen[self.ids] = True
         self._counts = np.zeros(vocab, np.float32)
-        self._scores = np.empty(vocab, np.float32)
         self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(self.ids) + 1):
             self._index(end)
@@ -49,9 +48,8 @@ class Processors:
         self._index(len(self.ids))
 
     def __call__(self, logits: Scores) -> Scores:
-        """The processed logits of the token after ``ids``, valid until the next call; ``logits [V]`` stay as they are."""
-        s, scores = self.sampling, self._scores
-        np.copyto(scores, logits)
+        """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are."""
+        s, scores = self.sampling, logits.copy()
         if s.logit_bias:
             scores[self._bias[0]] += self._bias[1]
         if s.repetition_penalty != 1.0:
