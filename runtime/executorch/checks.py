@@ -261,7 +261,9 @@ def _arguments(name: str, overload: str) -> list[set[int]] | None:
         raise ValueError(f"an operator called {name[:60]!r}") from error
     for schema in known:
         if schema.overload_name == overload:
-            return [set(_kinds(value.type)) for value in (*schema.arguments, *schema.returns)]
+            # An operator that fills a list returns nothing; ExecuTorch lists what it fills once more.
+            results = schema.returns or [value for value in schema.arguments if value.is_out]
+            return [set(_kinds(value.type)) for value in (*schema.arguments, *results)]
     return None
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.commands.page_server import listen
 from ssdevice.errors import InputError, needs_extra
-from ssdevice.serve.names import HOSTS, LOOPBACK
+from ssdevice.serve.names import HOSTS, LOOPBACK, listen
 
 PORT = 8000
 WAITING = 16
 LEAST_KEY = 16
 """Characters of a key."""
-LAST_WORDS_S = 5
-"""How long answers may go on after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,29 +42,18 @@ def run(args: argparse.Namespace) -> int:
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
     with needs_extra("serve"):
-        import uvicorn
-
         from ssdevice.serve.application import application
-        from ssdevice.serve.guard import IDLE_S, Protocol
-    with (
-        closing(listen(args.host, args.port)) as listening,
-        open_session(args) as session,
-    ):
+        from ssdevice.serve.guard import server
+    with closing(listen(args.host, args.port)) as listening, open_session(args) as session:
         app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
         name = f"[{args.host}]" if ":" in args.host else args.host
-        config = uvicorn.Config(
-            app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
-        )  # fmt: skip
         print(f"http://{name}:{listening.getsockname()[1]}/v1", flush=True)
         if not args.quiet:
             assert session.bundle is not None
             apps = ", ".join(app.name for app in session.bundle.manifest.apps)
             print(f"ssdevice: models: {apps}; Ctrl-C ends the server", file=sys.stderr)
-        try:
-            uvicorn.Server(config).run(sockets=[listening])
-        except KeyboardInterrupt:
-            return 0
+        with suppress(KeyboardInterrupt):
+            server(app).run(sockets=[listening])
     return 0
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import AdapterKind, Precision
-from ssdevice.commands.bundle import integrity
 from ssdevice.commands.opening import (
     add_bundle,
     add_engine,
@@ -23,6 +22,7 @@ from ssdevice.commands.opening import (
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bench.against_torch import Agreement
@@ -95,7 +95,9 @@ class _Checks:
     def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
         self.args, self.bundle = args, bundle
         self.most = args.max_tokens or MAX_TOKENS
-        self.lines = [f"integrity: {integrity(bundle, args.require_signature)}"]
+        signed = "; signature valid" if args.require_signature is not None else ""
+        files = count(len(bundle.manifest.files), "file")
+        self.lines = [f"integrity: {files}, sizes and hashes as in the manifest{signed}"]
         self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
         self.faults: list[str] = []
 

@@ -170,7 +170,6 @@ def work(*_: object, **__: object) -> None:
     [
         "bench BUNDLE --data DATA --json OUT",
         "bench BUNDLE --data DATA --report OUT",
-        "bench BUNDLE --data DATA --plot OUT.png",
         "peers BUNDLE --model MODEL --data DATA --genai OUT",
         "tune BUNDLE --data DATA --out OUT",
         "tune BUNDLE --data DATA --write-cost-table OUT",

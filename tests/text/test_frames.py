@@ -94,6 +94,7 @@ def test_frames_know_what_templates_strip_and_refuse(name: str) -> None:
 def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(tmp_path: Path, name: str) -> None:
     template = ONE_QUESTION[name]
     chat, render = framed(template), as_jinja2(tmp_path, template)
+    writer = chat.writer
     assert chat.template == template and chat.special_tokens == NAMED and chat.note == NO_CONVERSATIONS
     for messages in conversations():
         wanted = render(messages, True)
@@ -101,7 +102,7 @@ def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(tm
             assert joined(chat, messages, True) == wanted
         elif messages[-1]["role"] == "user":
             assert joined(chat, messages, True) is None
-            assert chat.writer.render(messages, add_generation_prompt=True) == wanted
+            assert writer.render(messages, add_generation_prompt=True) == wanted
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -10,8 +10,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 pytest.importorskip("executorch")
+
+from executorch.exir import to_edge
 
 from ssdevice.errors import BundleError
 from ssdevice.runtime.executorch import checks
@@ -165,6 +168,26 @@ def test_another_graph_of_the_same_method_is_refused(file: Path, tmp_path: Path)
 def test_an_operator_that_torch_does_not_know_is_left_to_executorch() -> None:
     assert checks._arguments("aten::no_such_operator", "out") is None
     checks._check_call(("aten::no_such_operator", "out"), [TENSOR])
+
+
+class Split(torch.nn.Module):
+    """Its operator fills a list of tensors; the constant stands in a segment, as in every program of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.split([1, 3], -1)
+        return first + second + self.one
+
+
+def test_an_operator_that_fills_a_list_is_taken(tmp_path: Path) -> None:
+    target = tmp_path / "model.pte"
+    target.write_bytes(to_edge(torch.export.export(Split(), (torch.ones(2, 4),))).to_executorch().buffer)
+    operators = read_program(target, lambda _, root: {o.text(0) for p in root.tables(1) for o in p.tables(6)})
+    assert "aten::split_with_sizes_copy" in operators
+    check_program(target)
 
 
 @pytest.mark.slow
