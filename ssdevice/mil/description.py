@@ -6,12 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssdevice.mil.audit import Audit, Warning
     from ssdevice.mil.reader import Package
-
-KINDS_SHOWN = 8
 
 
 def describe_package(package: Package) -> dict[str, Any]:
@@ -37,35 +33,3 @@ def _grouped(found: Audit) -> list[dict[str, Any]]:
         }
         for code, members in groups.items()
     ]
-
-
-def print_package(console: Console, found: dict[str, Any], size: Any) -> None:
-    """Print the result of ``describe_package`` as tables. ``size`` formats a number of bytes."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    functions = Table("function", "rows", "operations", "weights", "most frequent", box=box.SIMPLE, pad_edge=False)
-    for name, function in found["functions"].items():
-        kinds = ", ".join(f"{kind} {count}" for kind, count in list(function["kinds"].items())[:KINDS_SHOWN])
-        functions.add_row(
-            escape(name), str(function["rows"]), str(function["operations"]), size(function["weights"]), escape(kinds)
-        )
-    console.print(functions)
-    weights = Table("weights", "tensors", "bytes", box=box.SIMPLE, pad_edge=False)
-    for group in found["weights"]:
-        weights.add_row(escape(group["form"]), str(group["tensors"]), size(group["bytes"]))
-    console.print(weights)
-    memory = found["memory"]
-    console.print(
-        f"memory, estimated: weights {size(memory['weights'])} + state {size(memory['state'])} "
-        f"= {size(memory['estimate'])}\n"
-    )
-    if found["warnings"]:
-        console.print("known to go wrong on some devices; measure on yours:")
-    for warning in found["warnings"]:
-        console.print(
-            f"  {warning['code']} ({warning['count']}x, {', '.join(warning['functions'])}): "
-            f"{warning['first']}\n    source: {warning['source']}",
-            markup=False,
-        )
