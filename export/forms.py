@@ -23,7 +23,6 @@ from ssdevice.model.step import (
     Past,
     Prefill,
     PrefillModule,
-    Step,
     StepModule,
     StreamModel,
     Verified,
@@ -31,9 +30,8 @@ from ssdevice.model.step import (
 )
 from ssdevice.tree import Tree
 
-CommittingModule = StepModule | PrefillModule | VerifyModule
-"""What computes a function of the contract that has new rows."""
-FunctionModule = CommittingModule | DraftModule
+FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
+"""What computes one of the contract's functions."""
 
 
 @torch.library.custom_op("ssdevice::heads", mutates_args=())
@@ -115,30 +113,32 @@ class ExternalCacheForm(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From the function's inputs to its outputs, both in the contract's order."""
-        module = self.module
-        integers = len(tensors) - 2 * module.model.backbone.num_layers
+        integers = len(tensors) - 2 * self.module.model.backbone.num_layers
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]
         past = list(zip(rows[::2], rows[1::2], strict=True))
-        if isinstance(module, DraftModule):
-            token, state, length = tensors[:integers]
-            return (module(token, state, length, past),)
-        outputs, made = computed(self.name, module, tensors[:integers], past)
-        return (*outputs, stack(made.rows))
+        outputs, new = call(self.name, self.module, tensors[:integers], past)
+        return (*outputs, stack(new).to(tensors[-1].dtype)) if new else outputs
 
 
-def computed(
-    name: str, module: CommittingModule, inputs: Sequence[Tensor], past: Past
-) -> tuple[tuple[Tensor, ...], Prefill | Verified | Step]:
-    """The outputs of a function of the contract in its order, without new rows, and what its module returned."""
+def call(
+    name: str, module: FunctionModule, given: Sequence[Tensor], past: Past, logits: bool = False
+) -> tuple[tuple[Tensor, ...], list[KeyValue]]:
+    """A function's outputs in the contract's order, all but the rows, and its new rows by layer.
+
+    ``given``: its inputs in the contract's order. ``logits``: those of a step follow its outputs.
+    """
     if name in ONE_ROW:
-        last, length = inputs
-        inputs = last, torch.zeros(0, 1, dtype=torch.int32), length
-    made = module(*inputs, past)
+        last, length = given
+        given = last, torch.zeros(0, 1, dtype=torch.int32), length
+    made = module(*given, past)
+    if isinstance(made, Tensor):
+        return (made,), []
     if isinstance(made, Prefill):
-        return (made.token, made.drafts), made
+        return (made.token, made.drafts), made.rows
     if isinstance(made, Verified):
-        return (made.logits, made.states), made
-    return (made.tokens,) if name == PLAIN else (made.tokens, made.count, made.drafts), made
+        return (made.logits, made.states), made.rows
+    outputs = (made.tokens,) if name == PLAIN else (made.tokens, made.count, made.drafts)
+    return (*outputs, made.logits) if logits else outputs, made.rows
 
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
-from ssdevice.export.forms import FunctionModule, computed
+from ssdevice.export.forms import FunctionModule, call
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import DraftModule, Step
+from ssdevice.model.step import DraftModule
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 """``write(state [.., capacity, hd], rows [.., n, hd], length [1])``: put the rows at ``length`` of the last but one
@@ -78,11 +78,10 @@ class InternalCacheForm(nn.Module):
         module, past = self.module, self.past()
         if isinstance(module, DraftModule):
             return (self.draft(module, past, *tensors),)
-        outputs, made = computed(self.name, module, tensors, past)
-        self.commit(made.rows, tensors[-1])
-        logits = (made.logits,) if self.logits and isinstance(made, Step) else ()
+        outputs, rows = call(self.name, module, tensors, past, self.logits)
+        self.commit(rows, tensors[-1])
         # Without streams there are no drafts, and targets do not take tensors without elements.
-        return (*(tensor for tensor in outputs if 0 not in tensor.shape), *logits)
+        return tuple(one for one in outputs if one.shape[0])
 
     def draft(
         self,

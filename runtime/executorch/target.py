@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.engine import Engine, EngineOptions
 
@@ -46,12 +43,6 @@ class ExecutorchTarget(RuntimeTarget):
             return {}
         _, interpreter = open_delegates(file)
         return {PACKAGE: audit(interpreter.package)}
-
-    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
-        from ssdevice.mil.description import print_package
-
-        if PACKAGE in found:
-            print_package(console, found[PACKAGE], size)
 
 
 TARGET = ExecutorchTarget()
