@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -89,16 +89,13 @@ _opening = Lock()
 
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine: in the package, or afterwards."""
-    if not os.environ.get(FOLDER):
-        for file in SOURCES.glob(f"{_name()}*{SUFFIX}"):
+    folders = [] if os.environ.get(FOLDER) else [SOURCES]
+    with suppress(InputError):  # a user without a home has built none
+        folders.append(_folder())
+    for folder in folders:
+        for file in folder.glob(f"{_name()}*{SUFFIX}"):
             return file
-    try:
-        folder = _folder()
-    except InputError:  # then nobody has built any
-        return None
-    for file in folder.glob(f"{_name()}*{SUFFIX}"):
-        return file
-    if any(folder.glob(f"{PREFIX}*")):
+    if any(file for folder in folders for file in folder.glob(f"{PREFIX}*")):
         say_once("ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again")
     return None
 
