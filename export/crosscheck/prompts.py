@@ -10,6 +10,7 @@ from ssdevice.errors import InputError, TemplateRefusal
 from ssdevice.model.tokenizer import ADDED_TOKENS_FILE, CONVERSATIONS, as_shipped, as_transformers
 from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
 from ssdevice.text.frames import Message
+from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer
 
 TEXTS = (
@@ -96,7 +97,7 @@ class _Reference:
 
 def _ours(bundled: ChatTokenizer, case: Case) -> Ids:
     try:
-        return bundled.encode(case) if isinstance(case, str) else bundled.conversation_ids(case)
+        return bundled.encode(case) if isinstance(case, str) else bundled.chat_ids(Chat(tuple(case)))
     except TemplateRefusal:
         return None
 

@@ -22,6 +22,8 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
+from ssdevice.commands.shown import show
+from ssdevice.config import to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -81,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
-        from ssdevice.commands.profile import show_profile
+        from ssdevice.commands.profile import profile
 
         with open_session(args, profile=True) as session:
-            show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
+            show(profile(session, examples[:PROFILE_PROMPTS], args.max_tokens), as_json=False)
         return 0
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     finish(args, *_measure(args, folders, examples, bench_options(args)))
@@ -144,11 +146,8 @@ def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
     """What was asked for of the choice of tokens, without defaults; None: greedy."""
     from ssdevice.runtime.sampling.options import Sampling
 
-    plain = vars(Sampling())
-    asked = {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
-    if asked and sampling and sampling.structure:
-        asked["structure"] = vars(sampling.structure)
-    return asked
+    plain = to_json(Sampling())
+    return {name: value for name, value in to_json(sampling).items() if value != plain[name]} if sampling else None
 
 
 def _report(

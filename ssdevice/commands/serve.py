@@ -26,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(app=None)
     add("--port", type=whole(0, 65535), default=PORT, metavar="N", help=f"default {PORT}; 0: any free one")
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"address to listen on (default {LOOPBACK}); needs a key")
-    key = parser.add_mutually_exclusive_group()
-    key.add_argument("--key", metavar="KEY", help="what requests must bear; other users can see it among the processes")
-    key.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the key")
+    add("--key-file", type=Path, metavar="FILE", help="a file with the key that requests must bear")
     add(
         "--queue", type=whole(0, 10_000), default=WAITING, metavar="N",
         help=f"requests that may wait while one is answered (default {WAITING}); others are told to come back",
@@ -38,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    key, local = _key(args), _is_loopback(args.host)
+    key, local = _key(args.key_file), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
     with needs_extra("serve"):
@@ -57,18 +55,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _key(args: argparse.Namespace) -> str | None:
+def _key(file: Path | None) -> str | None:
     """What requests must bear. Raises InputError for a key that headers cannot hold, or that is soon guessed."""
-    key, option = args.key, "--key"
-    if args.key_file is not None:
-        option = f"--key-file {args.key_file}"
-        try:
-            key = args.key_file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{option}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if key is not None and (len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key):
-        raise InputError(f"{option}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
-    return str(key) if key is not None else None
+    if file is None:
+        return None
+    try:
+        key = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--key-file {file}: cannot be read: {reason}") from error
+    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"--key-file {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
+    return key
 
 
 def _is_loopback(host: str) -> bool:

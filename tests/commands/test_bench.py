@@ -101,7 +101,7 @@ def test_a_differing_arm_is_found() -> None:
 def test_prompts_beyond_the_context_are_an_error_or_left_out_and_counted() -> None:
     session = make_session(Tree.chain(2), context=30)
     prompts = examples("short", "x" * 60)
-    with pytest.raises(ContextOverflowError, match="prompt 2 has .* --skip-long"):
+    with pytest.raises(ContextOverflowError, match="prompt 2: the prompt has .* --skip-long"):
         measure(session, prompts, BenchOptions(rounds=1), silent)
     result = measure(session, prompts, BenchOptions(rounds=1, skip_long=True), silent)
     assert result.skipped == 1 and [e.prompt for e in result.examples] == ["short"]
@@ -154,7 +154,7 @@ def test_a_profile_names_kernels_and_the_host(tmp_path: Path, capsys: pytest.Cap
     bundle = str(tiny.tiny_bundle("fp32").folder)
     assert call("bench", bundle, "--data", str(data), "--max-tokens", "4", "--threads", "1", "--profile") == 0
     text = capsys.readouterr().out
-    assert "step: kernels" in text and "host, µs/step" in text and "FusedMatMul" in text
+    assert "step: kernels" in text and "host_us_per_step" in text and "FusedMatMul" in text
 
 
 @pytest.mark.parametrize(
