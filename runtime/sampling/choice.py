@@ -61,7 +61,6 @@ class Chooser:
         self._spare = np.empty(vocab, np.float32)  # fresh memory for every token would cost more than the sums in it
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
-        self._position = len(prompt)
         self._grammar = grammar
 
     def forced(self) -> Sequence[int]:
@@ -88,7 +87,6 @@ class Chooser:
         self._processors.accept(best)
         if grammar is not None:
             grammar.accept(best)
-        self._position += 1
         return best
 
     def _best(self, scores: Scores, logits: Scores, unmasked: bool = False) -> int | None:
@@ -105,13 +103,14 @@ class Chooser:
             raise InputError("the request forbids every token that the model could choose")
         if not s.temperature:
             return int(np.argmax(scores))
-        best = sample_all(scores, tops, s.temperature, s.seed, self._position)
+        position = len(self._processors.ids)
+        best = sample_all(scores, tops, s.temperature, s.seed, position)
         if not s.truncates or _stays(scores, best, s, None if unmasked else self._spare):
             return best
         if unmasked:
             return None
         scores, kept = truncated(scores / np.float32(s.temperature), s)
-        return best if kept is None or best in kept else sample(scores, kept, s.seed, self._position, len(logits))
+        return best if kept is None or best in kept else sample(scores, kept, s.seed, position, len(logits))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -196,9 +195,10 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
-    """The n-th largest score."""
-    found: np.float32 = np.partition(scores, len(scores) - n)[len(scores) - n]
-    return found
+    """The n-th largest score, which is not below the n-th largest peak."""
+    if n <= len(tops := peaks(scores)):
+        scores = scores[np.flatnonzero(scores >= np.partition(tops, -n)[-n])]
+    return np.float32(np.partition(scores, -n)[-n])
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
