@@ -18,7 +18,16 @@ from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geom
 from ssdevice.model import attention, ties
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, norm_kind, rotate, under
-from ssdevice.model.step import DraftModule, PrefillModule, StepModule, StreamModel, VerifyModule
+from ssdevice.model.step import (
+    DraftModule,
+    Past,
+    Prefill,
+    PrefillModule,
+    StepModule,
+    StreamModel,
+    Verified,
+    VerifyModule,
+)
 from ssdevice.tree import Tree
 
 FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
@@ -104,29 +113,32 @@ class ExternalCacheForm(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From the function's inputs to its outputs, both in the contract's order."""
-        module = self.module
-        integers = len(tensors) - 2 * module.model.backbone.num_layers
+        integers = len(tensors) - 2 * self.module.model.backbone.num_layers
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]
         past = list(zip(rows[::2], rows[1::2], strict=True))
-        if isinstance(module, PrefillModule):
-            tokens, valid, length = tensors[:integers]
-            prefill = module(tokens, valid, length, past)
-            return prefill.token, prefill.drafts, stack(prefill.rows)
-        if isinstance(module, DraftModule):
-            token, state, length = tensors[:integers]
-            return (module(token, state, length, past),)
-        if self.name in ONE_ROW:
-            last, length = tensors[:integers]
-            drafts_in = torch.zeros(0, 1, dtype=torch.int32)
-        else:
-            last, drafts_in, length = tensors[:integers]
-        if isinstance(module, VerifyModule):
-            seen = module(last, drafts_in, length, past)
-            return seen.logits, seen.states, stack(seen.rows)
-        step = module(last, drafts_in, length, past)
-        if self.name == PLAIN:
-            return step.tokens, stack(step.rows)
-        return step.tokens, step.count, step.drafts, stack(step.rows)
+        outputs, new = call(self.name, self.module, tensors[:integers], past)
+        return (*outputs, stack(new).to(tensors[-1].dtype)) if new else outputs
+
+
+def call(
+    name: str, module: FunctionModule, given: Sequence[Tensor], past: Past, logits: bool = False
+) -> tuple[tuple[Tensor, ...], list[KeyValue]]:
+    """A function's outputs in the contract's order, all but the rows, and its new rows by layer.
+
+    ``given``: its inputs in the contract's order. ``logits``: those of a step follow its outputs.
+    """
+    if name in ONE_ROW:
+        last, length = given
+        given = last, torch.zeros(0, 1, dtype=torch.int32), length
+    made = module(*given, past)
+    if isinstance(made, Tensor):
+        return (made,), []
+    if isinstance(made, Prefill):
+        return (made.token, made.drafts), made.rows
+    if isinstance(made, Verified):
+        return (made.logits, made.states), made.rows
+    outputs = (made.tokens,) if name == PLAIN else (made.tokens, made.count, made.drafts)
+    return (*outputs, made.logits) if logits else outputs, made.rows
 
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ssdevice.contract import KEYS, ONE_ROW, PLAIN, VALUES, FunctionSpec, Geometry
-from ssdevice.export.forms import FunctionModule
+from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry
+from ssdevice.export.forms import FunctionModule, call
 from ssdevice.model.attention import KeyValue
-from ssdevice.model.step import DraftModule, PrefillModule, Step, VerifyModule
+from ssdevice.model.step import DraftModule
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 """``write(state [.., capacity, hd], rows [.., n, hd], length [1])``: put the rows at ``length`` of the last but one
@@ -76,27 +76,12 @@ class InternalCacheForm(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From the function's inputs to its outputs; the new rows are written at ``length`` after all reads."""
         module, past = self.module, self.past()
-        if isinstance(module, PrefillModule):
-            chunk, valid, length = tensors
-            prefill = module(chunk, valid, length, past)
-            self.commit(prefill.rows, length)
-            return (prefill.token, *self._drafts(prefill.drafts))
         if isinstance(module, DraftModule):
             return (self.draft(module, past, *tensors),)
-        if self.name in ONE_ROW:
-            last, length = tensors
-            drafts = torch.zeros(0, 1, dtype=torch.int32)
-        else:
-            last, drafts, length = tensors
-        if isinstance(module, VerifyModule):
-            seen = module(last, drafts, length, past)
-            self.commit(seen.rows, length)
-            return seen.logits, seen.states
-        step = module(last, drafts, length, past)
-        self.commit(step.rows, length)
-        if self.name == PLAIN:
-            return (step.tokens, *self._logits(step))
-        return step.tokens, step.count, *self._drafts(step.drafts), *self._logits(step)
+        outputs, rows = call(self.name, module, tensors, past, self.logits)
+        self.commit(rows, tensors[-1])
+        # Without streams there are no drafts, and targets do not take tensors without elements.
+        return tuple(one for one in outputs if one.shape[0])
 
     def draft(
         self,
@@ -140,13 +125,6 @@ class InternalCacheForm(nn.Module):
 
     def _float(self, rows: Tensor) -> Tensor:
         return rows if self.dtype is torch.float32 else rows.float()
-
-    def _drafts(self, drafts: Tensor) -> tuple[Tensor, ...]:
-        """Without streams there are no drafts, and targets do not take tensors without elements."""
-        return (drafts,) if drafts.shape[0] else ()
-
-    def _logits(self, step: Step) -> tuple[Tensor, ...]:
-        return (step.logits,) if self.logits else ()
 
 
 def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:

@@ -13,16 +13,13 @@ from ssdevice.commands.bench import add_measuring, bench_options, check_measurin
 from ssdevice.commands.opening import add_engine, add_signature, engine_options, open_bundle, positive, refuse_ignored
 from ssdevice.commands.sampling import HELP, flag
 from ssdevice.data import read_examples
-from ssdevice.errors import ContextOverflowError, InputError
+from ssdevice.errors import InputError
 from ssdevice.peers.arm import PEERS, SAMPLING, Setup
 
 if TYPE_CHECKING:
-    from ssdevice.bench.runner import BenchOptions
     from ssdevice.bundle.folder import Bundle
     from ssdevice.bundle.manifest import App
-    from ssdevice.data import Example
     from ssdevice.peers.arm import Arm, Skip
-    from ssdevice.text.tokenizer import ChatTokenizer
 
 GGUF = "model.gguf"
 LOOKUP = (2, 10)
@@ -66,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
     """
     from ssdevice.bench.comparable import check_same
+    from ssdevice.bench.prompts import fitting
     from ssdevice.commands.progress import Progress
     from ssdevice.peers import ours, two_models
     from ssdevice.peers.compare import compare, offers
@@ -83,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     first = bundles[0]
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
-    prompts = _prompts(tokenizer, first.app(args.app).instruction, examples, options, context)
+    reader = (tokenizer, first.app(args.app).instruction, context - options.max_tokens)
+    prompts = [ids for (ids,) in fitting(examples, [reader], options.skip_long)[1]]
     setup = Setup(
         model=args.model,
         gguf=args.gguf or args.model / GGUF,
@@ -131,23 +130,6 @@ def _check_options(args: argparse.Namespace) -> dict[str, str]:
         if name not in PEERS:
             raise InputError(f"no peer {name[:60]!r}; there are {', '.join(PEERS)}")
     return pythons
-
-
-def _prompts(
-    tokenizer: ChatTokenizer, instruction: str, examples: Sequence[Example], options: BenchOptions, context: int
-) -> list[list[int]]:
-    """The token ids of every prompt whose answer fits; raises ContextOverflowError unless others are left out."""
-    prompts = []
-    for number, example in enumerate(examples, 1):
-        ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
-        if len(ids) + options.max_tokens <= context:
-            prompts.append(ids)
-        elif not options.skip_long:
-            raise ContextOverflowError(
-                f"prompt {number} has {len(ids)} tokens; with {options.max_tokens} of an answer that exceeds the "
-                f"context of {context}; --skip-long leaves out such prompts"
-            )
-    return prompts
 
 
 def _named_python(text: str) -> tuple[str, str]:

@@ -15,7 +15,6 @@ from ssdevice.errors import BundleError, InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from rich.console import Console
 
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.engine import Engine, EngineOptions
@@ -56,10 +55,6 @@ class RuntimeTarget(ABC):
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """What ``inspect`` adds for this target, as plain values."""
         return {}
-
-    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
-        """Print the result of ``describe``; ``size`` formats a number of bytes."""
-        return
 
 
 def runtime_target(name: str) -> RuntimeTarget:

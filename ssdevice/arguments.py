@@ -31,13 +31,14 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(text(f"{name}[{i}]", item) for i, item in enumerate(value))
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """The value, if it is a whole number of ``least`` or more: also one of NumPy's, but neither True nor 2.0."""
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value, if it is a whole number from ``least`` to ``most``: also one of NumPy's, but neither True nor 2.0."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, "a whole number")
-    if least is not None and value < least:
-        raise InputError(f"{name} is {value}, expected {least} or more")
-    return int(value)
+    number = int(value)
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise InputError(f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}")
+    return number
 
 
 def wholes(name: str, value: Any) -> list[int]:

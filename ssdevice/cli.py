@@ -30,7 +30,7 @@ COMMANDS = {
     "inspect": "show what is in a bundle, its sizes and its memory",
     "tune": "choose the draft tree and schedule for this device",
     "kernels": "compile faster kernels for ONNX bundles on this machine",
-    "bundle": "list and remove apps of a bundle; pack, unpack, sign and check it",
+    "bundle": "change a bundle: sign it, add and remove apps",
     "web": "run a bundle in a browser: serve the page, or write it for a static host",
     "serve": "answer requests in OpenAI's form on this machine",
     "demo": "export, decode and compare with the shipped checkpoint",

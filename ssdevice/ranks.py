@@ -13,12 +13,12 @@ AnswerRanks = Sequence[Sequence[int]]
 """For each token i of an answer: the ranks ``[γ]`` of tokens i+1..i+γ in streams 1..γ."""
 
 
-def count_paths(answers: Sequence[AnswerRanks], width: int = MISS) -> Counter[Ranks]:
-    """How often each rank path occurred, cut before the first rank of at least ``width``: see Tree.from_counts."""
+def count_paths(answers: Sequence[AnswerRanks]) -> Counter[Ranks]:
+    """How often each rank path occurred, cut before the first MISS: see Tree.from_counts."""
     paths: Counter[Ranks] = Counter()
     for answer in answers:
         for row in answer:
-            end = next((j for j, rank in enumerate(row) if rank >= width), len(row))
+            end = next((j for j, rank in enumerate(row) if rank >= MISS), len(row))
             paths[tuple(row[:end])] += 1
     return paths
 

@@ -50,7 +50,7 @@ def preloaded() -> str | None:
     return " ".join(files) if all(Path(file).is_absolute() for file in files) else None
 
 
-def compiled_objects(sources: Iterable[Path], compiler: Sequence[str], flags: Sequence[str]) -> list[str]:
+def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequence[str]) -> list[str]:
     """The sources compiled, each once a run for all flags with which the preprocessor makes the same text of it."""
     flags = [flag for flag in flags if flag not in ("-shared", "-static")]  # for the linker
     shared = [flag for flag in flags if not flag.startswith("-D")]

@@ -38,7 +38,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """The options that each command's help names, those of its actions among them."""
-    actions = ("list", "sign", "check", "add-app", "remove-app")
+    actions = ("sign", "add-app", "remove-app")
     helps = [(name,) for name in cli.COMMANDS] + [("bundle", action) for action in actions]
     found: dict[str, set[str]] = {}
     for command in helps:

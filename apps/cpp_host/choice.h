@@ -31,7 +31,8 @@ class Chooser {
   }
 
   // How many tokens truncation left for the last choice, whose logits are still there.
-  int64_t left() const {
+  int64_t left() {
+    if (all_) truncate();
     return all_ ? std::count_if(row_, row_ + vocab_, [](float x) { return std::isfinite(x); })
                 : std::count_if(kept_.begin(), kept_.end(), [](const Candidate& each) { return std::isfinite(each.score); });
   }
@@ -67,13 +68,36 @@ class Chooser {
   int32_t sample() {
     noise_.at(s_.seed, position_, vocab_);
     all_ = true;
+    const bool few = s_.top_k > 0 || s_.min_p > 0 || s_.typical_p < 1;  // are left, whose noise is soon compared
+    if (!few) {
+      const int32_t token = best_of_all();
+      if (s_.top_p == 1 || in_nucleus(token)) return token;
+    }
+    truncate();
+    return all_ ? best_of_all() : best_of_kept();
+  }
+
+  // Whether top-p certainly leaves a token, which the likelier ones show soon; else unknown.
+  bool in_nucleus(int32_t token) const {
+    const float own = row_[token];
+    const double h = score(best_), mine = std::exp(score(own) - h), mass = s_.top_p - error();
+    double likelier = -mine;  // it is counted as well
+    for (size_t group = 0; group < highest_.size(); ++group) {
+      if (highest_[group] < own) continue;
+      const auto start = static_cast<int32_t>(group) * Noise::kGroup, end = std::min(vocab_, start + Noise::kGroup);
+      for (int32_t id = start; id < end; ++id) {
+        if (row_[id] >= own) likelier += std::exp(score(row_[id]) - h);
+      }
+    }
+    return likelier < mass * (likelier + mine) || likelier < mass * weight_of_all(row_, vocab_, best_, temperature_);
+  }
+
+  void truncate() {
     kept_.clear();
     if (s_.top_k > 0 && s_.top_k < vocab_) keep_top_k();
     if (s_.top_p < 1) keep_nucleus();
     if (s_.min_p > 0) keep_above(score(best_) + std::log(s_.min_p));
     if (s_.typical_p < 1) keep_typical();
-    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
-    return all_ ? best_of_all() : best_of_kept();
   }
 
   // Takes a token if its score and noise are more than those of the best one before; the noise of most tokens need not be known.
@@ -84,19 +108,24 @@ class Chooser {
   }
 
   int32_t best_of_all() {
+    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
     const auto groups = static_cast<int32_t>(highest_.size());
     for (int32_t group = 0; group < groups; ++group) {
       if (const int32_t id = noise_.lucky(group); id < vocab_) consider(id, score(row_[id]));
     }
     for (int32_t group = 0; group < groups; ++group) {
-      if (score(highest_[group]) + noise_.most(group) < reached_ - 1e-6) continue;
+      const float bound = below(reached_ - 1e-6 - noise_.most(group));
+      if (highest_[group] < bound) continue;
       const int32_t end = std::min(vocab_, (group + 1) * Noise::kGroup);
-      for (int32_t id = group * Noise::kGroup; id < end; ++id) consider(id, score(row_[id]));
+      for (int32_t id = group * Noise::kGroup; id < end; ++id) {
+        if (row_[id] >= bound) consider(id, score(row_[id]));
+      }
     }
     return winner_;
   }
 
   int32_t best_of_kept() {
+    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
     std::iter_swap(kept_.begin(), std::max_element(kept_.begin(), kept_.end(), [](auto& a, auto& b) { return a.score < b.score; }));
     for (const Candidate& each : kept_) consider(each.id, each.score);
     return winner_;
@@ -153,17 +182,20 @@ class Chooser {
     return total;
   }
 
+  // Of a pass over all logits, as a part of its sum: its own, and that of scores, which are rounded.
+  double error() const { return 3e-5 + 2e-7 * std::abs(score(best_)); }
+
   // The fewest likeliest tokens that have `top_p` of the weight of all.
   void keep_nucleus() {
     const double h = score(best_);
-    double total = 0, error = 0;
+    double total = 0, near = 0;
     if (all_) {
       total = weight_of_all(row_, vocab_, best_, temperature_);
-      error = (3e-5 + 2e-7 * std::abs(h)) * total;  // of the pass above, and of scores, which are rounded
+      near = error() * total;
       const double lowest = std::log((1 - s_.top_p) / vocab_ * total) - 1e-3;  // tokens below have less than 1 - top_p together
       for (double depth = -4;; depth *= 2) {
         gather(below(h + std::max(depth, lowest)));
-        if (weigh() >= s_.top_p * total + error || depth <= lowest) break;
+        if (weigh() >= s_.top_p * total + near || depth <= lowest) break;
         kept_.clear();
       }
     } else {
@@ -171,7 +203,7 @@ class Chooser {
     }
     for (Candidate& each : kept_) each.key = -each.score;
     auto [last, before] = border(s_.top_p * total);
-    if (std::min(std::abs(before - s_.top_p * total), std::abs(before + kept_[last].weight - s_.top_p * total)) < error) {
+    if (std::min(std::abs(before - s_.top_p * total), std::abs(before + kept_[last].weight - s_.top_p * total)) < near) {
       total = 0;
       for (int32_t id = 0; id < vocab_; ++id) total += std::exp(score(row_[id]) - h);
       last = border(s_.top_p * total).first;

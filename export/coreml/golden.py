@@ -22,6 +22,7 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.reference import Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportPlan
+from ssdevice.text.messages import Chat
 
 SCHEMA_VERSION = 1
 CASES = 2
@@ -44,7 +45,7 @@ def cases(job: ExportJob, driver: EngineDriver) -> list[dict[str, Any]]:
 def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write the cases of all apps, and texts with their tokens."""
     tokenizer = plan.tokenizer
-    prompts = [tokenizer.prompt_text(TEXTS[0], instruction=app.instruction) for app in plan.apps]
+    prompts = [tokenizer.chat_text(Chat().asked(TEXTS[0]), app.instruction) for app in plan.apps]
     texts = [*TEXTS, *dict.fromkeys(prompts)]
     golden = {
         "schema_version": SCHEMA_VERSION,

@@ -96,16 +96,27 @@ class Editor:
         return made
 
     def reshape(self, before: ir.Node | None, value: ir.Value, shape: Shape) -> ir.Value:
-        """``value`` with another shape of which at most one size is unknown."""
-        if shape_of(value) == shape and None not in shape:
-            return value
+        """``value`` with another shape, of which at most one size is unknown; a view of a view is one view."""
+        inner = producer(value, "Reshape")
+        source = value if inner is None else source_of(inner)
+        if shape_of(source) == shape:
+            return source
         target = self.ints(*(-1 if size is None else size for size in shape))
-        return self.insert(before, "Reshape", [value, target], shape, value.dtype)
+        return self.insert(before, "Reshape", [source, target], shape, value.dtype)
 
     def transpose(self, before: ir.Node | None, value: ir.Value, perm: Sequence[int]) -> ir.Value:
-        """``value``, of known rank, with its dimensions in another order: a reshape if that moves no data."""
+        """``value``, of known rank, with its dimensions in another order: a reshape if that moves no data.
+
+        The transpose of a transpose is one, or none.
+        """
+        inner = producer(value, "Transpose")
+        if inner is not None:
+            first, value = inner.attributes["perm"].as_ints(), source_of(inner)
+            perm = [first[d] for d in perm]
         old = shape_of(value)
         assert old is not None
+        if list(perm) == list(range(len(old))):
+            return value
         shape = tuple(old[d] for d in perm)
         if shape.count(None) < 2 and [d for d in perm if old[d] != 1] == [d for d in range(len(old)) if old[d] != 1]:
             return self.reshape(before, value, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -17,8 +18,6 @@ from ssdevice.config import Schedule
 from ssdevice.contract import (
     CHOOSING,
     FUNCTIONS,
-    PAST,
-    ROWS,
     CacheForm,
     FunctionSpec,
     TensorSpec,
@@ -33,14 +32,13 @@ from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
-from ssdevice.export.onnx.fused import best_column, gated_silu, half_cache, rotary_split
-from ssdevice.export.onnx.graph import FINISH, apply, simplify
+from ssdevice.export.onnx.fused import add_norms, best_columns
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
 from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.regions import join_regions
 from ssdevice.export.onnx.shown import OnnxShown, Written, written
-from ssdevice.export.onnx.slots import SlotBook, slot_inputs
+from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
@@ -52,9 +50,8 @@ from ssdevice.runtime.onnx.engine import OnnxEngine
 
 WEIGHTS = "weights"
 WEIGHTS_FILE = "weights.bin"
-FLOATS = "float32"
-"""Type of the graphs' numbers, and of the cache if its rows are not rounded."""
-HALVES = "float16"
+FLOATS, HALVES = "float32", "float16"
+"""Types of the cache: attention rounds a call's own rows to it as well, so that later calls see the same."""
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
 FILES = {name: f"{name}.onnx" for name in FUNCTIONS + CHOOSING}
@@ -86,10 +83,13 @@ class OnnxExporter(Exporter):
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the graphs and ``weights.bin``; see ``Exporter``."""
-        plan = job.plan
-        argmax = plan.geometry.k == 1 or (plan.merged and job.loaded.model.draft_head is not None)
-        with WeightFile(folder / WEIGHTS_FILE) as weights:
-            writer = GraphWriter(plan, weights, argmax)
+        plan, model = job.plan, job.loaded.model
+        argmax = plan.geometry.k == 1 or (plan.merged and model.draft_head is not None)
+        # Attention with a soft cap has no kernel that reads halves: every call would widen the whole cache.
+        capped = getattr(model.backbone.config, "attn_logit_softcapping", None) is not None
+        cache_dtype = FLOATS if plan.options.quant is Quant.FP32 or capped else HALVES
+        with closing(WeightFile(folder / WEIGHTS_FILE)) as weights:
+            writer = GraphWriter(plan, weights, cache_dtype, argmax)
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products
         notes = (*_notes(plan.options.quant, writer.store), *job.notes)
@@ -124,7 +124,7 @@ Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
 
 def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """A graph of every function."""
-    specs = job.plan.functions(CacheForm.EXTERNAL, FLOATS)
+    specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
     for number, (name, spec) in enumerate(specs.items()):
         job.report("write the graphs", number, len(specs), name)
         writer.write(trace(job, spec), spec, folder / FILES[name])
@@ -137,26 +137,22 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
     wanted = variants_of(plan.apps, plan.function_names)
     steps = sum(len(added) for _, added in wanted)
-    made = []
+    made: list[Variant] = []
+    plain: dict[bool, dict[str, Slot]] = {}
     for variant, added in wanted:
         model = template(job, variant)
-        specs = model.plan.functions(CacheForm.EXTERNAL, FLOATS)
-        slots: dict[str, Slot] = {}
+        specs = model.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
+        # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
+        book = SlotBook(plan.options.quant is not Quant.FP32, dict(plain.get(variant.lora, {})))
         for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
-            book = SlotBook(exact=plan.options.quant is not Quant.FP32)
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
             files.append(TargetFile(f"{name}:{variant.name}", file))
-            slots |= book.slots
-        functions = app_functions(variant, plan.function_names)
+        plain.setdefault(variant.lora, book.slots)
+        functions, slots = app_functions(variant, plan.function_names), tuple(book.slots.values())
         identifiers = IDENTIFIERS if variant.streams is not None else ""
-        made.append(replace(variant, functions=functions, slots=tuple(slots.values()), identifiers=identifiers))
-    # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots of both.
-    plain = {v.name: v.slots for v in made if v.streams is None}
-    for i, variant in enumerate(made):
-        every = {slot.name: slot for slot in (*variant.slots, *plain[Variant(lora=variant.lora).name])}
-        made[i] = replace(variant, slots=tuple(every.values()))
+        made.append(replace(variant, functions=functions, slots=slots, identifiers=identifiers))
     layout = SlotLayout(plan.identity.hidden_size, tuple(made))
     write = partial(write_adapter, base_sha256=plan.identity.sha256)
     return tuple(files), write_slots(plan, layout, folder, ADAPTER_FILE, write)
@@ -168,32 +164,20 @@ class GraphWriter:
     ``argmax``: of every head only the best column is wanted, in all graphs of the bundle that share it.
     """
 
-    def __init__(self, plan: ExportPlan, weights: WeightFile, argmax: bool) -> None:
-        self.plan, self.weights, self.argmax = plan, weights, argmax
+    def __init__(self, plan: ExportPlan, weights: WeightFile, cache_dtype: str, argmax: bool) -> None:
+        self.plan, self.weights, self.cache_dtype, self.argmax = plan, weights, cache_dtype, argmax
         self.store = WeightStore()
-        self.cache_dtype = ""
         self.products: dict[Path, list[Written]] = {}
 
     def write(self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
-        quant = self.plan.options.quant
-        simplify(edit)
-        quantize(edit, quant, self.store, book)
-        apply(edit, FINISH)
-        apply(edit, (rotary_split, gated_silu))
+        add_norms(edit)
+        quantize(edit, self.plan.options.quant, self.store, book)
         if self.argmax:
-            apply(edit, (best_column, *FINISH))
-        cache = {tensor.name for tensor in spec.inputs if PAST in tensor.shape}
-        self.cache_dtype = HALVES if quant is not Quant.FP32 and half_cache(edit, cache) else FLOATS
-        more = slot_inputs(edit, spec, book) if book is not None else ()
+            best_columns(edit)
         join_regions(edit)
         self.products[file] = written(edit)
-        inputs, outputs = (
-            [replace(t, dtype=self.cache_dtype) if t.name == ROWS or PAST in t.shape else t for t in tensors]
-            for tensors in (spec.inputs, spec.outputs)
-        )
-        own = replace(spec, inputs=(*inputs, *more), outputs=tuple(outputs))
-        save_graph(edit.model, own, file, self.weights)
+        save_graph(edit.model, spec, file, self.weights)
 
 
 def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:

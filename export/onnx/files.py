@@ -32,10 +32,8 @@ class WeightFile:
         self._file = path.open("wb")
         self._places: dict[tuple[bytes, int], int] = {}
 
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Write what is left."""
         self._file.close()
 
     def add(self, content: bytes) -> int:
@@ -63,9 +61,10 @@ def app_functions(variant: Variant, names: Sequence[str]) -> dict[str, str]:
 
 
 def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightFile) -> None:
-    """Write a graph that reads its large constants from ``weights``; tensors are named and typed as in the contract."""
+    """Write a graph that reads large constants from ``weights``; the contract says its first inputs and all outputs."""
     graph = model.graph
-    for tensor, value in zip((*spec.inputs, *spec.outputs), (*graph.inputs, *graph.outputs), strict=True):
+    own = [*graph.inputs[: len(spec.inputs)], *graph.outputs]
+    for tensor, value in zip((*spec.inputs, *spec.outputs), own, strict=True):
         found = value.dtype.numpy().name if value.dtype is not None else "unknown"
         if value.name != tensor.name or found != tensor.dtype:
             raise SSDeviceError(f"{spec.name}: the graph has {value.name} {found}, not {tensor.name} {tensor.dtype}")

@@ -11,22 +11,7 @@ import onnx_ir as ir
 from ssdevice.adapters.weights import LEVELS
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.model.attention import MASKED
-from ssdevice.runtime.onnx.kernels import (
-    ADD_NORM,
-    CAPPED_ATTENTION,
-    DOMAIN,
-    GATED_SILU,
-    HALF_LINEAR,
-    HALF_TREE_ATTENTION,
-    INT4_LINEAR,
-    INT8_ARGMAX,
-    INT8_EMBEDDING,
-    INT8_LINEAR,
-    REGION,
-    ROTARY_SPLIT,
-    TIED_EMBEDDING,
-    TREE_ATTENTION,
-)
+from ssdevice.runtime.onnx import kernels
 
 BLOCK = 32
 """Inputs that share a scale."""
@@ -116,22 +101,16 @@ _ROUNDED = "\n".join(
 )
 _GIVEN = ", ".join(f"{view}: ints = @{view}" for view in VIEWS)
 
-FUNCTIONS = {
-    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]
-    INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
-  y = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
-    (x, codes, scales)
-}}""",
-    # x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the
-    # rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken, whether it keeps them
-    # (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
-    #
-    # A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should
-    # be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph of one row does
-    # the same, though it could save the Mul: (x * column) * row and x * (column * row) round differently, and
-    # plain decoding would then differ from the step by an ulp, which the next rounding to eight bits turns into a
-    # whole level.
-    INT8_LINEAR: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
+# x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the
+# rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken, whether it keeps them
+# (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
+#
+# A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should
+# be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph of one row does
+# the same, though it could save the Mul: (x * column) * row and x * (column * row) round differently, and
+# plain decoding would then differ from the step by an ulp, which the next rounding to eight bits turns into a
+# whole level.
+_INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
   size = Abs (x)
   over = Constant <value_ints: ints = @axes> ()
   peak = ReduceMax <keepdims: int = @keep> (size, over)
@@ -142,41 +121,48 @@ FUNCTIONS = {
   center = Constant <value = uint8 {{{ZERO_POINT}}}> ()
   product = {CONTRIB}.MatMulIntegerToFloat (rows, codes, one, scales, center)
   y = Mul (product, scale)
+}}"""
+
+FUNCTIONS = {
+    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]
+    kernels.INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
+  y = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
+    (x, codes, scales)
 }}""",
     # As Int8Linear, -> [.., R, 1] int64
-    INT8_ARGMAX: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (best) {{
-  product = {DOMAIN}.{INT8_LINEAR} <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block>
-    (x, codes, scales, zero)
+    kernels.INT8_ARGMAX: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (best) {{
+  product = {kernels.DOMAIN}.{kernels.INT8_LINEAR}
+    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block> (x, codes, scales, zero)
   k = Constant <value_ints = [1]> ()
   largest, best = TopK <axis = -1> (product, k)
 }}""",
     # x [1, R, (H + 2 N) D], cos, sin [1, R, E] -> queries [1, R, H D], keys [1, R, N D], values. Attributes:
     # ``heads`` H, ``kv_heads`` N, ``rotary_dim`` (0: all), and the ``widths`` of the three.
-    ROTARY_SPLIT: """<heads, kv_heads, rotary_dim, widths> (x, cos, sin) => (queries, keys, values) {
+    kernels.ROTARY_SPLIT: """<heads, kv_heads, rotary_dim, widths> (x, cos, sin) => (queries, keys, values) {
   parts = Constant <value_ints: ints = @widths> ()
   q, k, values = Split <axis = -1> (x, parts)
   queries = RotaryEmbedding <num_heads: int = @heads, rotary_embedding_dim: int = @rotary_dim> (q, cos, sin)
   keys = RotaryEmbedding <num_heads: int = @kv_heads, rotary_embedding_dim: int = @rotary_dim> (k, cos, sin)
 }""",
     # x, y [.., F], weight [F] -> the RMS norm of x + y, and x + y
-    ADD_NORM: f"""<epsilon> (x, y, weight) => (normed, sum) {{
+    kernels.ADD_NORM: f"""<epsilon> (x, y, weight) => (normed, sum) {{
   normed, mean, inverse, sum = {CONTRIB}.SkipSimplifiedLayerNormalization <epsilon: float = @epsilon> (x, y, weight)
 }}""",
     # x [.., 2 F] -> [.., F]: the first half of a row times its sigmoid times the second half
-    GATED_SILU: """(x) => (y) {
+    kernels.GATED_SILU: """(x) => (y) {
   gate, up = Split <axis = -1, num_outputs = 2> (x)
   share = Sigmoid (gate)
   silu = Mul (gate, share)
   y = Mul (silu, up)
 }""",
     # x [.., R, K], weight [K, N] float16 -> [.., R, N]
-    HALF_LINEAR: """(x, weight) => (y) {
+    kernels.HALF_LINEAR: """(x, weight) => (y) {
   wide = Cast <to = 1> (weight)
   y = MatMul (x, wide)
 }""",
-    TREE_ATTENTION: _TREE_ATTENTION,
+    kernels.TREE_ATTENTION: _TREE_ATTENTION,
     # The same with scores that are bounded by ``softcap``
-    CAPPED_ATTENTION: _TREE_ATTENTION.replace("<kv_heads,", "<softcap, kv_heads,").replace(
+    kernels.CAPPED_ATTENTION: _TREE_ATTENTION.replace("<kv_heads,", "<softcap, kv_heads,").replace(
         "  masked = Add (scores, mask)",
         """  cap = Constant <value_float: float = @softcap> ()
   share = Div (scores, cap)
@@ -185,17 +171,18 @@ FUNCTIONS = {
   masked = Add (bounded, mask)""",
     ),
     # The same with past keys and values in float16, to which new ones are rounded
-    HALF_TREE_ATTENTION: f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)}, mask) => (y) {{
+    kernels.HALF_TREE_ATTENTION: f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)}, mask) => (y) {{
   past_keys_wide = Cast <to = 1> (past_keys)
   past_values_wide = Cast <to = 1> (past_values)
 {_ROUNDED}
-  y = {DOMAIN}.{TREE_ATTENTION} <kv_heads: int = @kv_heads, scale: float = @scale, {_GIVEN}>
+  y = {kernels.DOMAIN}.{kernels.TREE_ATTENTION} <kv_heads: int = @kv_heads, scale: float = @scale, {_GIVEN}>
     (q, {", ".join(f"{run}_wide" for run in RUNS)}, mask)
 }}""",
-    **dict.fromkeys((INT8_EMBEDDING, TIED_EMBEDDING), _INT8_EMBEDDING),
+    **dict.fromkeys((kernels.INT8_LINEAR, kernels.INT8_FACTOR), _INT8_LINEAR),
+    **dict.fromkeys((kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING), _INT8_EMBEDDING),
 }
 """Operator -> its function, in ONNX's text format."""
-HEADER = f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}, "{CONTRIB}" : 1, "{DOMAIN}" : 1]>'
+HEADER = f'<domain: "{kernels.DOMAIN}", opset_import: ["" : {OPSET}, "{CONTRIB}" : 1, "{kernels.DOMAIN}" : 1]>'
 
 
 def add_functions(model: ir.Model) -> None:
@@ -209,9 +196,9 @@ def add_functions(model: ir.Model) -> None:
     for _, function in sorted(made.items()):
         model.functions[function.identifier()] = function
     if made:
-        model.opset_imports[DOMAIN] = 1
+        model.opset_imports[kernels.DOMAIN] = 1
 
 
 def _called(nodes: Iterable[ir.Node]) -> set[str]:
     """The operators of ours but regions, which have a function each."""
-    return {node.op_type for node in nodes if node.domain == DOMAIN and node.op_type != REGION}
+    return {node.op_type for node in nodes if node.domain == kernels.DOMAIN and node.op_type != kernels.REGION}

@@ -6,17 +6,29 @@ names, so that three graphs agree on what is the same weight and quantization se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import Editor, Marked, constant_of, role_of, shape_of, source_of
+from ssdevice.export.onnx.editor import (
+    Editor,
+    Marked,
+    constant_of,
+    only_user,
+    producer,
+    role_of,
+    shape_of,
+    sizes_of,
+    source_of,
+)
+from ssdevice.export.onnx.functions import ZERO_POINT
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
-from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
+from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, ROTARY_SPLIT
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
@@ -26,14 +38,27 @@ SMALL = 1 << 14
 Array = np.ndarray[Any, Any]
 
 
+Term = tuple[Role, ir.Node]
+"""A low-rank term beside a linear: the role of its second factor, and the addition of both."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role."""
+    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role.
+
+    ``term``: the one beside it that becomes a slot.
+    """
 
     node: ir.Node
     name: str
     weight: Array
     role: Role | None
+    term: Term | None
+
+    @property
+    def output(self) -> ir.Value:
+        """What the product gives, its term included."""
+        return (self.node if self.term is None else self.term[1]).outputs[0]
 
     @property
     def factor(self) -> bool:
@@ -80,14 +105,31 @@ class Linear:
         """N, of all parts together."""
         return sum(int(part.weight.shape[0]) for part in self.parts)
 
-    def weight(self) -> Array:
-        """``[K, N]`` float32."""
+    @property
+    def transposed(self) -> str:
+        """The name of its float32 weight as ``[K, N]``."""
+        return f"{self.name}.T"
+
+    def weight(self, dtype: type[np.floating[Any]] = np.float32) -> Array:
+        """``[K, N]``."""
         parts = [part.weight for part in self.parts]
-        return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T)
+        return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T, dtype)
+
+    def product(
+        self,
+        edit: Editor,
+        kind: str,
+        weight: Sequence[ir.Value],
+        attributes: dict[str, Any] | None = None,
+        domain: str = DOMAIN,
+    ) -> ir.Value:
+        """Its product by an operator, ``[.., rows, N]``, before its placeholders."""
+        shape = (*(shape_of(self.source) or ())[:-1], self.outputs)
+        return edit.insert(self.first.node, kind, [self.source, *weight], shape, ir.DataType.FLOAT, attributes, domain)
 
 
-def linears(edit: Editor) -> list[Linear]:
-    """All linears of a graph, those of one input together, in graph order."""
+def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
+    """All linears of a graph, those of one input together, in graph order; ``terms``: by the placeholder beside."""
     groups: dict[tuple[int, bool, bool], list[Part]] = {}
     for node in edit.graph:
         if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
@@ -96,42 +138,66 @@ def linears(edit: Editor) -> list[Linear]:
         content = constant_of(weight)
         if content is None:
             raise ValueError(f"linear {node.name} has no constant weight")
-        part = Part(node, weight.name or "", content, role_of(weight))
+        part = Part(node, weight.name or "", content, role_of(weight), terms.get(node))
         groups.setdefault((id(source_of(node)), part.factor, part.stays_float), []).append(part)
     return [Linear(tuple(parts)) for parts in groups.values()]
 
 
-def lower(edit: Editor, linear: Linear, whole: ir.Value, terms: Mapping[int, ir.Node]) -> None:
+def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
     """Replace a linear's placeholders by their product ``whole [1, rows, N]``, a split of its columns and the biases.
 
-    ``terms``: by the id of a placeholder, the addition of a low-rank term that the product already has.
+    The product has the low-rank terms already. It stays whole where operators of ours take it whole.
     """
     first, source, values = linear.first.node, linear.source, [whole]
-    shapes = [shape_of(part.node.outputs[0]) for part in linear.parts]
-    if len(linear.parts) > 1:
-        widths = edit.ints(*(part.weight.shape[0] for part in linear.parts))
-        values = list(edit.split(first, whole, widths, shapes, -1))
-    for at, part in enumerate(linear.parts):
+    weights = [(part.name, int(part.weight.shape[0])) for part in linear.parts]
+    if len(weights) > 1:
+        ends = [part.output for part in linear.parts]
+        biased = any(len(part.node.inputs) > 2 for part in linear.parts)
+        if not biased and (_rotary_split(edit, ends, whole) or _gated_silu(edit, ends, whole)):
+            edit.products.append(Marked(tuple(weights), source, whole))
+            return
+        widths = edit.ints(*(width for _, width in weights))
+        values = list(edit.split(first, whole, widths, [shape_of(end) for end in ends], -1))
+    for part, value, weight in zip(linear.parts, values, weights, strict=True):
         if len(part.node.inputs) > 2:
-            biased = [values[at], part.node.inputs[2]]
-            values[at] = edit.insert(first, "Add", biased, shapes[at], ir.DataType.FLOAT)
-    for part, value in zip(linear.parts, values, strict=True):
+            value = edit.insert(part.node, "Add", [value, part.node.inputs[2]], shape_of(value), ir.DataType.FLOAT)
         edit.replace(part.node, value)
-        if id(part.node) in terms:
-            edit.replace(terms[id(part.node)], value)
-        edit.products.append(Marked(((part.name, part.weight.shape[0]),), source, value))
+        if part.term is not None:
+            edit.replace(part.term[1], value)
+        edit.products.append(Marked((weight,), source, value))
 
 
-def plain_product(edit: Editor, linear: Linear) -> ir.Value:
-    """A float32 MatMul."""
-    weight = edit.named(transposed_name(linear), linear.weight)
-    return edit.insert(linear.first.node, "MatMul", [linear.source, weight], out_shape(linear), ir.DataType.FLOAT)
+def _rotary_split(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
+    """Queries and keys, of which rotary positions alone read, and values; False for other columns."""
+    queries, keys = (only_user(end, "RotaryEmbedding") for end in ends[:2])
+    if len(ends) != 3 or queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:]:
+        return False
+    if keys.attributes.get_int("interleaved"):
+        return False
+    heads, kv_heads = (turned.attributes.get_int("num_heads") for turned in (queries, keys))
+    shapes = [shape_of(end) or () for end in ends]
+    form = {"heads": heads, "kv_heads": kv_heads, "rotary_dim": 0, "widths": [shape[-1] for shape in shapes]}
+    outputs = [(shape, whole.dtype) for shape in shapes]
+    made = edit.insert_several(keys, ROTARY_SPLIT, [whole, *keys.inputs[1:]], outputs, form, DOMAIN)
+    edit.replace(queries, made[0])
+    edit.replace(keys, made[1])
+    edit.replace_value(ends[2], made[2])
+    return True
 
 
-def half_product(edit: Editor, linear: Linear) -> ir.Value:
-    """A product with a weight in float16; see ``fits_half``."""
-    inputs = [linear.source, edit.named(f"{linear.name}.float16", lambda: linear.weight().astype(np.float16))]
-    return edit.insert(linear.first.node, HALF_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, domain=DOMAIN)
+def _gated_silu(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
+    """``g * sigmoid(g) * u`` of two halves; False for other columns."""
+    gate, up, *others = ends
+    gated = only_user(up, "Mul")
+    silu = producer(gated.inputs[0], "Mul") if gated is not None else None
+    share = producer(silu.inputs[1], "Sigmoid") if silu is not None else None
+    if gated is None or silu is None or share is None or others or shape_of(gate) != shape_of(up):
+        return False
+    users = {use.node for use in gate.uses()}
+    if users != {silu, share} or len(silu.outputs[0].uses()) != 1 or len(share.outputs[0].uses()) != 1:
+        return False
+    edit.replace(gated, edit.insert(gated, GATED_SILU, [whole], shape_of(up), whole.dtype, None, DOMAIN))
+    return True
 
 
 def fits_half(linear: Linear) -> bool:
@@ -141,14 +207,13 @@ def fits_half(linear: Linear) -> bool:
         return weight.size >= SMALL and bool((weight == weight.astype(np.float16)).all())
 
 
-def transposed_name(linear: Linear) -> str:
-    """Name of a float32 weight as ``[K, N]``."""
-    return f"{linear.name}.T"
-
-
-def out_shape(linear: Linear) -> tuple[int | None, ...]:
-    """Shape of a linear's product."""
-    lead = shape_of(linear.source)
-    if lead is None:
-        raise ValueError(f"linear {linear.name} reads a value of unknown rank")
-    return (*lead[:-1], linear.outputs)
+def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
+    """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
+    shape = sizes_of(value)
+    if shape is None:
+        raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
+    axes = list(range(len(shape)))
+    if prod(shape[:-1]) == 1:
+        return edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
+    zeros = edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
+    return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}

@@ -28,14 +28,8 @@ def ancestors(
     return list(found.values())
 
 
-def show_products(model: ModelProto) -> None:
-    """Undo ``fused.best_column`` and ``regions.join_regions``: every product has its name, as has what it reads."""
-    show_regions(model)
-    show_choices(model.graph)
-
-
 def show_choices(graph: GraphProto) -> None:
-    """The products that columns are chosen of, by their own names: undoes ``fused.best_column``."""
+    """The products that columns are chosen of, by their own names: undoes ``fused.best_columns``."""
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
@@ -50,7 +44,7 @@ def show_choices(graph: GraphProto) -> None:
 
 
 def show_regions(model: ModelProto) -> None:
-    """The nodes of regions, whose values have the names that they have in their functions."""
+    """The nodes of regions, whose values have the names that they have in their functions: undoes ``join_regions``."""
     bodies = {function.overload: function.node for function in model.functions if function.name == REGION}
     nodes = list(model.graph.node)
     del model.graph.node[:]

@@ -10,11 +10,11 @@ import onnx_ir as ir
 import torch
 
 from ssdevice.export import forms
-from ssdevice.export.onnx.editor import Editor, Shape, shape_of
+from ssdevice.export.onnx.editor import Editor, Shape, constant_of, shape_of, source_of
 from ssdevice.export.onnx.functions import attention_form
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
-from ssdevice.export.onnx.translations import Out, Translation, cast, cut, largest
-from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, TREE_ATTENTION
+from ssdevice.export.onnx.translations import Out, Translation, cast, largest
+from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, HALF_TREE_ATTENTION, TREE_ATTENTION
 
 
 def linear(edit: Editor, out: Out, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
@@ -54,8 +54,10 @@ def attend(
         terms += [] if more else [empty]
     terms.append(mask)
     form = attention_form(rows, kv_heads, all_heads // kv_heads, dim, scale)
-    kind, given = (CAPPED_ATTENTION, form | {"softcap": softcap}) if softcap else (TREE_ATTENTION, form)
-    made = edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, given, DOMAIN)
+    kind = HALF_TREE_ATTENTION if keys[0].dtype is ir.DataType.FLOAT16 else TREE_ATTENTION
+    if softcap:
+        kind, form = CAPPED_ATTENTION, form | {"softcap": softcap}
+    made = edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, form, DOMAIN)
     return edit.reshape(None, made, out.shape)
 
 
@@ -69,17 +71,26 @@ def rotary(edit: Editor, out: Out, x: ir.Value, cos: ir.Value, sin: ir.Value, in
     _, all_heads, rows, dim = out.shape
     assert all_heads and rows is not None and dim
     flat = edit.reshape(None, edit.transpose(None, x, [0, 2, 1, 3]), (1, rows, all_heads * dim))
-    last, step = (dim, 2) if interleaved else (dim // 2, 1)
-    half = Out((1, rows, dim // 2), out.dtype)
-    tables = [cut(edit, half, table, 2, 0, last, step) for table in (cos, sin)]
+    tables = [_half(edit, table, slice(0, None, 2) if interleaved else slice(dim // 2)) for table in (cos, sin)]
     attributes = {"interleaved": int(interleaved), "num_heads": all_heads}
     turned = edit.insert(None, "RotaryEmbedding", [flat, *tables], shape_of(flat), out.dtype, attributes)
     return edit.transpose(None, edit.reshape(None, turned, (1, rows, all_heads, dim)), [0, 2, 1, 3])
 
 
+def _half(edit: Editor, angles: ir.Value, columns: slice) -> ir.Value:
+    """Rows of a table of angles, with those columns that hold each angle once."""
+    gather = angles.producer()
+    table = source_of(gather) if gather is not None else None
+    content = constant_of(table)
+    assert gather is not None and table is not None and content is not None
+    half = edit.named(f"{table.name}.half", lambda: np.ascontiguousarray(content[:, columns]))
+    shape = (*(shape_of(angles) or ())[:-1], content.shape[1] // 2)
+    return edit.insert(None, "Gather", [half, gather.inputs[1]], shape, half.dtype)
+
+
 def top_k(edit: Editor, out: Out, scores: ir.Value, k: int) -> ir.Value:
     """``[R, V] -> [R, k]``, best first."""
-    return cast(edit, out, largest(edit, scores, k))
+    return edit.reshape(None, cast(edit, out, largest(edit, scores, k)), out.shape)
 
 
 assert callable(forms.exportable)  # registering the operators is the effect of the import

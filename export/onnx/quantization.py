@@ -12,34 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from ssdevice.adapters.slots import Slot
-from ssdevice.adapters.weights import LEVELS, int8_factors
+from ssdevice.adapters.weights import int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
-from ssdevice.export.onnx.functions import BLOCK, ZERO_POINT
-from ssdevice.export.onnx.linears import (
-    SMALL,
-    Array,
-    Linear,
-    fits_half,
-    half_product,
-    linears,
-    lower,
-    out_shape,
-    plain_product,
-    transposed_name,
-)
-from ssdevice.export.onnx.slots import SlotBook, float_down, int8_down, integer_product, lower_alone, up
+from ssdevice.export.onnx.functions import BLOCK
+from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower, row_form
+from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part as ModelPart
-from ssdevice.runtime.onnx.kernels import DOMAIN, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
+from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
 
 
 @dataclass(frozen=True)
@@ -130,141 +118,60 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
     ``book``: low-rank terms become slots, which are entered in it; without one they are weights like all others.
     """
     exact = quant is not Quant.FP32
-    if exact:
-        _quantize_embeddings(edit, store)
-    else:
-        _share_tied_table(edit)
-    rows = _RowQuantizer(edit)
-    terms = book.terms(edit) if book is not None else {}
-    for linear in linears(edit):
-        part = linear.first
-        if book is not None and part.factor:
+    _lower_embeddings(edit, store, exact)
+    for linear in linears(edit, book.terms(edit) if book is not None else {}):
+        if book is not None and linear.first.factor:
             continue
-        quantized, kept = exact and not part.stays_float, exact and part.stays_float
-        slot = book.slot(linear, terms, quantized) if book is not None else None
-        if kept:
-            store.kept[linear.name] = linear.inputs * linear.outputs
-        head = part.role is not None and part.role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)
-        if quantized and (quant is Quant.INT8 or head):
-            whole = _int8_product(edit, linear, store, rows, slot)
-        else:
-            if quantized:
-                whole = _int4_product(edit, linear, store)
-            else:
-                whole = (half_product if kept and slot is None and fits_half(linear) else plain_product)(edit, linear)
-            if slot is not None:
-                whole = _plus_term(edit, linear, whole, slot, rows, exact)
-        lower(edit, linear, whole, {node: add for node, (_, add) in terms.items()})
+        slot = book.slot(linear, exact and not linear.first.stays_float) if book is not None else None
+        whole = _product(edit, linear, quant, store, slot is not None)
+        if slot is not None:
+            before = linear.first.node
+            term = up(edit, slot, down(edit, slot, linear.source, before, exact), before, exact)
+            whole = edit.insert(before, "Add", [whole, term], shape_of(whole), ir.DataType.FLOAT)
+        lower(edit, linear, whole)
     edit.clean()  # the terms that slots stand for
     if book is not None:
         lower_alone(edit, book)
 
 
-def _plus_term(edit: Editor, linear: Linear, base: ir.Value, slot: Slot, rows: _RowQuantizer, exact: bool) -> ir.Value:
-    """A product with its slot's low-rank term added."""
-    before, shape = linear.first.node, out_shape(linear)
-    if slot.int8:
-        codes, row_scale = rows(linear.source, before)
-        h = int8_down(edit, slot, codes, before)
-        term = edit.insert(before, "Mul", [up(edit, slot, h, before, exact), row_scale], shape, ir.DataType.FLOAT)
-    else:
-        term = up(edit, slot, float_down(edit, slot, linear.source, before, exact), before, exact)
-    return edit.insert(before, "Add", [base, term], shape, ir.DataType.FLOAT)
+def _product(edit: Editor, linear: Linear, quant: Quant, store: WeightStore, slotted: bool) -> ir.Value:
+    """A linear's product in the form that ``quant`` asks for; ``slotted``: a slot's term is added to it."""
+    role = linear.first.role
+    if quant is not Quant.FP32 and linear.first.stays_float:
+        store.kept[linear.name] = linear.inputs * linear.outputs
+        if not slotted and fits_half(linear):
+            half = edit.named(f"{linear.name}.float16", partial(linear.weight, np.float16))
+            return linear.product(edit, HALF_LINEAR, [half])
+    if quant is Quant.FP32 or linear.first.stays_float:
+        return linear.product(edit, "MatMul", [edit.named(linear.transposed, linear.weight)], domain="")
+    if quant is Quant.INT8 or (role is not None and role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)):
+        zero, form = row_form(edit, linear.source)
+        weight = store.initializers(edit, Int8Weight, linear.name, linear.weight)
+        return linear.product(edit, INT8_LINEAR, [*weight, zero], form)
+    weight = store.initializers(edit, Int4Weight, linear.name, linear.weight)
+    return linear.product(edit, INT4_LINEAR, weight, {"K": linear.inputs, "N": linear.outputs})
 
 
-class _RowQuantizer:
-    """Quantizes a value's rows once, however many linears with slots read it: ``(uint8 values, scale)``."""
+def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
+    """Gathers from the embedding read it as the head wants it, ``[D, V]``, so that a tied head shares the bytes.
 
-    def __init__(self, edit: Editor) -> None:
-        self.edit = edit
-        self._done: dict[int, tuple[ir.Value, ir.Value]] = {}
-
-    def __call__(self, value: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-        """What the function of ``Int8Linear`` does with its rows, for products that have a slot."""
-        if id(value) in self._done:
-            return self._done[id(value)]
-        edit, shape = self.edit, shape_of(value)
-        zero, form = self.form(value)
-        peak_shape = shape_of(zero)
-        size = edit.insert(before, "Abs", [value], shape, ir.DataType.FLOAT)
-        keep = {"keepdims": form["keep"]}
-        peak = edit.insert(before, "ReduceMax", [size, edit.ints(*form["axes"])], peak_shape, ir.DataType.FLOAT, keep)
-        step = edit.constant(np.array(1 / LEVELS, np.float32))
-        scale = edit.insert(before, "Mul", [peak, step], peak_shape, ir.DataType.FLOAT)
-        block = {"axis": form["axis"], "block_size": form["block"]}
-        codes = edit.insert(before, "QuantizeLinear", [value, scale, zero], shape, ir.DataType.UINT8, block)
-        self._done[id(value)] = codes, scale
-        return codes, scale
-
-    def form(self, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
-        """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
-        shape = sizes_of(value)
-        if shape is None:
-            raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
-        axes = list(range(len(shape)))
-        if prod(shape[:-1]) == 1:
-            return self.edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
-        zeros = self.edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
-        return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
-
-
-def _int8_product(edit: Editor, linear: Linear, store: WeightStore, rows: _RowQuantizer, slot: Slot | None) -> ir.Value:
-    """An integer product; a slot's term is added before the rows' scale is multiplied in."""
-    before, shape = linear.first.node, out_shape(linear)
-    codes, scale = store.initializers(edit, Int8Weight, linear.name, linear.weight)
-    if slot is None:
-        zero, views = rows.form(linear.source)
-        inputs = [linear.source, codes, scale, zero]
-        return edit.insert(before, INT8_LINEAR, inputs, shape, ir.DataType.FLOAT, views, DOMAIN)
-    row_codes, row_scale = rows(linear.source, before)
-    product = integer_product(edit, row_codes, codes, scale, shape, before)
-    term = up(edit, slot, int8_down(edit, slot, row_codes, before), before, exact=True)
-    product = edit.insert(before, "Add", [product, term], shape, ir.DataType.FLOAT)
-    return edit.insert(before, "Mul", [product, row_scale], shape, ir.DataType.FLOAT)
-
-
-def _int4_product(edit: Editor, linear: Linear, store: WeightStore) -> ir.Value:
-    """A product with blocks of four bits."""
-    inputs = [linear.source, *store.initializers(edit, Int4Weight, linear.name, linear.weight)]
-    sizes = {"K": linear.inputs, "N": linear.outputs}
-    return edit.insert(linear.first.node, INT4_LINEAR, inputs, out_shape(linear), ir.DataType.FLOAT, sizes, DOMAIN)
-
-
-def _quantize_embeddings(edit: Editor, store: WeightStore) -> None:
-    """Gathers from the float table become gathers from its int8 form, stored as the head's ``[D, V]`` wants it.
-
-    A tied head then shares the bytes.
+    It has eight bits; in float32 only one that is tied to the head changes.
     """
-    for node, table, ids in _lookups(edit):
-        role, content = role_of(table), constant_of(table)
-        if role is None or role.part is not ModelPart.EMBEDDING or content is None or content.size < SMALL:
+    heads = {} if exact else {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
+    for node in [node for node in edit.graph if node.op_type == "Gather"]:
+        table, ids = source_of(node), source_of(node, 1)
+        role, content, shape = role_of(table), constant_of(table), sizes_of(ids)
+        if role is None or role.part is not ModelPart.EMBEDDING or content is None or shape is None:
             continue
-        shape = sizes_of(ids)
-        if shape is None:
-            raise ValueError(f"the embedding {table.name} is read with ids of unknown shape")
-        weight = store.initializers(edit, Int8Weight, table.name or "", partial(np.transpose, content))
-        if ids.dtype is not ir.DataType.INT32:
-            ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
         out = [*shape, content.shape[1]]
-        made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
-        edit.replace(node, made)
-
-
-def _share_tied_table(edit: Editor) -> None:
-    """An embedding that is also the head is read from the head's ``[D, V]``, so that it is stored once."""
-    heads = {linear.name: linear for linear in linears(edit) if len(linear.parts) == 1}
-    for node, table, ids in _lookups(edit):
-        head, shape = heads.get(table.name or ""), sizes_of(ids)
-        if head is None or shape is None:
-            continue
-        rows = prod(shape)
-        stored = edit.named(transposed_name(head), head.weight)
-        flat = edit.reshape(node, ids, (rows,))
-        columns = edit.insert(node, "Gather", [stored, flat], (head.inputs, rows), ir.DataType.FLOAT, {"axis": 1})
-        turned = edit.transpose(node, columns, [1, 0])
-        edit.replace(node, edit.reshape(node, turned, (*shape, head.inputs)))
-
-
-def _lookups(edit: Editor) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
-    """Gathers, with the table and the ids of each."""
-    return [(node, source_of(node), source_of(node, 1)) for node in edit.graph if node.op_type == "Gather"]
+        if exact and content.size >= SMALL:
+            weight = store.initializers(edit, Int8Weight, table.name or "", partial(np.transpose, content))
+            if ids.dtype is not ir.DataType.INT32:
+                ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)})
+            made = edit.insert(node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN)
+            edit.replace(node, made)
+        elif (head := heads.get(table.name or "")) is not None:
+            stored, flat = edit.named(head.transposed, head.weight), edit.reshape(node, ids, (prod(shape),))
+            sizes = (content.shape[1], prod(shape))
+            columns = edit.insert(node, "Gather", [stored, flat], sizes, ir.DataType.FLOAT, {"axis": 1})
+            edit.replace(node, edit.reshape(node, edit.transpose(node, columns, [1, 0]), tuple(out)))

@@ -57,7 +57,7 @@ def simulated(
                 continue
             whole = quant is Quant.INT8 or part in eight_bits or id(part) in downs
             if isinstance(part, nn.Linear):
-                undo.enter_context(part.register_forward_pre_hook(_rounded if whole else _rounded_blocks))
+                undo.enter_context(part.register_forward_pre_hook(partial(_rounded, None if whole else BLOCK)))
             weight = part.weight
             if id(weight) in done:
                 continue
@@ -96,19 +96,13 @@ def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
     return downs, floats
 
 
-def _rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """Each row to 255 levels of its largest magnitude."""
-    x = inputs[0]
-    scale = x.abs().amax(dim=-1, keepdim=True) * (1 / LEVELS)
-    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return (torch.clamp(torch.round(x / safe), -LEVELS - 1, LEVELS) * scale,)
-
-
-def _rounded_blocks(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """Each block of 32 values of a row to 255 levels of its largest magnitude, as MatMulNBits does."""
+def _rounded(block: int | None, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each block of values of a row (None: the row) to 255 levels of its largest magnitude, as the kernels do."""
     x = inputs[0]
     width = x.shape[-1]
-    padded = nn.functional.pad(x, (0, -width % BLOCK)).reshape(*x.shape[:-1], -1, BLOCK)
-    scale = padded.abs().amax(dim=-1, keepdim=True) / LEVELS
+    blocks = nn.functional.pad(x, (0, -width % (block or width))).reshape(*x.shape[:-1], -1, block or width)
+    peak = blocks.abs().amax(dim=-1, keepdim=True)
+    scale = peak / LEVELS if block else peak * (1 / LEVELS)
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return ((torch.round(padded / safe) * scale).reshape(*x.shape[:-1], -1)[..., :width],)
+    levels = torch.clamp(torch.round(blocks / safe), -LEVELS - 1, LEVELS)
+    return ((levels * scale).reshape(*x.shape[:-1], -1)[..., :width],)

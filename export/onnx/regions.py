@@ -47,17 +47,14 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
 
     model = edit.model
     overload = str(len(model.functions))
-    function = _function(overload, nodes, inputs, outputs)
+    body = ir.GraphView(inputs, outputs, nodes=nodes, opset_imports={"": OPSET, DOMAIN: 1}).clone()
+    for value in (*body.inputs, *(value for node in body for value in node.outputs)):
+        value.type = value.shape = None
+    function = ir.Function(DOMAIN, REGION, overload, graph=body, attributes=[])
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = 1
-    region = ir.Node(
-        DOMAIN,
-        REGION,
-        inputs,
-        [ir.Attr("text", ir.AttributeType.STRING, text)],
-        overload=overload,
-        num_outputs=len(outputs),
-    )
+    count = len(outputs)
+    region = ir.node(REGION, inputs, {"text": text}, domain=DOMAIN, overload=overload, num_outputs=count)
     edit.graph.insert_after(nodes[-1], region)
     for old, new in zip(outputs, region.outputs, strict=True):
         name, new.type, new.shape = old.name, old.type, old.shape
@@ -76,24 +73,3 @@ def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:
         reads, makes = ([numbers[value] for value in side if value is not None] for side in (node.inputs, node.outputs))
         lines.append(" ".join([node.op_type, *plain, ":", *reads, ">", *makes]))
     return lines
-
-
-def _function(
-    overload: str, nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
-) -> ir.Function:
-    """The nodes as a function whose values have the names that they have in the graph."""
-    inner = {value: ir.Value(name=value.name) for value in inputs}
-    copies = []
-    for node in nodes:
-        made = [ir.Value(name=value.name) for value in node.outputs]
-        read = [inner[value] if value is not None else None for value in node.inputs]
-        attributes = list(node.attributes.values())
-        copies.append(ir.Node(node.domain, node.op_type, read, attributes, outputs=made, name=node.name))
-        inner.update(zip(node.outputs, made, strict=True))
-    graph = ir.Graph(
-        [inner[value] for value in inputs],
-        [inner[value] for value in outputs],
-        nodes=copies,
-        opset_imports={"": OPSET, DOMAIN: 1},
-    )
-    return ir.Function(DOMAIN, REGION, overload, graph=graph, attributes=[])

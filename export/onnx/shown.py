@@ -12,7 +12,7 @@ import onnxruntime as ort
 from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
 from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
-from ssdevice.export.onnx.nodes import ancestors, makers, show_products
+from ssdevice.export.onnx.nodes import ancestors, makers, show_choices, show_regions
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product
 from ssdevice.export.plan import ExportPlan
@@ -96,7 +96,8 @@ def written(edit: Editor) -> list[Written]:
 def open_shown(file: Path, products: list[Written]) -> tuple[ort.InferenceSession, list[Written]]:
     """A session of a copy in memory that also gives every product, and those that it computes in order."""
     model = onnx.load(str(file), load_external_data=False)
-    show_products(model)
+    show_regions(model)
+    show_choices(model.graph)
     place = {name: at for at, name in enumerate(name for node in model.graph.node for name in node.output)}
     # Main rows before streams, as the model calls a linear for them; regions may have them the other way round.
     chosen = [value.name for value in model.graph.output if value.name in (TOKENS, NEXT_ROOT)]

@@ -7,48 +7,44 @@ q/k/v or gate/up together, then an ``up`` for each. A pair without a linear besi
 numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
 promise that: for one row it takes another kernel, which sums in another order, and for several rows and threads it cuts
 the inputs into blocks by how many columns a thread got. So in quantized graphs ``down`` is a product of integers, which
-is exact in any order (it also reads the eight-bit rows that the base's product has made already), and ``up`` takes
-its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel for one row and uses the one for several.
-Its inner size is the rank, which fits one block up to 128.
+is exact in any order, and ``up`` takes its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel
+for one row and uses the one for several. Its inner size is the rank, which fits one block up to 128.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.adapters.slots import IDENTIFIERS, Slot, SlotKind
-from ssdevice.contract import FunctionSpec, TensorSpec
+from ssdevice.adapters.slots import Slot, SlotKind
+from ssdevice.contract import TensorSpec
 from ssdevice.export.onnx.editor import (
     CONTRIB,
     Editor,
-    Shape,
     constant_of,
     only_user,
     producer,
     role_of,
     shape_of,
-    sizes_of,
     source_of,
 )
-from ssdevice.export.onnx.functions import ZERO_POINT
-from ssdevice.export.onnx.linears import LINEAR, Linear
+from ssdevice.export.onnx.linears import LINEAR, Linear, Term, row_form
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role
+from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
 
 
 @dataclass
 class SlotBook:
-    """The slots of one graph. ``exact``: one row must give the bits of several."""
+    """The slots of a variant's graphs. ``exact``: one row must give the bits of several."""
 
     exact: bool
     slots: dict[str, Slot] = field(default_factory=dict)
 
-    def terms(self, edit: Editor) -> dict[int, tuple[Role, ir.Node]]:
-        """By the id of a linear's placeholder: the role of the low-rank term beside it, and the addition of both."""
+    def terms(self, edit: Editor) -> dict[ir.Node, Term]:
+        """By a linear's placeholder: the low-rank term beside it."""
         found = {}
         for up in edit.graph:
             side = self.side_of(up)
@@ -61,12 +57,12 @@ class SlotBook:
                 if base is None or base is up or self.side_of(base) is not None:
                     continue
                 if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
-                    found[id(base)] = side, add
+                    found[base] = side, add
         return found
 
-    def slot(self, linear: Linear, terms: Mapping[int, tuple[Role, ir.Node]], int8: bool) -> Slot | None:
+    def slot(self, linear: Linear, int8: bool) -> Slot | None:
         """The slot beside a linear of the base; None if no part of it has one."""
-        beside = [terms[id(part.node)][0] if id(part.node) in terms else None for part in linear.parts]
+        beside = [part.term[0] if part.term is not None else None for part in linear.parts]
         kinds = {side.kind for side in beside if side is not None}
         if len(kinds) > 1:
             raise ValueError(f"{linear.name} has slots of two kinds")
@@ -78,7 +74,7 @@ class SlotBook:
         """Enter a slot."""
         known = self.slots.setdefault(slot.name, slot)
         if known != slot:
-            raise ValueError(f"slot {slot.name} has two forms in the graph")
+            raise ValueError(f"slot {slot.name} has two forms in the graphs")
         return slot
 
     @staticmethod
@@ -86,15 +82,6 @@ class SlotBook:
         """The role of a placeholder whose weight is a factor; None for other nodes."""
         role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
         return role if role is not None and role.part is ModelPart.FACTOR else None
-
-
-def slot_inputs(edit: Editor, spec: FunctionSpec, book: SlotBook) -> tuple[TensorSpec, ...]:
-    """The graph's inputs after those of the contract: slots, and the stream identifiers."""
-    known = {tensor.name: tensor for slot in book.slots.values() for tensor in slot.tensors}
-    own = edit.graph.inputs[len(spec.inputs) :]
-    return tuple(
-        known.get(value.name or "") or TensorSpec(IDENTIFIERS, sizes_of(value) or (), "float32") for value in own
-    )
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
@@ -107,27 +94,15 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     return value
 
 
-def float_down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
-    """``x @ down`` in float32."""
+def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``x @ down``, by integers if the slot has eight bits."""
     weight = graph_input(edit, slot.down)
-    if not _single(x, exact):
-        return _product(edit, x, weight, None, before)
-    return _from_column(edit, _column(edit, x, before), weight, None, before)
-
-
-def int8_down(edit: Editor, slot: Slot, codes: ir.Value, before: ir.Node) -> ir.Value:
-    """``codes @ down`` without the rows' scale, from rows in eight bits."""
-    down, scale = graph_input(edit, slot.down), graph_input(edit, slot.down_scale)
-    return integer_product(edit, codes, down, scale, (*_lead(codes), None), before)
-
-
-def integer_product(
-    edit: Editor, codes: ir.Value, weight: ir.Value, scale: ir.Value, shape: Shape, before: ir.Node
-) -> ir.Value:
-    """``codes @ weight`` times the columns' ``scale``, without that of the rows in eight bits."""
-    zero = edit.constant(np.array(ZERO_POINT, np.uint8))
-    inputs = [codes, weight, edit.constant(np.array(1, np.float32)), scale, zero]
-    return edit.insert(before, "MatMulIntegerToFloat", inputs, shape, ir.DataType.FLOAT, None, CONTRIB)
+    if slot.int8:
+        zero, form = row_form(edit, x)
+        inputs = [x, weight, graph_input(edit, slot.down_scale), zero]
+        return edit.insert(before, INT8_FACTOR, inputs, (*_lead(x), None), ir.DataType.FLOAT, form, DOMAIN)
+    single = _single(x, exact)
+    return _product(edit, _column(edit, x, before) if single else x, weight, None, before, single)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
@@ -139,9 +114,8 @@ def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> i
         shape = (*lead[:-1], None, 1) if single else (*lead, None)
         axis = len(lead) - 1 if single else len(lead)
         pieces = list(edit.split(before, pieces[0], ranks, [shape] * len(slot.outputs), axis))
-    make = _from_column if single else _product
     made = [
-        make(edit, piece, graph_input(edit, spec), outputs, before)
+        _product(edit, piece, graph_input(edit, spec), outputs, before, single)
         for piece, outputs, spec in zip(pieces, slot.outputs, slot.ups, strict=True)
     ]
     if len(made) == 1:
@@ -169,16 +143,13 @@ def _column(edit: Editor, x: ir.Value, before: ir.Node) -> ir.Value:
     return edit.insert(before, "Reshape", [x, target], (*lead[:-1], shape[-1], 1), ir.DataType.FLOAT)
 
 
-def _from_column(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
-    """``[.., K, 1]`` transposed, times ``weight [K, N]``: ``[.., 1, N]``."""
-    shape = (*(shape_of(x) or ())[:-2], 1, outputs)
-    transposed = {"transA": 1, "transB": 0}
-    return edit.insert(before, "FusedMatMul", [x, weight], shape, ir.DataType.FLOAT, transposed, CONTRIB)
-
-
-def _product(edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node) -> ir.Value:
-    """``x [.., K] @ weight [K, N]``."""
-    return edit.insert(before, "MatMul", [x, weight], (*_lead(x), outputs), ir.DataType.FLOAT)
+def _product(
+    edit: Editor, x: ir.Value, weight: ir.Value, outputs: int | None, before: ir.Node, single: bool
+) -> ir.Value:
+    """``x [.., K] @ weight [K, N]``; ``single``: x is one row as a column."""
+    lead = (*(shape_of(x) or ())[:-2], 1) if single else _lead(x)
+    kind, form, domain = ("FusedMatMul", {"transA": 1, "transB": 0}, CONTRIB) if single else ("MatMul", {}, "")
+    return edit.insert(before, kind, [x, weight], (*lead, outputs), ir.DataType.FLOAT, form, domain)
 
 
 def lower_alone(edit: Editor, book: SlotBook) -> None:
@@ -192,7 +163,7 @@ def lower_alone(edit: Editor, book: SlotBook) -> None:
     for node, side in nodes:
         inputs, outputs = shapes[side.kind, side.source, False][1], shapes[side.kind, side.source, True][0]
         slot, x = book.keep(Slot(side.kind, (side.source,), inputs, (outputs,))), source_of(node)
-        made = up(edit, slot, x, node, book.exact) if side.up else float_down(edit, slot, x, node, book.exact)
+        made = (up if side.up else down)(edit, slot, x, node, book.exact)
         shape = made.shape
         edit.replace(node, made)
         made.shape = shape  # the rank is the app's, not the one that was traced

@@ -111,7 +111,7 @@ class _Writer:
             raise UnsupportedModelError(f"the model's layers call {node.target}, for which there is no ONNX form")
         positional, named = fx.node.map_aggregate(given, self._value)
         made = translation(self.edit, _out(node), *positional, **named)
-        if _in_place(node):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             self._refuse_aliases(node)
             self.known[node.args[0]] = made  # type: ignore[index]
         return made
@@ -140,7 +140,3 @@ def _out(node: fx.Node) -> Out:
     if not isinstance(first, Tensor):  # the dynamic size
         return Out((), ir.DataType.INT64)
     return Out(tuple(size if isinstance(size, int) else None for size in first.shape), from_torch_dtype(first.dtype))
-
-
-def _in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from ssdevice.export.onnx.editor import Editor, Shape, shape_of
+from ssdevice.export.onnx.editor import Editor, Shape, constant_of, producer, shape_of, sizes_of, source_of
 
 aten = torch.ops.aten
 VOCABULARY = 256
@@ -100,7 +101,20 @@ def cat(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.V
     parts = [part for part in parts if 0 not in (shape_of(part) or ())]
     if len(parts) == 1:
         return parts[0]
-    return edit.insert(None, "Concat", parts, out.shape, out.dtype, {"axis": dim % len(out.shape)})
+    axis = dim % len(out.shape)
+    rows = _path_rows(edit, out, parts) if axis == 0 else None
+    return rows or edit.insert(None, "Concat", parts, out.shape, out.dtype, {"axis": axis})
+
+
+def _path_rows(edit: Editor, out: Out, parts: Sequence[ir.Value]) -> ir.Value | None:
+    """The accepted path's rows of every layer, gathered one by one, as one gather of all rows; None: other parts."""
+    gathers = [producer(part, "Gather") for part in parts]
+    paths = {node.inputs[1] if node and node.attributes.get_int("axis", 0) == 1 else None for node in gathers}
+    if None in paths or len(paths) > 1:
+        return None
+    rows = [source_of(node) for node in gathers if node]
+    joined = edit.insert(None, "Concat", rows, (len(rows), *(shape_of(rows[0]) or ())[1:]), out.dtype, {"axis": 0})
+    return edit.insert(None, "Gather", [joined, *paths], out.shape, out.dtype, {"axis": 1})
 
 
 def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir.Value:
@@ -110,8 +124,22 @@ def stack(edit: Editor, out: Out, parts: Sequence[ir.Value], dim: int = 0) -> ir
 
 
 def gather(edit: Editor, out: Out, x: ir.Value, dim: int, index: ir.Value) -> ir.Value:
-    """Rows of a dimension by their numbers."""
-    return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": dim % len(shape_of(x) or ())})
+    """Rows of a dimension by their numbers; of what a view shows, so that views on both sides can join."""
+    shape, content, above = shape_of(x) or (), constant_of(index), x.producer()
+    axis = dim % len(shape)
+    if content is not None and np.array_equal(content, np.arange(shape[axis] or 0)):
+        return x
+    inner = sizes_of(above.inputs[0]) if above is not None and len(out.shape) == len(shape) else None
+    if above is not None and inner is not None and above.op_type == "Transpose":
+        perm = above.attributes["perm"].as_ints()
+        own = Out(tuple(out.shape[perm.index(d)] for d in range(len(perm))), out.dtype)
+        return edit.transpose(None, gather(edit, own, source_of(above), perm[axis], index), perm)
+    if above is not None and inner is not None and above.op_type == "Reshape":
+        for d, size in enumerate(inner):
+            if size == shape[axis] and prod(inner[:d]) == prod(size or 0 for size in shape[:axis]):
+                own = Out((*inner[:d], out.shape[axis], *inner[d + 1 :]), out.dtype)
+                return edit.reshape(None, gather(edit, own, source_of(above), d, index), out.shape)
+    return edit.insert(None, "Gather", [x, index], out.shape, out.dtype, {"axis": axis})
 
 
 def embedding(edit: Editor, out: Out, table: ir.Value, ids: ir.Value, *_: object) -> ir.Value:
@@ -156,14 +184,10 @@ def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -
     return edit.insert(None, "Where", [condition, *_same_type(edit, out, x, y)], out.shape, out.dtype)
 
 
-def power(edit: Editor, out: Out, x: ir.Value, exponent: float) -> ir.Value:
+def power(edit: Editor, out: Out, x: ir.Value, exponent: float = 2) -> ir.Value:
     if exponent == 2:
-        return square(edit, out, x)
+        return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
     return edit.insert(None, "Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
-
-
-def square(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
 
 
 def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
@@ -209,7 +233,10 @@ def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: i
 
 
 def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
-    """``[.., k]``: where the k largest values of the last dimension are; among equals the lowest index is first."""
+    """Where the k largest values of the last dimension are, among equals the lowest index first, before a view."""
+    view = producer(x, "Reshape")
+    if view is not None and (shape_of(view.inputs[0]) or (0,))[-1] == (shape_of(x) or ())[-1]:
+        x = source_of(view)
     shape = (*(shape_of(x) or ())[:-1], k)
     outputs = [(shape, x.dtype), (shape, ir.DataType.INT64)]
     return edit.insert_several(None, "TopK", [x, edit.ints(k)], outputs, {"axis": -1})[1]
@@ -263,8 +290,7 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _binary("LessOrEqual")),
     **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _binary("GreaterOrEqual")),
     **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), where),
-    aten.pow.Tensor_Scalar: power,
-    aten.square.default: square,
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), power),
     aten.rsqrt.default: rsqrt,
     aten.silu.default: silu,
     aten.gelu.default: gelu,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,6 @@ from ssdevice.errors import InputError
 from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.engine import Engine, EngineOptions
 
@@ -43,16 +40,11 @@ class CoreMLTarget(RuntimeTarget):
         )
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        from ssdevice.mil.description import describe_package
+        from ssdevice.mil.audit import audit
         from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL
 
-        return {PACKAGE: describe_package(Package.open(bundle.file(MODEL)))}
-
-    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
-        from ssdevice.mil.description import print_package
-
-        print_package(console, found[PACKAGE], size)
+        return {PACKAGE: audit(Package.open(bundle.file(MODEL)))}
 
 
 TARGET = CoreMLTarget()

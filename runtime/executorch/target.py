@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.runtime.target import AppFile, RuntimeTarget
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.engine import Engine, EngineOptions
 
@@ -36,7 +33,7 @@ class ExecutorchTarget(RuntimeTarget):
         return ADAPTER_FILE, write_tensors
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        from ssdevice.mil.description import describe_package
+        from ssdevice.mil.audit import audit
         from ssdevice.runtime.executorch.delegates import open_delegates
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
@@ -45,13 +42,7 @@ class ExecutorchTarget(RuntimeTarget):
         if not has_coreml(file):
             return {}
         _, interpreter = open_delegates(file)
-        return {PACKAGE: describe_package(interpreter.package)}
-
-    def print_description(self, console: Console, found: dict[str, Any], size: Callable[[int], str]) -> None:
-        from ssdevice.mil.description import print_package
-
-        if PACKAGE in found:
-            print_package(console, found[PACKAGE], size)
+        return {PACKAGE: audit(interpreter.package)}
 
 
 TARGET = ExecutorchTarget()

@@ -36,8 +36,6 @@ NEARBY = 4.0
 """How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
 LIKELY = 1e-3
 """A probability that few tokens have."""
-LOWEST = np.finfo(np.float32).min
-"""Of all scores that may be chosen."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
 
@@ -60,10 +58,9 @@ class Chooser:
         sampling.check_ids(vocab)
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
-        self._vocab = vocab
+        self._spare = np.empty(vocab, np.float32)  # fresh memory for every token would cost more than the sums in it
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
-        self._position = len(prompt)
         self._grammar = grammar
 
     def forced(self) -> Sequence[int]:
@@ -79,47 +76,41 @@ class Chooser:
 
         Raises BundleError for logits with NaN, InputError if every token is forbidden.
         """
-        s = self.sampling
+        s, grammar = self.sampling, self._grammar
         scores = self._processors(logits) if self._processed else logits
-        if self._grammar:
-            scores = self._grammar.masked(scores)
-        tops = peaks(scores)
+        best = self._best(scores, logits, unmasked=grammar is not None)
+        if grammar is not None and (best is None or not grammar.allows(best)):
+            best = self._best(grammar.masked(scores), logits)
+        assert best is not None
+        if s.logprobs is not None:
+            self.logprobs.append(log_probabilities(logits, best, s.logprobs, self._spare))
+        self._processors.accept(best)
+        if grammar is not None:
+            grammar.accept(best)
+        return best
+
+    def _best(self, scores: Scores, logits: Scores, unmasked: bool = False) -> int | None:
+        """The token of a row of processed ``logits``.
+
+        ``unmasked``: a structure excludes tokens, and its mask takes longest to compute. The best of all tokens is the
+        best of those that are allowed, if it is one of them, and if none that are missing matter for it; else None.
+        """
+        s, tops = self.sampling, peaks(scores)
         highest = np.max(tops)
         if not np.isfinite(highest):
             if np.isnan(highest) or not np.isfinite(np.max(logits)):
                 raise BundleError("the model returned logits that are not numbers")
             raise InputError("the request forbids every token that the model could choose")
-        best = self._sampled(scores, tops) if s.temperature else int(np.argmax(scores))
-        if s.logprobs is not None:
-            self.logprobs.append(log_probabilities(logits, best, s.logprobs))
-        self._processors.accept(best)
-        if self._grammar:
-            self._grammar.accept(best)
-        self._position += 1
-        return best
-
-    def _sampled(self, logits: Scores, tops: Scores) -> int:
-        """The token of a row of processed ``logits``; ``tops``: their ``peaks``."""
-        s, t, at = self.sampling, np.float32(self.sampling.temperature), (self.sampling.seed, self._position)
-        if (ids := self._hopeful(logits, tops)) is not None:
-            scores, kept = truncated(logits[ids] / t, s)
-            return sample(scores, ids if kept is None else ids[kept], *at, self._vocab)
-        best = sample_all(logits, tops, s.temperature, *at)
-        if not s.truncates or _stays(logits, best, s):
+        if not s.temperature:
+            return int(np.argmax(scores))
+        position = len(self._processors.ids)
+        best = sample_all(scores, tops, s.temperature, s.seed, position)
+        if not s.truncates or _stays(scores, best, s, None if unmasked else self._spare):
             return best
-        scores, kept = truncated(logits / t, s)
-        return best if kept is None else sample(scores, kept, *at, self._vocab)
-
-    def _hopeful(self, logits: Scores, tops: Scores) -> Integers | None:
-        """A few tokens among which are all that truncation leaves, and all that it needs to know of; None: unknown."""
-        s = self.sampling
-        if 0 < s.top_k < len(tops):
-            bound = _largest(tops, s.top_k)
-        elif s.min_p > 0 and s.top_p == 1 and not 0 < s.top_k < len(logits):
-            bound = np.max(tops) + np.float32((math.log(s.min_p) - NEAR) * s.temperature)
-        else:
+        if unmasked:
             return None
-        return np.flatnonzero(logits >= max(bound - NEAR * abs(bound), LOWEST))
+        scores, kept = truncated(scores / np.float32(s.temperature), s)
+        return best if kept is None or best in kept else sample(scores, kept, s.seed, position, len(logits))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -141,20 +132,35 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
-def _stays(logits: Scores, token: int, s: Sampling) -> bool:
-    """Whether top-p and min-p certainly leave a token of a row, which few others often show; else unknown."""
-    if s.top_k or s.typical_p < 1:
+def _stays(logits: Scores, token: int, s: Sampling, spare: Scores | None) -> bool:
+    """Whether truncation certainly leaves a token of a row, which few others often show; else unknown.
+
+    ``spare [V]``: memory; None: any of the other tokens may be missing.
+    """
+    if s.typical_p < 1:
         return False
     t, own = np.float32(s.temperature), logits[token]
     few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
     highest = np.max(few)
     p = np.exp((few - highest) / t)
     mine = np.exp((own - highest) / t)
-    likelier = np.sum(p[few >= own]) - mine
-    if mine < s.min_p * (1 + NEAR):
+    least = np.sum(p[few >= own])
+    likelier, mass = least - mine, s.top_p - NEAR
+    if mine < s.min_p * (1 + NEAR) or 0 < s.top_k < np.sum(few >= own):
         return False
-    mass = s.top_p - NEAR
-    return bool(likelier < mass * np.sum(p) or likelier < mass * np.sum(np.exp((logits - highest) / t)))
+    if s.top_p == 1 or likelier < mass * least:
+        return True
+    if s.top_k or spare is None:
+        return False
+    return bool(likelier < mass * np.sum(p) or likelier < mass * _total(logits, highest, t, spare))
+
+
+def _total(logits: Scores, highest: np.float32, temperature: np.float32, spare: Scores) -> float:
+    """What all tokens weigh together, the likeliest one 1, in float32; ``spare [V]``: memory for their weights."""
+    np.subtract(logits, highest, out=spare)
+    np.divide(spare, temperature, out=spare)
+    np.exp(spare, out=spare)
+    return float(np.sum(spare))
 
 
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
@@ -189,9 +195,10 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
 
 
 def _largest(scores: Scores, n: int) -> np.float32:
-    """The n-th largest score."""
-    found: np.float32 = np.partition(scores, len(scores) - n)[len(scores) - n]
-    return found
+    """The n-th largest score, which is not below the n-th largest peak."""
+    if n <= len(tops := peaks(scores)):
+        scores = scores[np.flatnonzero(scores >= np.partition(tops, -n)[-n])]
+    return np.float32(np.partition(scores, -n)[-n])
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
@@ -212,11 +219,14 @@ def _typical(scores: Scores, mass: float) -> Integers:
     return near
 
 
-def log_probabilities(logits: Scores, token: int, best: int) -> Logprobs:
-    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id."""
+def log_probabilities(logits: Scores, token: int, best: int, spare: Scores) -> Logprobs:
+    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id.
+
+    ``spare [V]``: memory.
+    """
     tops = peaks(logits)
     highest = np.max(tops)
-    total = float(highest) + float(np.log(np.sum(np.exp(logits - highest), dtype=np.float64)))
+    total = float(highest) + math.log(_total(logits, highest, np.float32(1), spare))
     some = tops if best <= len(tops) else logits  # as many tokens are at least as likely as the best of these
     likely = np.flatnonzero(logits >= _largest(some, min(best, len(some)))).tolist() if best else []
     ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]

@@ -19,6 +19,8 @@ Scores = NDArray[np.float32]
 Processor = Callable[[Sequence[int], Scores], Scores]
 """``(ids, scores [V]) -> scores [V]``, after all other processors and before the temperature; see ``Sampling``."""
 MAX_LOGPROBS = 1000
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+"""Fields of Sampling that ask for sampling, unless the temperature is 0."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Sampling:
     def sampled(cls, model: ModelSampling | None, **asked: Any) -> Sampling:
         """Sampling as asked for; what is not, as the model recommends; else with the defaults, at temperature 1."""
         return cls(**{"temperature": 1.0, **(model.named() if model is not None else {}), **asked})
+
+    @staticmethod
+    def draws(asked: Mapping[str, Any]) -> bool:
+        """Whether these fields, as a user names them, ask for sampling."""
+        return asked.get("temperature") != 0 and any(name in asked for name in DRAWING)
 
     @property
     def greedy(self) -> bool:

@@ -5,11 +5,9 @@ It advances only by accepted tokens, so there is nothing to take back where draf
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -28,8 +26,6 @@ OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
 ).astype(np.float32)
 """``[256, 8]``: what a byte of a mask adds to the scores of its eight tokens."""
-REMEMBERED = 32
-"""Compiled structures of a tokenizer."""
 
 
 class Grammar:
@@ -90,65 +86,51 @@ class Grammar:
             raise InputError(f"the {self._structure.name} allows no answer: {_reason(self._matcher.get_error())}")
 
 
-class _Compiler:
-    """Compiles structures for one tokenizer and remembers the last ones."""
-
-    def __init__(self, tokenizer: ChatTokenizer, vocab: int) -> None:
-        with needs_extra(EXTRA):
-            import llguidance
-        self._library: Any = llguidance
-        self._stops = tokenizer.stop_ids
-        try:
-            # Not its module for Hugging Face tokenizers, which imports transformers.
-            self._tokens = llguidance.LLTokenizer(
-                tokenizer.tokenizer_json.decode("utf-8"), n_vocab=vocab, eos_token=list(self._stops)
-            )
-        except ValueError as error:
-            raise InputError(f"no structures with this tokenizer: {first_line(error)}") from error
-        self._known: OrderedDict[Structure, Any] = OrderedDict()
-
-    def open(self, structure: Structure) -> Grammar:
-        """The structure at the beginning of an answer."""
-        if structure not in self._known:
-            self._known[structure] = self._compile(structure)
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(structure)
-        return Grammar(structure, self._known[structure].deep_copy(), self._stops)
-
-    def _compile(self, structure: Structure) -> Any:
-        if structure.kind == JSON_SCHEMA:
-            check_multiples(structure.source)
-        matchers = self._library.LLMatcher
-        read = {
-            JSON_SCHEMA: partial(matchers.grammar_from_json_schema, defaults=SPACING),
-            REGEX: matchers.grammar_from_regex,
-            LARK: matchers.grammar_from_lark,
-        }[structure.kind]
-        try:
-            grammar = read(structure.source)
-        except ValueError as error:
-            raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
-        matcher = matchers(self._tokens, grammar, log_level=0, limits=self._library.LLParserLimits(**LIMITS))
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds that nothing matches, and what the first token of every answer needs
-        if matcher.is_error():
-            raise InputError(f"the {structure.name} cannot be used: {_reason(matcher.get_error())}")
-        return matcher
-
-
-_compilers: WeakKeyDictionary[ChatTokenizer, dict[int, _Compiler]] = WeakKeyDictionary()  # by vocabulary size
-
-
 def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> Grammar:
     """A structure at the beginning of an answer of a model with ``vocab`` tokens.
 
     Raises InputError for one that is wrong, too large or matches nothing, MissingExtraError without llguidance.
     """
-    known = _compilers.setdefault(tokenizer, {})
-    if vocab not in known:
-        known[vocab] = _Compiler(tokenizer, vocab)
-    return known[vocab].open(structure)
+    matcher = _compiled(structure, _tokens_of(tokenizer, vocab))
+    return Grammar(structure, matcher.deep_copy(), tokenizer.stop_ids)
+
+
+@lru_cache(maxsize=4)
+def _tokens_of(tokenizer: ChatTokenizer, vocab: int) -> Any:
+    """llguidance's view of a tokenizer."""
+    with needs_extra(EXTRA):
+        from llguidance import LLTokenizer
+    source, stops = tokenizer.tokenizer_json.decode("utf-8"), list(tokenizer.stop_ids)
+    try:
+        return LLTokenizer(source, n_vocab=vocab, eos_token=stops)  # not that of its module for transformers
+    except ValueError as error:
+        raise InputError(f"no structures with this tokenizer: {first_line(error)}") from error
+
+
+@lru_cache(maxsize=32)
+def _compiled(structure: Structure, tokens: Any) -> Any:
+    """The matcher of a structure before the first token."""
+    import llguidance
+
+    library: Any = llguidance
+    matchers, limits = library.LLMatcher, library.LLParserLimits(**LIMITS)
+    if structure.kind == JSON_SCHEMA:
+        check_multiples(structure.source)
+    read = {
+        JSON_SCHEMA: partial(matchers.grammar_from_json_schema, defaults=SPACING),
+        REGEX: matchers.grammar_from_regex,
+        LARK: matchers.grammar_from_lark,
+    }[structure.kind]
+    try:
+        grammar = read(structure.source)
+    except ValueError as error:
+        raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
+    matcher = matchers(tokens, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # finds that nothing matches, and what the first token of every answer needs
+    if matcher.is_error():
+        raise InputError(f"the {structure.name} cannot be used: {_reason(matcher.get_error())}")
+    return matcher
 
 
 def _reason(message: str) -> str:

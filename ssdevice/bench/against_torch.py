@@ -1,5 +1,4 @@
-"""Compares a bundle's answers with the torch model it was made from, and with ``generate`` of transformers without any
-of our own model code. Needs the export extra."""
+"""Compares a bundle's answers with the torch model it was made from. Needs the export extra."""
 
 from __future__ import annotations
 
@@ -13,16 +12,14 @@ import torch
 
 from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
 from ssdevice.bench.comparable import check_base
-from ssdevice.bench.equality import Answer, Comparison, Rows, compare
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.config import to_json
 from ssdevice.errors import InputError
-from ssdevice.export.crosscheck.generation import neutral
 from ssdevice.export.target import export_target
-from ssdevice.model.loading import load_hf, read_config, resolve_folder
+from ssdevice.model.loading import read_config, resolve_folder
 from ssdevice.model.step import StreamModel
-from ssdevice.progress import Report, count, track
+from ssdevice.progress import Report, track
 from ssdevice.train.loss import LossWeights, StreamingLoss
 
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
@@ -53,12 +50,6 @@ class Agreement:
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""
         return dict(to_json(self))
-
-    def describe(self) -> list[str]:
-        """The comparison for readers."""
-        ties = f", {count(self.near_ties, 'near-tie')} among the others" if self.agreeing < self.tokens else ""
-        agreeing = f"{self.agreeing} of {self.tokens} tokens agree{ties}"
-        return [f"torch reference: {agreeing}; largest margin of another choice {self.largest_margin:.3g}"]
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
@@ -137,44 +128,3 @@ def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
     _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(torch.tensor([list(ids)]))
     return model.backbone.head(h)[0]
-
-
-@torch.no_grad()
-def against_generate(
-    model: str,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[list[int]],
-    stops: Sequence[int],
-    max_tokens: int,
-    context: int,
-    report: Report,
-) -> Comparison:
-    """Compare a float32 bundle's answers with greedy ``generate`` of the untouched base in ``model``.
-
-    ``context``: of the bundle, at which an answer ends whether or not the model has finished.
-    """
-    hf = load_hf(resolve_folder(model))
-    hf.generation_config = neutral(hf.generation_config)  # settings that bundles do not apply are notes
-
-    def generate(case: tuple[Sequence[int], list[int]], expected: Sequence[int]) -> Answer:
-        ids = torch.tensor([list(case[0])])
-
-        def rows() -> Rows:
-            whole = torch.cat((ids, torch.tensor([list(expected)])), dim=1)
-            return hf(whole).logits[0, ids.shape[1] - 1 : -1].float().numpy()  # type: ignore[no-any-return]
-
-        out = hf.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=min(max_tokens, context + 1 - ids.shape[1]),  # the last token has no row
-            do_sample=False,
-            eos_token_id=list(stops),
-            pad_token_id=stops[0],
-        )
-        return Answer(out[0, ids.shape[1] :].tolist(), rows)
-
-    tie, what = TIES[Precision.FP32], "to those of this bundle"
-    result = Comparison(Precision.FP32, len(prompts), tie=tie, what=what)
-    cases = list(zip(prompts, answers, strict=True))
-    name = "transformers generate"
-    return compare(result, name, cases, lambda case, _: Answer(case[1]), {name: generate}, report)

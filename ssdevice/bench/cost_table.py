@@ -34,7 +34,7 @@ class CostTable:
     """Costs on one device with one setting.
 
     ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
-    default. ``plain_ms``: a plain step, None if the bundles have none; ``prefill_ms``: a call over ``prefill_tokens``.
+    default. ``plain_ms``: a plain step, None if the bundles have none.
     Raises ConfigError for a time that is not above 0, or a size that appears twice in a schedule.
     """
 
@@ -49,15 +49,12 @@ class CostTable:
     msa_layers: int
     steps: tuple[StepCost, ...]
     plain_ms: float | None
-    prefill_tokens: int
-    prefill_ms: float
 
     def __post_init__(self) -> None:
         if not self.steps:
             raise ConfigError("steps: none, so there is no tree to choose")
         if len({(step.nodes, step.schedule) for step in self.steps}) < len(self.steps):
             raise ConfigError("steps: a size appears twice in one schedule")
-        _check_time("prefill_ms", self.prefill_ms)
         if self.plain_ms is not None:
             _check_time("plain_ms", self.plain_ms)
 

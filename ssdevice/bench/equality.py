@@ -1,7 +1,7 @@
 """The one comparison of answers, and the rule that tells a near-tie from a fault.
 
-It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), sampled answers
-of all modes (``bench.sampled``), and ``generate`` of transformers (``bench.against_torch``).
+It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), and sampled
+answers of all modes (``bench.sampled``).
 
 Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
 counts as a near-tie if, at the first differing token, the logits of both tokens are at most twice as far apart as the
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.bundle.manifest import Precision
-from ssdevice.progress import Report, count, track
+from ssdevice.progress import Report, track
 
 MARGIN_PROMPTS = 2
 """Prompts whose logits are compared even if all answers agree, so that the largest change is always known."""
@@ -33,6 +33,10 @@ CEILINGS = {
 }
 """Largest allowed change of a logit, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
+NOT_MEASURED = (
+    "not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
+    "ExecuTorch programs if they were exported with --logits"
+)
 
 Rows = NDArray[np.float32]
 Case = TypeVar("Case")
@@ -77,7 +81,7 @@ class Comparison:
     """Answers compared with those of a reference, and the rule that excuses near-ties.
 
     ``precision``: of the bundle, or the coarser one of two. ``largest_change``: of any logit; None if logits were not
-    available. ``modes``: what is compared. ``tie``: a margin that needs no other excuse. ``between``, ``what``: words.
+    available. ``modes``: what is compared. ``between``: in words.
     """
 
     precision: Precision
@@ -85,9 +89,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     largest_change: float | None = None
     modes: list[str] = field(default_factory=list)
-    tie: float = 0.0
     between: str = "modes"
-    what: str = "to plain decoding"
 
     @property
     def ceiling(self) -> float:
@@ -115,35 +117,17 @@ class Comparison:
     def near_tie(self, difference: Difference) -> bool:
         """Whether the margin of a difference excuses it."""
         change, margin = self.largest_change, difference.margin
-        if margin is None:
-            return False
-        return margin <= self.tie or (change is not None and change <= self.ceiling and margin <= 2 * change)
+        return margin is not None and change is not None and change <= self.ceiling and margin <= 2 * change
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""
         return {
             "prompts": self.prompts,
+            "equal": {mode: self.prompts - sum(d.arm == mode for d in self.differences) for mode in self.modes},
             "largest_logit_change": self.largest_change,
             "ceiling": self.ceiling,
             "differences": [{**vars(d), "near_tie": self.near_tie(d)} for d in self.differences],
         }
-
-    def describe(self) -> list[str]:
-        """The comparison for readers: a line for each mode, the largest change, and what is excused."""
-        lines = []
-        for mode in self.modes:
-            differing = [d for d in self.differences if d.arm == mode]
-            ties = f", {count(sum(map(self.near_tie, differing)), 'near-tie')}" if differing else ""
-            lines.append(f"{mode}: {self.prompts - len(differing)} of {self.prompts} answers equal {self.what}{ties}")
-        if self.largest_change is not None:
-            change = f"{self.largest_change:.3g} between {self.between} (ceiling {self.ceiling})"
-            lines.append(f"logits: change by at most {change}")
-        return lines + [
-            f"near-tie: {d.arm}, prompt {d.prompt + 1}, token {d.position + 1}: {d.expected} and {d.found} "
-            f"are {d.margin:.3g} apart"
-            for d in self.differences
-            if self.near_tie(d)
-        ]
 
     def faults(self) -> list[str]:
         """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""
@@ -184,20 +168,9 @@ class Equality(Comparison):
         return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
 
     def as_json(self) -> dict[str, Any]:
-        more = {"tokens": self.tokens, "arms": self.modes, "nodes": self.nodes, "nodes_ended": len(self.nodes_ended)}
-        return super().as_json() | more
-
-    def describe(self) -> list[str]:
-        lines = [f"decoded: {count(self.prompts, 'prompt')}, {count(self.tokens, 'token')}, in plain decoding"]
-        lines += super().describe()
-        if self.modes:
-            lines.append(f"draft tree: runs ended at {len(self.nodes_ended)} of its {count(self.nodes, 'node')}")
-        if self.modes and self.largest_change is None:
-            lines.append(
-                "logits: not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
-                "ExecuTorch programs if they were exported with --logits"
-            )
-        return lines
+        more = {"tokens": self.tokens, "nodes": self.nodes, "nodes_ended": len(self.nodes_ended)}
+        unseen = {"logits": NOT_MEASURED} if self.modes and self.largest_change is None else {}
+        return super().as_json() | more | unseen
 
     def faults(self) -> list[str]:
         """What breaks the promise of equal answers, one sentence each."""

@@ -116,7 +116,7 @@ def against_bundle(
         return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
 
     coarser = max(precisions, key=lambda precision: CEILINGS[precision])
-    result = Agreement(coarser, len(prompts), between="the bundles", what="to those of this bundle")
+    result = Agreement(coarser, len(prompts), between="the bundles")
     cases = list(zip(prompts, answers, strict=True))
     return compare(result, "compare bundles", cases, given, {OTHER: lambda case, cut: decode(case[0], cut)}, report)
 

@@ -8,10 +8,11 @@ from statistics import median
 
 from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import Load, LoadWatch
+from ssdevice.bench.prompts import fitting
 from ssdevice.bench.statistics import Interval, Spread, speedup, spread
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.errors import ConfigError
 from ssdevice.progress import Report
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
@@ -179,7 +180,8 @@ def measure_beside(
     sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
 ) -> list[BenchResult]:
     """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
-    kept, prompts = _prompts(sessions, examples, options)
+    readers = [(each.tokenizer, each.instruction, each.engine.geometry.context) for each in sessions]
+    kept, prompts = fitting(examples, readers, options.skip_long)
     modes = [
         {
             name: Measured(name)
@@ -213,31 +215,6 @@ def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterato
             for lane in (*range(turn, lanes), *range(turn)):
                 yield number, at, lane
             report("bench", number * prompts + at + 1, rounds * prompts, f"round {number + 1}")
-
-
-def _prompts(
-    sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions
-) -> tuple[list[Example], list[list[list[int]]]]:
-    """The examples that fit every session's context, and their tokens by session."""
-    kept, prompts = [], []
-    for number, example in enumerate(examples, 1):
-        ids = [session.prompt_ids(example.prompt, system=example.system) for session in sessions]
-        long = [
-            (len(mine), session.engine.geometry.context)
-            for mine, session in zip(ids, sessions, strict=True)
-            if len(mine) > session.engine.geometry.context
-        ]
-        if not long:
-            kept.append(example)
-            prompts.append(ids)
-        elif not options.skip_long:
-            raise ContextOverflowError(
-                f"prompt {number} has {long[0][0]} tokens, the bundle was exported for a context of {long[0][1]}; "
-                "--skip-long leaves out such prompts"
-            )
-    if not prompts:
-        raise InputError("no prompt fits the context")
-    return kept, prompts
 
 
 def timed_answer(

@@ -82,11 +82,6 @@ class Sampled(Equality):
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"other_bits": self.other_bits}
 
-    def describe(self) -> list[str]:
-        """The result for readers."""
-        lines = [f"sampled, {line}" for line in super().describe()]
-        return lines + (self._bits() or ["sampled: log-probabilities to the bit"])
-
 
 def compare_sampled(
     engine: Engine,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 
 from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.machine import cpu_name, instructions
@@ -20,11 +18,10 @@ from ssdevice.progress import Report, track
 from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions
-from ssdevice.runtime.loop import SPECULATIVE, prefill
+from ssdevice.runtime.loop import SPECULATIVE
 from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
 
-TIMED_PREFILLS = 10
 DIGITS = 4  # of milliseconds
 
 
@@ -104,7 +101,6 @@ def measure_costs(
     for (each, manifest), cost in zip(bundles, costs, strict=False):
         key = each.engine.geometry.tree.size, manifest.schedule
         steps[key] = min(steps.get(key, float("inf")), cost)
-    chunk = min(session.engine.geometry.chunk, session.engine.geometry.context)
     return CostTable(
         device=cpu_name(),
         instructions=tuple(instructions()),
@@ -117,20 +113,7 @@ def measure_costs(
         msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
         plain_ms=costs[-1] if len(lanes) > len(bundles) else None,
-        prefill_tokens=chunk,
-        prefill_ms=_time_prefill(session.engine.new_conversation(), chunk),
     )
-
-
-def _time_prefill(conversation: Conversation, chunk: int) -> float:
-    """Median milliseconds of the prefill of so many tokens."""
-    times = []
-    for _ in range(TIMED_PREFILLS):
-        conversation.length = 0
-        clock = perf_counter()
-        prefill(conversation, [i % conversation.geometry.vocab for i in range(chunk)])
-        times.append((perf_counter() - clock) * 1e3)
-    return round(median(times), DIGITS)
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:

@@ -22,6 +22,8 @@ from ssdevice.commands.opening import (
     refuse_ignored,
 )
 from ssdevice.commands.sampling import HELP, STRUCTURES, add_sampling, flag, sampling_of
+from ssdevice.commands.shown import show
+from ssdevice.config import to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
 
@@ -42,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
     add_measuring(parser)
     add("--metric", choices=METRICS, help="of quality (default: by the data)")
-    add("--plot", type=Path, metavar="FILE", help="write a picture, such as bench.png")
     add("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_sampling(parser)
     add_engine(parser)
@@ -82,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
-        from ssdevice.commands.profile import show_profile
+        from ssdevice.commands.profile import profile
 
         with open_session(args, profile=True) as session:
-            show_profile(session, examples[:PROFILE_PROMPTS], args.max_tokens)
+            show(profile(session, examples[:PROFILE_PROMPTS], args.max_tokens), as_json=False)
         return 0
     folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
     finish(args, *_measure(args, folders, examples, bench_options(args)))
@@ -95,11 +96,10 @@ def run(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
     check_measuring(args)
-    check_new_file(args.plot, "--plot")
     if args.profile and args.beside is not None:
         raise InputError(f"--profile takes one bundle; leave out {args.beside}")
     if args.profile:
-        measuring = ("--json", "--report", "--plot", "--metric", "--rounds", "--skip-long")
+        measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
         choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
         refuse_ignored(args, "--profile chooses tokens greedily", *choices)
@@ -110,15 +110,12 @@ def _measure(
 ) -> tuple[dict[str, Any], str]:
     """The report of one bundle, or of two beside each other, and the same as Markdown."""
     from ssdevice.bench import beside
-    from ssdevice.bench.plot import check_plot, plot
     from ssdevice.bench.quality import check_metric
     from ssdevice.bench.report import as_markdown
     from ssdevice.bench.runner import measure_beside
     from ssdevice.commands.progress import Progress
 
     check_metric(examples, args.metric)
-    if args.plot is not None:
-        check_plot(args.plot)
     with ExitStack() as stack:
         sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
         options = replace(options, sampling=sampling_of(args, sessions[0].bundle))
@@ -129,8 +126,6 @@ def _measure(
     if len(reports) > 1:
         report["beside"] = beside.compare(*results) | {"report": reports[1]}
         texts[-1] += "\n\n" + beside.as_markdown(report["beside"], *map(str, folders))
-    if args.plot is not None:
-        plot(report, args.plot)
     return report, "\n\n".join(texts)
 
 
@@ -151,11 +146,8 @@ def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
     """What was asked for of the choice of tokens, without defaults; None: greedy."""
     from ssdevice.runtime.sampling.options import Sampling
 
-    plain = vars(Sampling())
-    asked = {name: value for name, value in vars(sampling).items() if value != plain[name]} if sampling else None
-    if asked and sampling and sampling.structure:
-        asked["structure"] = vars(sampling.structure)
-    return asked
+    plain = to_json(Sampling())
+    return {name: value for name, value in to_json(sampling).items() if value != plain[name]} if sampling else None
 
 
 def _report(

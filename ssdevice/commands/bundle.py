@@ -1,15 +1,13 @@
-"""``ssdevice bundle``: manage a bundle's apps, sign and check it."""
+"""``ssdevice bundle``: change a bundle: sign it, add and remove apps."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ssdevice.commands.inspect import app_rows
-from ssdevice.commands.opening import add_adapter_precision, add_signature, named_folder, open_bundle
+from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.progress import count
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bundle list | sign | check | add-app | remove-app``."""
+    """``ssdevice bundle sign | add-app | remove-app``."""
     # No defaults: one here would override the same option given before the action's name.
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
@@ -31,17 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[shared]
         )
 
-    apps = action("list", "show the apps of a bundle")
-    _add_folder(apps)
-    apps.add_argument("--json", action="store_true", help="print one JSON object")
-
     signing = action("sign", "check a bundle and sign its manifest, which contains the hash of every file")
     _add_folder(signing)
     signing.add_argument("--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key")
-
-    checking = action("check", "check names, sizes and hashes of a bundle, and its signature if one is required")
-    _add_folder(checking)
-    add_signature(checking)
 
     adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
     _add_folder(adding)
@@ -60,33 +50,10 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action, completely or not at all."""
-    said = {"list": _list, "sign": _sign, "check": _check, "add-app": _add_app, "remove-app": _remove_app}[args.action](
-        args
-    )
-    if not args.quiet or args.action == "list":
+    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](args)
+    if not args.quiet:
         print(said)
     return 0
-
-
-def _list(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.folder import Bundle
-
-    apps = app_rows(Bundle.open(args.bundle, verify=False).manifest)  # only the manifest is used
-    if args.json:
-        return json.dumps({"bundle": str(args.bundle), "apps": apps}, ensure_ascii=False)
-    return "\n".join(map(_line, apps))
-
-
-def _line(app: dict[str, Any]) -> str:
-    parts = [app["kind"]]
-    if app["mode"] is not None:
-        parts.append(f"{app['mode']} mode")
-    if app["rank"]:
-        parts.append(f"rank {app['rank']}")
-    if app["bytes"]:
-        parts.append(count(app["bytes"], "byte"))
-    default = " (default)" if app["default"] else ""
-    return f"{app['name']}{default}: {', '.join(parts)}"
 
 
 def _sign(args: argparse.Namespace) -> str:
@@ -95,16 +62,6 @@ def _sign(args: argparse.Namespace) -> str:
 
     bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
     return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
-
-
-def _check(args: argparse.Namespace) -> str:
-    return f"{args.bundle}: {integrity(open_bundle(args), args.require_signature)}"
-
-
-def integrity(bundle: Bundle, key: Path | None) -> str:
-    """What opening a bundle has checked."""
-    signed = "; signature valid" if key is not None else ""
-    return f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
 
 
 def _add_app(args: argparse.Namespace) -> str:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import shlex
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ssdevice import targets
 from ssdevice.bundle.folder import check_out
 from ssdevice.commands import smollm2
 from ssdevice.commands.opening import add_threads, positive
-from ssdevice.data import Example, read_examples
+from ssdevice.data import read_examples
 from ssdevice.errors import InputError
-from ssdevice.progress import count
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
@@ -29,7 +24,6 @@ CHAT = "chat-lossless"
 """The adapter of SmolLM2 for any question."""
 TASKS = {CHAT: ("chat", QUESTIONS, ("--tree", "chain:2")), "sql-shared": (APP, PROMPTS, ("--tree", "chain:4"))}
 """Adapters for SmolLM2, the best for a demonstration first: the app, prompts that fit it, the tree that pays."""
-TRACED = 3
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,24 @@ def run(args: argparse.Namespace) -> int:
     if args.keep is not None:
         check_out(args.keep, overwrite=None)
     cast = _smollm2(args) if args.smollm2 else _shipped(args)
-    examples = read_examples(cast.prompts, args.prompts, require_completion=False)
+    read_examples(cast.prompts, args.prompts, require_completion=False)
+    model = ("--model", str(cast.base), "--adapter", f"{cast.app}={cast.adapter}", "--target", targets.DEFAULT)
+    data, threads = ("--data", str(cast.prompts)), ("--threads", str(args.threads))
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
-        bundle = _export(args, cast, args.keep or Path(folder) / "bundle")
-        _show(args, bundle, examples)
+        bundle = str(args.keep or Path(folder) / "bundle")
+        _call(args, "export", *model, *cast.options, "--out", bundle)
+        _call(args, "run", bundle, *data, "--limit", "3", "--trace", *threads)
+        _call(args, "bench", bundle, *data, "--limit", str(args.prompts), "--rounds", "1", "--skip-long", *threads)
     return 0
+
+
+def _call(args: argparse.Namespace, name: str, *words: str) -> None:
+    """Show another command, and run it."""
+    print(f"$ ssdevice {shlex.join((name, *words))}", flush=True)
+    command, parser = import_module(f"ssdevice.commands.{name}"), argparse.ArgumentParser()
+    command.add_arguments(parser)
+    command.run(parser.parse_args(words, argparse.Namespace(quiet=args.quiet, debug=args.debug)))
+    print(flush=True)
 
 
 def _shipped(args: argparse.Namespace) -> Cast:
@@ -99,54 +106,3 @@ def _smollm2(args: argparse.Namespace) -> Cast:
         smollm2.smollm2(cast.base)
     cast.check()
     return cast
-
-
-def _export(args: argparse.Namespace, cast: Cast, out: Path) -> Bundle:
-    """The bundle as ``ssdevice export`` makes it."""
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.commands import export
-
-    command = [
-        "--model", str(cast.base), "--adapter", f"{cast.app}={cast.adapter}",
-        "--target", targets.DEFAULT, *cast.options, "--out", str(out),
-    ]  # fmt: skip
-    print(f"$ ssdevice export {' '.join(command)}", flush=True)
-    parser = argparse.ArgumentParser()
-    export.add_arguments(parser)
-    clock = perf_counter()
-    export.run(parser.parse_args(command, argparse.Namespace(quiet=args.quiet, debug=args.debug)))
-    bundle = Bundle.open(out)
-    size = bundle.manifest.total_bytes
-    print(f"{size / 1e6:.1f} MB in {perf_counter() - clock:.0f} s, compared with the torch reference.\n")
-    return bundle
-
-
-def _show(args: argparse.Namespace, bundle: Bundle, examples: list[Example]) -> None:
-    from ssdevice.bench.runner import BenchOptions, measure
-    from ssdevice.commands.progress import Progress
-    from ssdevice.commands.trace import ACCEPTED, REJECTED, Trace
-    from ssdevice.runtime.engine import EngineOptions
-    from ssdevice.runtime.session import Session
-
-    with Session.open(bundle, options=EngineOptions(threads=args.threads)) as session:
-        print(f"Step by step ({ACCEPTED}: drafted and accepted, bold: the model's own token, {REJECTED}: rejected):")
-        for example in examples[:TRACED]:
-            print(f"\n> {example.prompt}")
-            trace = Trace(session.tokenizer, session.engine.geometry.tree)
-            for step in session.runs(session.prompt_ids(example.prompt, system=example.system)):
-                trace.show(step)
-        print(f"\nPlain against speculative decoding on {count(len(examples), 'prompt')}:", flush=True)
-        with Progress(args.quiet) as progress:
-            result = measure(session, examples, BenchOptions(rounds=1, skip_long=True), progress.report)
-    for mode in result.modes.values():
-        print(
-            f"  {mode.name:<12} {mode.tokens_per_second.median:7.1f} tokens/s  "
-            f"{mode.tokens_per_step:.2f} tokens per step"
-        )
-    if result.speedup is not None and result.baseline is not None:
-        print(f"  {result.speedup.estimate:.2f}x the speed of the faster plain mode ({result.baseline.name})")
-    same = "the same tokens" if result.equal else "DIFFERENT TOKENS (see ssdevice verify)"
-    print(f"  All decoding modes gave {same}.")
-    if not result.load.valid:
-        others = f"{result.load.others:.0%}"
-        print(f"ssdevice: other processes used {others} of this machine; the speeds do not count", file=sys.stderr)

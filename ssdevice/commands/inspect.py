@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.errors import needs_extra
-from ssdevice.runtime.target import RuntimeTarget, runtime_target
+from ssdevice.runtime.target import runtime_target
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -31,10 +31,7 @@ def run(args: argparse.Namespace) -> int:
     target = runtime_target(bundle.manifest.target)
     with needs_extra(target.extra):
         found = {**describe(bundle), **target.describe(bundle)}
-    if args.json:
-        print(json.dumps(found, ensure_ascii=False))
-    else:
-        _print(found, target)
+    show(found, args.json)
     return 0
 
 
@@ -63,7 +60,18 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "context": geometry.context,
         "chunk": geometry.chunk,
         "functions": [spec.name for spec in manifest.functions],
-        "apps": app_rows(manifest),
+        "apps": [
+            {
+                "name": app.name,
+                "default": app.name == manifest.default_app,
+                "kind": app.kind.value,
+                "mode": app.mode.value if app.mode else None,
+                "rank": app.rank,
+                "instruction": app.instruction,
+                "bytes": sum(manifest.files[path].size for path in app.files),
+            }
+            for app in manifest.apps
+        ],
         "stop_ids": list(manifest.chat.stop_ids),
         "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
@@ -76,22 +84,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def app_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """The apps of a bundle as plain values; sizes in bytes."""
-    return [
-        {
-            "name": app.name,
-            "default": app.name == manifest.default_app,
-            "kind": app.kind.value,
-            "mode": app.mode.value if app.mode else None,
-            "rank": app.rank,
-            "instruction": app.instruction,
-            "bytes": sum(manifest.files[path].size for path in app.files),
-        }
-        for app in manifest.apps
-    ]
-
-
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
     from ssdevice.text.tokenizer import TOKENIZER_ROLE
@@ -101,65 +93,3 @@ def memory(manifest: Manifest) -> dict[str, int]:
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}
-
-
-def _print(found: dict[str, Any], target: RuntimeTarget) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(soft_wrap=True, highlight=False)
-    model, table = found["model"], Table(show_header=False, box=box.SIMPLE, pad_edge=False)
-    rows = {
-        "bundle": f"{found['bundle']}  ({_size(found['bytes'])})",
-        "target": f"{found['target']}, {found['precision']}",
-        "model": f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
-        f"hidden {model['hidden_size']}, vocabulary {model['vocab']}",
-        "weights": f"sha256 {model['sha256']}",
-        "decoding": _decoding(found),
-        "tree": f"{found['tree_size']} nodes: {found['tree']}",
-        "context": f"{found['context']} tokens, prefill in chunks of {found['chunk']}",
-        "functions": ", ".join(found["functions"]),
-        "memory": f"weights {_size(found['memory']['weights'])}, KV cache {_size(found['memory']['kv_cache'])} "
-        f"({found['memory']['kv_cache_per_token']} bytes per token)",
-        "made with": ", ".join(f"{name} {version}" for name, version in found["tools"].items()),
-    }
-    if found["parity"]:
-        rows["parity"] = ", ".join(f"{name} {value:.3g}" for name, value in found["parity"].items())
-    if (sampling := found["sampling"]) is not None:
-        asks = "recommends sampling" if sampling["do_sample"] else "names"
-        named = ", ".join(f"{name} {value}" for name, value in sampling.items() if value and name != "do_sample")
-        rows["sampling"] = f"generation_config.json {asks}{': ' * bool(named)}{named[:500]} (run with --sample)"
-    for i, note in enumerate(found["notes"], 1):
-        rows[f"note {i}"] = note
-    for name, text in rows.items():
-        table.add_row(name, escape(text))
-    console.print(table)
-    apps = Table("app", "kind", "mode", "rank", "bytes", "instruction", box=box.SIMPLE, pad_edge=False)
-    for app in found["apps"]:
-        name = f"{app['name']} (default)" if app["default"] else app["name"]
-        apps.add_row(
-            name, app["kind"], app["mode"] or "", str(app["rank"]), _size(app["bytes"]), escape(app["instruction"])
-        )
-    console.print(apps)
-    files = Table("file", "size", box=box.SIMPLE, pad_edge=False)
-    for name, size in found["files"].items():
-        files.add_row(escape(name), _size(size))
-    console.print(files)
-    target.print_description(console, found, _size)
-
-
-def _decoding(found: dict[str, Any]) -> str:
-    if found["mode"] is not None:
-        sizes = f"γ = {found['gamma']}, k = {found['k']}, {found['msa_layers']} MSA layers"
-        return f"{found['mode']}, {sizes}, {found['schedule']} schedule"
-    return f"no streams: {found['gamma']} drafts repeat the text" if found["gamma"] else "plain: no streams"
-
-
-def _size(count: int) -> str:
-    """A number of bytes with a unit (MB is 10⁶ bytes)."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"

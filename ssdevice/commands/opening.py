@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,8 @@ from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
-    from ssdevice.contract import Geometry
-    from ssdevice.data import Example
     from ssdevice.runtime.engine import EngineOptions
     from ssdevice.runtime.session import Session
-    from ssdevice.text.tokenizer import ChatTokenizer
 
 MAX_THREADS = 1024
 QUANTS = tuple(precision.value for precision in Precision)
@@ -94,11 +91,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="threads sleep while they wait: slower on an idle machine, kinder to other programs",
     )
-    add_no_kernels(parser)
-
-
-def add_no_kernels(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--no-kernels``."""
     parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
 
 
@@ -129,23 +121,6 @@ def open_session(args: argparse.Namespace, profile: bool = False, folder: Path |
         if note.startswith(NOT_APPLIED) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
     return Session.open(bundle, app=args.app, options=engine_options(args, profile))
-
-
-def prompts_of(
-    tokenizer: ChatTokenizer, instruction: str | None, geometry: Geometry, examples: Sequence[Example], file: Path
-) -> list[list[int]]:
-    """The ids of the prompts in a file. Raises InputError for one that does not fit the geometry, with its number."""
-    from ssdevice.runtime.loop import check_prompt
-
-    prompts = []
-    for number, example in enumerate(examples, 1):
-        try:
-            system, most = example.system, geometry.context
-            prompts.append(tokenizer.prompt_ids(example.prompt, instruction=instruction, system=system, most=most))
-            check_prompt(geometry, prompts[-1], 0)
-        except InputError as error:
-            raise type(error)(f"{file}, prompt {number}: {error}") from error
-    return prompts
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from ssdevice.bench.runner import BenchOptions, measure
 from ssdevice.contract import STEP
@@ -14,44 +12,42 @@ from ssdevice.data import Example
 from ssdevice.runtime.engine import Kernel
 from ssdevice.runtime.session import Session
 
-SHOWN = 12
 OTHER = "other"
 
 
-def show_profile(session: Session, examples: Sequence[Example], max_tokens: int) -> None:
-    """Decode a few prompts in every mode and print the time by operator, and the host's share of a step.
+def profile(session: Session, examples: Sequence[Example], max_tokens: int) -> dict[str, Any]:
+    """Decode a few prompts in every mode: the host's share of a step, and the time by operator.
 
     Profiling slows calls down, so trust the shares rather than the times.
     """
-    console = Console(soft_wrap=True, highlight=False)
-    modes = Table("decoding mode", "steps", "inside, ms/step", "host, µs/step", title="Steps")
     result = measure(session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None)
-    for name, mode in result.modes.items():
-        inside, host = mode.native_ms_per_step.median, mode.host_us_per_step.median
-        modes.add_row(name, str(sum(answer.steps for answer in mode.answers)), f"{inside:.3f}", f"{host:.0f}")
-    console.print(modes)
+    found: dict[str, Any] = {
+        "modes": [
+            {
+                "mode": name,
+                "steps": sum(answer.steps for answer in mode.answers),
+                "inside_ms_per_step": mode.native_ms_per_step.median,
+                "host_us_per_step": mode.host_us_per_step.median,
+            }
+            for name, mode in result.modes.items()
+        ]
+    }
     parts = _parts(session) if STEP in session.engine.functions else {}
     for function, kernels in session.engine.profile().items():
-        _show(console, f"{function}: kernels", "operator", kernels, lambda kernel: kernel.operator)
+        found[f"{function}: kernels"] = _shares(kernels, lambda kernel: kernel.operator)
         if function == STEP and parts:
-            title = f"{function}: parts"
-            _show(console, title, "part of the step", kernels, lambda kernel: parts.get(kernel.node, OTHER))
+            found[f"{function}: parts"] = _shares(kernels, lambda kernel: parts.get(kernel.node, OTHER))
+    return found
 
 
-def _show(console: Console, title: str, column: str, kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> None:
-    """Print the time of kernels grouped by ``key``, largest first."""
+def _shares(kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> list[dict[str, Any]]:
+    """The time of kernels grouped by ``key``, largest first."""
     times: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         times[key(kernel)] += kernel.microseconds
     total = sum(times.values()) or 1.0
-    table = Table(column, "share", "µs/call", title=title)
-    ordered = sorted(times.items(), key=lambda item: -item[1])
-    for name, microseconds in ordered[:SHOWN]:
-        table.add_row(name, f"{microseconds / total:.1%}", f"{microseconds:.0f}")
-    if rest := sum(microseconds for _, microseconds in ordered[SHOWN:]):
-        table.add_row(f"{len(ordered) - SHOWN} others", f"{rest / total:.1%}", f"{rest:.0f}")
-    table.add_row("all", "", f"{total:.0f}")
-    console.print(table)
+    rows = [*sorted(times.items(), key=lambda row: -row[1]), ("all", total)]
+    return [{"name": name, "share": f"{us / total:.1%}", "us_per_call": round(us)} for name, us in rows]
 
 
 def _parts(session: Session) -> Mapping[str, str]:

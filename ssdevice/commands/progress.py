@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
+    from rich.status import Status
 
 
 LINE_SECONDS = 5.0
@@ -19,69 +18,58 @@ TICK_SECONDS = 1.0
 
 
 class Progress:
-    """Context manager whose ``report(stage, done, total, detail)`` draws one bar per stage, or writes lines.
-
-    Lines appear while a stage is silent too: one call into a library can take a minute.
-    """
+    """Context manager whose ``report(stage, done, total, detail)`` says where work is, also while a stage is silent:
+    one call into a library can take a minute."""
 
     def __init__(self, quiet: bool) -> None:
-        self.live = not quiet and sys.stderr.isatty()
-        self.lines = not quiet and not self.live
+        self.quiet = quiet
         self._printed = time.monotonic()
         self._stage: _Stage | None = None
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
-        self._bar: Bar | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._status: Status | None = None
 
     def __enter__(self) -> Progress:
-        if self.lines:
-            self._ticker.start()
-        if self.live:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
+        if not self.quiet:
+            if sys.stderr.isatty():
+                from rich.console import Console
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            text = TextColumn("{task.fields[left]} {task.fields[detail]}")
-            self._bar = Bar(*columns, text, console=Console(stderr=True))
-            self._bar.start()
+                self._status = Console(stderr=True).status("")
+                self._status.start()
+            self._ticker.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self.lines:
+        if not self.quiet:
             self._ticker.join()
-        if self._bar is not None:
-            self._bar.stop()
+        if self._status is not None:
+            self._status.stop()
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
         """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
         if self._stage is None or self._stage.name != stage:
             self._stage = _Stage(stage, done)
         self._stage.move(done, total, detail)
-        if self.lines:
-            self._line()
-        if self._bar is None:
-            return
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total, left="", detail="")
-        left = self._stage.left_text()
-        self._bar.update(self._tasks[stage], completed=done, total=total, left=left, detail=detail)
+        self._show()
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
-            self._line()
+            self._show()
 
-    def _line(self) -> None:
-        """Print where the stage is, if the last line is old enough."""
-        now = time.monotonic()
-        if self._stage is None or now - self._printed < LINE_SECONDS:
+    def _show(self) -> None:
+        """Show where the stage is; in a file only if the last line is old enough."""
+        if self._stage is None or self.quiet:
             return
-        self._printed = now
-        print(self._stage.line(), file=sys.stderr, flush=True)
+        if self._status is not None:
+            from rich.markup import escape
+
+            self._status.update(escape(self._stage.line()))
+        elif (now := time.monotonic()) - self._printed >= LINE_SECONDS:
+            self._printed = now
+            print(self._stage.line(), file=sys.stderr, flush=True)
 
 
 class _Stage:

@@ -77,6 +77,7 @@ def _answer(
     if args.trace:
         from ssdevice.commands.trace import Trace
 
+        print(f"> {shown}")
         trace = Trace(session.tokenizer, session.engine.geometry.tree)
         for step in runs:
             trace.show(step)

@@ -43,10 +43,6 @@ STRUCTURES = {
 MAX_STRUCTURE_BYTES = 4 << 20
 
 
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
-"""Options that ask for sampling."""
-
-
 def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
     """Declare what answers need; they end after ``most`` tokens by default."""
     add = parser.add_argument
@@ -61,10 +57,12 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sampling_of``."""
+    from ssdevice.runtime.sampling.options import DRAWING
+
     group = parser.add_argument_group(
         "choice of tokens",
         "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
-        f"one of --sample, {', '.join(map(flag, SAMPLED))} is given, what the others do not say is as the model's "
+        f"one of --sample, {', '.join(map(flag, DRAWING))} is given, what the others do not say is as the model's "
         "generation_config.json recommends, and the temperature 1 where it names none",
     )
     group.add_argument("--sample", action="store_true", help="sample as the model recommends")
@@ -87,7 +85,7 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
     Raises InputError for a value out of range, and for options that would have no effect.
     """
-    from ssdevice.runtime.sampling.options import Sampling
+    from ssdevice.runtime.sampling.options import DRAWING, Sampling
 
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
@@ -95,8 +93,8 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     model = bundle.manifest.sampling if bundle is not None else None
     if args.temperature == 0:
-        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, SAMPLED[1:]))
-    elif args.sample or asked.keys() & set(SAMPLED):
+        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, DRAWING[1:]))
+    elif args.sample or Sampling.draws(asked):
         return Sampling.sampled(model, **asked)
     elif not asked and model is not None and not args.quiet:
         named = ", ".join(f"{name}={value}" for name, value in model.named().items())

@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.commands.page_server import listen
 from ssdevice.errors import InputError, needs_extra
-from ssdevice.serve.names import HOSTS, LOOPBACK
+from ssdevice.serve.names import HOSTS, LOOPBACK, listen
 
 PORT = 8000
 WAITING = 16
 LEAST_KEY = 16
 """Characters of a key."""
-LAST_WORDS_S = 5
-"""How long answers may go on after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(app=None)
     add("--port", type=whole(0, 65535), default=PORT, metavar="N", help=f"default {PORT}; 0: any free one")
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"address to listen on (default {LOOPBACK}); needs a key")
-    key = parser.add_mutually_exclusive_group()
-    key.add_argument("--key", metavar="KEY", help="what requests must bear; other users can see it among the processes")
-    key.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the key")
+    add("--key-file", type=Path, metavar="FILE", help="a file with the key that requests must bear")
     add(
         "--queue", type=whole(0, 10_000), default=WAITING, metavar="N",
         help=f"requests that may wait while one is answered (default {WAITING}); others are told to come back",
@@ -41,48 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    key, local = _key(args), _is_loopback(args.host)
+    key, local = _key(args.key_file), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
     with needs_extra("serve"):
-        import uvicorn
-
         from ssdevice.serve.application import application
-        from ssdevice.serve.guard import IDLE_S, Protocol
-    with (
-        closing(listen(args.host, args.port)) as listening,
-        open_session(args) as session,
-    ):
+        from ssdevice.serve.guard import server
+    with closing(listen(args.host, args.port)) as listening, open_session(args) as session:
         app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
         name = f"[{args.host}]" if ":" in args.host else args.host
-        config = uvicorn.Config(
-            app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
-        )  # fmt: skip
         print(f"http://{name}:{listening.getsockname()[1]}/v1", flush=True)
         if not args.quiet:
             assert session.bundle is not None
             apps = ", ".join(app.name for app in session.bundle.manifest.apps)
             print(f"ssdevice: models: {apps}; Ctrl-C ends the server", file=sys.stderr)
-        try:
-            uvicorn.Server(config).run(sockets=[listening])
-        except KeyboardInterrupt:
-            return 0
+        with suppress(KeyboardInterrupt):
+            server(app).run(sockets=[listening])
     return 0
 
 
-def _key(args: argparse.Namespace) -> str | None:
+def _key(file: Path | None) -> str | None:
     """What requests must bear. Raises InputError for a key that headers cannot hold, or that is soon guessed."""
-    key, option = args.key, "--key"
-    if args.key_file is not None:
-        option = f"--key-file {args.key_file}"
-        try:
-            key = args.key_file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{option}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if key is not None and (len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key):
-        raise InputError(f"{option}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
-    return str(key) if key is not None else None
+    if file is None:
+        return None
+    try:
+        key = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--key-file {file}: cannot be read: {reason}") from error
+    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"--key-file {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
+    return key
 
 
 def _is_loopback(host: str) -> bool:

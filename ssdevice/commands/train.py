@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.staging import check_writable
-from ssdevice.commands.opening import add_threads, quiet_frameworks, refuse_ignored, use_threads
+from ssdevice.commands.opening import add_threads, positive, quiet_frameworks, refuse_ignored, use_threads, whole
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
 
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
     add("--freeze-lora", action="store_true",
         help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
-    add("--limit", type=int, metavar="N", help="use only the first N rows")
+    add("--limit", type=positive, metavar="N", help="use only the first N rows")
     own = parser.add_argument_group("self-distillation")
     add = own.add_argument
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
-    add("--self-prompt", type=int, metavar="N",
+    add("--self-prompt", type=positive, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--answer-tokens", type=int, metavar="N",
+    add("--answer-tokens", type=positive, metavar="N",
         help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
     stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
     add = stream.add_argument
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = recipe.add_argument
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
-    add("--steps", type=int, help="optimizer steps (default: five passes over the data)")
-    add("--batch-size", type=int, default=32, help="rows per step in each process (default 32)")
+    add("--steps", type=positive, help="optimizer steps (default: five passes over the data)")
+    add("--batch-size", type=positive, default=32, help="rows per step in each process (default 32)")
     add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
     add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1; 1 if answers stay)")
     add("--by-reach", action=argparse.BooleanOptionalAction,
@@ -77,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--soft-labels", type=float, metavar="SHARE",
         help="share of a stream's loss that learns the model's own probabilities, not the next token "
              "(default 0)")  # fmt: skip
-    add("--max-length", type=int, default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
-    add("--segment", type=int, metavar="TOKENS",
+    add("--max-length", type=whole(2), default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
+    add("--segment", type=positive, metavar="TOKENS",
         help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
         help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
     add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
-    add("--seed", type=int, default=0)
+    add("--seed", type=whole(0, (1 << 63) - 1), default=0)
     add_threads(parser)
 
 
@@ -119,15 +119,8 @@ def run(args: argparse.Namespace) -> int:
     if worker:
         return 0
     if result is not None:
-        summary = {
-            "app": args.app,
-            "dev_prompts": result.prompts,
-            "tokens_per_step": {
-                f"chain:{options.streams.gamma}": round(result.chain, 3),
-                **{f"T={size}": round(beta, 3) for size, (beta, _) in result.trees.items()},
-            },
-            "trees": {f"T={size}": tree.to_json() for size, (_, tree) in result.trees.items()},
-        }
+        beta = {f"chain:{options.streams.gamma}": round(result.tokens_per_step, 3)}
+        summary = {"app": args.app, "dev_prompts": result.prompts, "tokens_per_step": beta}
         print(json.dumps(summary))
     else:
         print(f"wrote {args.out}", file=sys.stderr)

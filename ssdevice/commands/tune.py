@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssdevice import targets
 from ssdevice.bundle.staging import write_text
@@ -22,13 +22,12 @@ from ssdevice.commands.opening import (
     named_folder,
     open_bundle,
     positive,
-    prompts_of,
     refuse_ignored,
 )
+from ssdevice.commands.shown import show
 from ssdevice.config import Schedule, to_json
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, needs_extra
-from ssdevice.progress import count
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the best tree of each size with its schedule, the fastest first."""
     from ssdevice.bench.cost_table import CostTable
+    from ssdevice.bench.prompts import fitting
     from ssdevice.bench.tuning import choices, measure_costs, observe
     from ssdevice.commands.progress import Progress
     from ssdevice.runtime.session import Session
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
             for number, bundle in enumerate(bundles)
         ]
         first = sessions[0]
-        prompts = prompts_of(first.tokenizer, first.instruction, first.engine.geometry, examples, args.data)
+        reader = (first.tokenizer, first.instruction, first.engine.geometry.context)
+        prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
             timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
@@ -109,9 +110,7 @@ def run(args: argparse.Namespace) -> int:
     found = choices(ranks, table.steps)
     if args.out is not None:
         write_text(args.out, json.dumps(found[0].tree.to_json()) + "\n")
-    print(json.dumps(_as_json(found, table)) if args.json else "\n".join(_lines(found, table)))
-    if narrow and not args.json:
-        print("this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 to see wider trees")
+    show(_found(found, table, narrow), args.json)
     return 0
 
 
@@ -164,12 +163,13 @@ def _trials(
 
     Raises InputError before the first if the table or an example does not fit them.
     """
+    from ssdevice.bench.prompts import fitting
+
     with needs_extra("export"):
         from ssdevice.adapters.settings import read_settings
         from ssdevice.export.plan import ExportOptions, Quant, make_plan
         from ssdevice.export.stages import export_plan
         from ssdevice.export.target import exporter
-        from ssdevice.text.tokenizer import ChatTokenizer
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
     app = named_folder(args.adapter, "--adapter")
@@ -191,7 +191,7 @@ def _trials(
     plan = plans[0][0]
     if table is not None:
         table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)
-    prompts_of(ChatTokenizer.open(plan.folder), plan.apps[0].instruction, plan.geometry, examples, args.data)
+    fitting(examples, [(plan.tokenizer, plan.apps[0].instruction, plan.geometry.context)], file=args.data)
     return [export_plan(plan, target, progress.report) for plan, target in plans]
 
 
@@ -215,41 +215,30 @@ def _sizes(text: str) -> list[int]:
     return sorted(set(sizes))
 
 
-def _lines(found: list[Choice], table: CostTable) -> Iterator[str]:
-    steps = ", ".join(f"{cost.nodes} nodes {cost.schedule} {cost.ms:.2f} ms" for cost in table.steps)
-    plain = f"plain {table.plain_ms:.2f} ms, " if table.plain_ms is not None else ""
-    threads = count(table.threads, "thread") if table.threads else "the engine's threads"
-    yield f"measured on {table.device} ({', '.join([threads, *table.instructions])}), {table.precision} {table.target}:"
-    yield f"  {plain}{steps}, prefill of {table.prefill_tokens} tokens {table.prefill_ms:.2f} ms"
-    yield "predicted from these and the observed drafts, without prefill:"
-    yield f"{'nodes':>5} {'schedule':>9} {'tokens/step':>12} {'ms/step':>8} {'tokens/s':>9} {'x plain':>8}  tree"
-    for choice in found:
-        tree = json.dumps(choice.tree.to_json(), separators=(",", ":"))
-        over = f"{choice.tokens_per_second * table.plain_ms / 1e3:.2f}" if table.plain_ms is not None else "-"
-        yield (
-            f"{choice.tree.size:>5} {choice.cost.schedule:>9} {choice.tokens_per_step:>12.2f} {choice.cost.ms:>8.2f} "
-            f"{choice.tokens_per_second:>9.1f} {over:>8}  {tree}"
+def _found(choices: list[Choice], table: CostTable, narrow: bool) -> dict[str, Any]:
+    """What to print: measured costs, and the trees with what is predicted from these and the observed drafts."""
+    plain = 1e3 / table.plain_ms if table.plain_ms is not None else None
+    notes = []
+    if plain is not None and choices[0].tokens_per_second <= plain:
+        notes.append("no tree is faster than plain decoding on these prompts")
+    if narrow:
+        notes.append(
+            "this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 for wider trees"
         )
-    if table.plain_ms is not None:
-        speed = 1e3 / table.plain_ms
-        yield f"{1:>5} {'plain':>9} {1:>12.2f} {table.plain_ms:>8.2f} {speed:>9.1f}"
-        if found[0].tokens_per_second <= speed:
-            yield "no tree is faster than plain decoding on these prompts"
-
-
-def _as_json(found: list[Choice], table: CostTable) -> dict[str, object]:
     return {
         "costs": to_json(table),
-        "plain_tokens_per_second": 1e3 / table.plain_ms if table.plain_ms is not None else None,
+        "plain_tokens_per_second": plain,
         "choices": [
             {
-                "tree": choice.tree.to_json(),
                 "nodes": choice.tree.size,
                 "schedule": choice.cost.schedule.value,
                 "tokens_per_step": choice.tokens_per_step,
                 "ms_per_step": choice.cost.ms,
                 "predicted_tokens_per_second": choice.tokens_per_second,
+                "over_plain": choice.tokens_per_second / plain if plain is not None else None,
+                "tree": choice.tree.to_json(),
             }
-            for choice in found
+            for choice in choices
         ],
+        "notes": notes,
     }

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bundle.manifest import AdapterKind, Precision
-from ssdevice.commands.bundle import integrity
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.commands.opening import (
     add_bundle,
     add_engine,
     engine_options,
     open_bundle,
     positive,
-    prompts_of,
     quiet_frameworks,
     refuse_ignored,
 )
+from ssdevice.commands.shown import show
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
+from ssdevice.progress import count
 
 if TYPE_CHECKING:
     from ssdevice.bench.against_torch import Agreement
@@ -80,34 +79,33 @@ def run(args: argparse.Namespace) -> int:
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
             checks.numbers(progress.report)
-    if args.json:
-        print(json.dumps({**checks.found, "faults": checks.faults}, ensure_ascii=False))
-    else:
-        print("\n".join(checks.lines))
+    show(checks.found | {"faults": checks.faults}, args.json)
     if checks.faults:
         raise ParityError("; ".join(checks.faults))
     return 0
 
 
 class _Checks:
-    """What was checked of a bundle: ``lines`` to print, ``found`` as JSON, and ``faults`` that break the promise."""
+    """What was ``found`` of a bundle, as JSON, and ``faults`` that break the promise."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
         self.args, self.bundle = args, bundle
         self.most = args.max_tokens or MAX_TOKENS
-        self.lines = [f"integrity: {integrity(bundle, args.require_signature)}"]
-        self.found: dict[str, Any] = {"bundle": str(args.bundle), "files": len(bundle.manifest.files)}
+        signed = "; signature valid" if args.require_signature is not None else ""
+        files = count(len(bundle.manifest.files), "file")
+        integrity = f"{files}, sizes and hashes as in the manifest{signed}"
+        self.found: dict[str, Any] = {"bundle": str(args.bundle), "integrity": integrity}
         self.faults: list[str] = []
 
     def add(self, key: str, result: Comparison | Agreement) -> None:
         """Add what a comparison found."""
         self.found[key] = result.as_json()
-        self.lines += result.describe()
         self.faults += result.faults()
 
     def numbers(self, report: Report) -> None:
         """Compare all decoding modes, then the plain answers with whatever else was asked for."""
         from ssdevice.bench.modes import against_bundle, compare_modes
+        from ssdevice.bench.prompts import fitting
         from ssdevice.bench.sampled import compare_sampled
         from ssdevice.runtime.engine import open_engine
         from ssdevice.runtime.session import Session
@@ -119,7 +117,8 @@ class _Checks:
         with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
             engine, tokenizer = session.engine, session.tokenizer
             if examples:
-                prompts = prompts_of(tokenizer, session.instruction, engine.geometry, examples, args.data)
+                reader = (tokenizer, session.instruction, engine.geometry.context)
+                prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
             else:
                 room = engine.geometry.context - 1
                 prompts = [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[:limit]]
@@ -155,8 +154,8 @@ class _Checks:
     def _torch(
         self, folder: Path, session: Session, prompts: list[list[int]], answers: list[list[int]], report: Report
     ) -> None:
-        """Compare the torch reference with transformers and PEFT, and the plain answers with both."""
-        from ssdevice.bench.against_torch import against_generate, agreement
+        """Compare the torch reference with transformers and PEFT, and the plain answers with the reference."""
+        from ssdevice.bench.against_torch import agreement
         from ssdevice.export.crosscheck.check import check_model
         from ssdevice.model.loading import load
 
@@ -167,15 +166,10 @@ class _Checks:
         try:
             choose = bool(geometry.hidden)
             self.found["notes"] = list(check_model(folder, args.adapter, tokenizer, geometry.context, choose, model))
-            self.lines.append("transformers: prompt ids, logits and first tokens are those of the torch reference")
-            self.lines += self.found["notes"]
+            self.found["transformers"] = "prompt ids, logits and first tokens are those of the torch reference"
         except ParityError as error:
             self.faults.append(str(error))
         self.add("reference", agreement(bundle, args.app, model(), prompts, answers, report))
-        if bundle.manifest.precision is Precision.FP32 and app.answers_as_base:
-            limits = self.most, geometry.context
-            stops = tokenizer.stop_ids
-            self.add("generate", against_generate(args.model, prompts, answers, stops, *limits, report))
 
     def _engine_with_logits(self, bundle: Bundle) -> Engine | None:
         """An engine of a bundle that also shows logits; None if the target has none, which the output then says."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssdevice.bundle.folder import check_outside
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
-from ssdevice.commands.page_server import HEADERS, PageServer, Site
-from ssdevice.errors import BundleError, InputError
+from ssdevice.errors import BundleError, InputError, needs_extra
 from ssdevice.runtime.target import runtime_target
-from ssdevice.serve.names import LOOPBACK
+from ssdevice.serve.names import LOOPBACK, listen
 from ssdevice.text.frames import NO_FRAMES
 
 if TYPE_CHECKING:
@@ -33,8 +33,18 @@ RUNTIME = (
     "@huggingface/tokenizers/dist/tokenizers.min.mjs",
 )
 """What the page loads of other packages, below MODULES."""
+POLICY = ("default-src 'self'", "script-src 'self' 'wasm-unsafe-eval'", "img-src 'self' data:", "base-uri 'none'")
+HEADERS = {
+    "Cross-Origin-Opener-Policy": "same-origin",  # with the next: memory that threads share
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Content-Security-Policy": "; ".join(POLICY),  # nothing is loaded from elsewhere
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
+Site = Mapping[str, Path]
+"""Path below the page's address -> the file there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write(files, args.out)
         return 0
-    with PageServer(files, PORT if args.port is None else args.port) as serving:
-        print(f"http://{LOOPBACK}:{serving.server_port}/", flush=True)
-        try:
-            serving.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    with needs_extra("serve"):
+        from ssdevice.commands.page import page
+        from ssdevice.serve.guard import server
+    with closing(listen(LOOPBACK, PORT if args.port is None else args.port)) as listening:
+        print(f"http://{LOOPBACK}:{listening.getsockname()[1]}/", flush=True)
+        with suppress(KeyboardInterrupt):
+            server(page(files, HEADERS)).run(sockets=[listening])
     return 0
 
 
@@ -78,7 +89,7 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     if manifest.chat.frames is None:
         raise BundleError(f"{bundle.folder}: {NO_FRAMES}")
     sources = INSTALLED if INSTALLED.is_dir() else TREE
-    files: dict[str, Path | bytes] = {file.name: file for pattern in SOURCES for file in sources.glob(pattern)}
+    files = {file.name: file for pattern in SOURCES for file in sources.glob(pattern)}
     for name in RUNTIME:
         file = (runtime or sources / MODULES) / name
         if not file.is_file():
@@ -101,10 +112,10 @@ def write(files: Site, out: Path) -> None:
     """Write the page into a new folder. Raises InputError if there is something in it."""
     check_empty(out)
     with closing(Stage(out, folder=True)) as stage, disk_errors(out):
-        for name, content in files.items():
+        for name, source in files.items():
             file = stage.path / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, file)
+            shutil.copyfile(source, file)
         lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
         (stage.path / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
         stage.publish(replace=out.exists())

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, check_no_pointer, first_line
+from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, first_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -22,6 +22,7 @@ from ssdevice.text.chat_template import (
     read_object,
 )
 from ssdevice.text.frames import Message
+from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def check_vocabulary(tokenizer: ChatTokenizer, vocab: int, folder: Path) -> None
     """Raise ConfigError for a tokenizer whose chat format needs tokens that a model of ``vocab`` tokens has not."""
     if min(tokenizer.stop_ids) >= vocab:
         raise ConfigError(f"{folder}: no token that ends an answer is among the {vocab} of the model")
-    beyond = [i for i in tokenizer.conversation_ids(PROMPT) if i >= vocab]
+    beyond = [i for i in tokenizer.chat_ids(Chat(PROMPT)) if i >= vocab]
     if beyond:
         raise ConfigError(
             f"{folder}: the chat format uses token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}, "
@@ -206,6 +207,6 @@ def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
 
 def _ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
     try:
-        return tokenizer.conversation_ids(conversation)
-    except ConfigError:  # the template refuses it
+        return tokenizer.chat_ids(Chat(tuple(conversation)))
+    except TemplateRefusal:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from time import monotonic
 
@@ -34,15 +33,6 @@ class Decoder:
         self.pending = 0
         self._turn = asyncio.Lock()
 
-    @property
-    def worker(self) -> ThreadPoolExecutor:
-        """The session's thread."""
-        return self.session.worker
-
-    def cancel(self) -> None:
-        """End the answer under way after the call of the model that is made now."""
-        self.session.cancel()
-
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
         """The answer as it grows: first when its first call has been made, last when it is whole.
 
@@ -57,7 +47,7 @@ class Decoder:
             )
         self.pending += 1
         try:
-            async with self._turn, aclosing(self._decode(request)) as answers:
+            async with self._turn, aclosing(decode(self.session, request, self.metrics)) as answers:
                 async for answer in answers:
                     yield answer
         except Exception as error:
@@ -65,43 +55,47 @@ class Decoder:
         finally:
             self.pending -= 1
 
-    @in_worker
-    def _decode(self, request: Request) -> Iterator[Generation]:
-        session, told = self.session, 0.0
-        if request.app != session.app:
-            session.use(request.app)
-        runs = session.runs(
-            self._ids(request),
-            max_tokens=request.max_tokens or session.engine.geometry.context,
-            stop=request.stop,
-            mode=session.mode(speculate=True),
-            sampling=self._sampling(request),
-        )
-        next(runs, None)
-        try:
-            with closing(runs):
-                while (answer := session.last).reason is None:
-                    if not answer.tokens or monotonic() - told > BETWEEN_S:
-                        yield answer
-                        told = monotonic() if answer.tokens else 0.0
-                    next(runs, None)
-        finally:
-            self.metrics.count(answer)
-        yield answer
 
-    def _ids(self, request: Request) -> list[int]:
-        session, context = self.session, self.session.engine.geometry.context
-        if request.messages is None:
-            given = request.prompt
-            return session.tokenizer.encode(given, context, special=True) if isinstance(given, str) else list(given)
-        return session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
+@in_worker
+def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Generation]:
+    """The answer as it grows, see ``Decoder.answers``."""
+    told = 0.0
+    if request.app != session.app:
+        session.use(request.app)
+    runs = session.runs(
+        _ids(session, request),
+        max_tokens=request.max_tokens or session.engine.geometry.context,
+        stop=request.stop,
+        mode=session.mode(speculate=True),
+        sampling=_sampling(session, request),
+    )
+    next(runs, None)
+    try:
+        with closing(runs):
+            while (answer := session.last).reason is None:
+                if not answer.tokens or monotonic() - told > BETWEEN_S:
+                    yield answer
+                    told = monotonic() if answer.tokens else 0.0
+                next(runs, None)
+    finally:
+        metrics.count(answer)
+    yield answer
 
-    def _sampling(self, request: Request) -> Sampling:
-        asked, tokenizer = {**request.sampling, "logprobs": request.logprobs}, self.session.tokenizer
-        if request.tools:
-            style = request.style(tokenizer.chat.template)
-            if style is None:
-                raise InputError(NO_STYLE)
-            if request.forced:
-                asked["structure"] = call_structure(request.forced, style, tokenizer)
-        return self.session.sampling(**asked) if request.samples else Sampling(**asked)
+
+def _ids(session: Session, request: Request) -> list[int]:
+    context = session.engine.geometry.context
+    if request.messages is None:
+        given = request.prompt
+        return session.tokenizer.encode(given, context, special=True) if isinstance(given, str) else list(given)
+    return session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
+
+
+def _sampling(session: Session, request: Request) -> Sampling:
+    asked, tokenizer = {**request.sampling, "logprobs": request.logprobs}, session.tokenizer
+    if request.tools:
+        style = request.style(tokenizer.chat.template)
+        if style is None:
+            raise InputError(NO_STYLE)
+        if request.forced:
+            asked["structure"] = call_structure(request.forced, style, tokenizer)
+    return session.sampling(**asked) if request.samples else Sampling(**asked)

@@ -1,4 +1,4 @@
-"""What stands before the application: names, keys, sizes and times of requests."""
+"""What stands before an application: names, keys, sizes and times of requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssdevice.serve.metrics import Metrics
@@ -21,6 +22,8 @@ BODY_S = 30.0
 IDLE_S = 30.0
 """How long a connection may be without a request, or take nothing of an answer."""
 CONNECTIONS = 256
+LAST_WORDS_S = 5
+"""How long answers may go on after Ctrl-C."""
 HEALTH = "/health"
 
 
@@ -116,3 +119,13 @@ class Protocol(H11Protocol):
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
+
+
+def server(app: ASGIApp) -> Server:
+    """A server of an application, to be run on a socket."""
+    return Server(
+        Config(
+            app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
+        )
+    )  # fmt: skip

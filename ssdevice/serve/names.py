@@ -1,8 +1,12 @@
-"""What requests may call this machine, which is checked by every server here."""
+"""What requests may call this machine, which is checked by every server here, and the socket that they come to."""
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
+
+from ssdevice.errors import InputError
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost", "[::1]")
@@ -13,3 +17,14 @@ rebinding)."""
 def host_name(host: str) -> str:
     """A header ``Host`` without its port: a tunnel may have another than the server."""
     return re.sub(r":[0-9]+$", "", host.strip()).lower()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket of a server. Raises InputError if it cannot have the address or the port (0: any free one)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken; choose another (0: any free one)" if taken else f"on {host} cannot be used: {error.strerror}"
+        raise InputError(f"--port {port} {why}") from error

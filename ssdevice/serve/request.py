@@ -6,10 +6,12 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
+from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve.refusal import Refusal
 from ssdevice.text.tools import ToolStyle, functions_of
@@ -21,9 +23,7 @@ DRAWN_SEEDS = 1 << 31
 """Seeds of requests without one; JavaScript and int32 hold all of them."""
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; answers of a chat end by themselves, or with the context."""
-SAMPLED = ("top_p", "top_k", "min_p", "typical_p", "seed")
-"""Parameters that ask for sampling, unless the temperature is 0."""
-CHOICE = ("temperature", *SAMPLED, "presence_penalty", "frequency_penalty", "repetition_penalty")
+CHOICE = (*DRAWING, "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters that are fields of Sampling; it checks them."""
 Check: TypeAlias = Callable[[str, Any], Any]
 """``(name, value) -> value``; raises InputError, or Refusal."""
@@ -54,7 +54,7 @@ class Request:
     @property
     def samples(self) -> bool:
         """Whether tokens are to be drawn."""
-        return _samples(self.sampling)
+        return Sampling.draws(self.sampling)
 
     def style(self, template: str | None) -> ToolStyle | None:
         """How calls in the answer are written; None if there can be none, or in a form that is not read."""
@@ -115,7 +115,7 @@ def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dic
 
 def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     sampling = {name: given[name] for name in (*CHOICE, "logit_bias") if name in given}
-    if _samples(sampling):
+    if Sampling.draws(sampling):
         sampling.setdefault("seed", random.randrange(DRAWN_SEEDS))
     if structure := given.get("response_format"):
         sampling["structure"] = structure
@@ -126,10 +126,6 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "app": given["model"], "stop": given.get("stop", ()), "sampling": sampling, "stream": stream, "usage": usage
     }  # fmt: skip
-
-
-def _samples(named: Mapping[str, Any]) -> bool:
-    return bool(named["temperature"]) if "temperature" in named else any(name in named for name in SAMPLED)
 
 
 def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -146,10 +142,6 @@ def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise Refusal(f"tool_choice names none of the functions {names}", param="tool_choice", code="invalid_value")
     return tools, forced
-
-
-def _as_given(_: str, value: Any) -> Any:
-    return value
 
 
 def _functions(name: str, value: Any) -> list[Any]:
@@ -191,19 +183,6 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return stops
 
 
-def _positive(name: str, value: Any) -> int:
-    return arguments.whole(name, value, 1)
-
-
-def _within(most: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if (found := arguments.whole(name, value, 0)) > most:
-            raise InputError(f"{name} is {found}, expected 0 to {most}")
-        return found
-
-    return check
-
-
 def _only(neutral: Any) -> Check:
     """A parameter that only has this value here, which asks for nothing; clients send it unasked."""
 
@@ -214,6 +193,8 @@ def _only(neutral: Any) -> Check:
     return check
 
 
+_as_given: Check = lambda _, value: value  # noqa: E731
+_positive: Check = partial(arguments.whole, least=1)
 COMMON: dict[str, Check] = {
     "model": arguments.text, "stream": arguments.flag, "stream_options": arguments.mapping, "max_tokens": _positive,
     "stop": _stops, "logit_bias": _bias, "user": arguments.text, **dict.fromkeys(CHOICE, _as_given),
@@ -221,8 +202,8 @@ COMMON: dict[str, Check] = {
     "parallel_tool_calls": _only(True), "service_tier": _only("auto"),
 }  # fmt: skip
 CHAT: dict[str, Check] = COMMON | {
-    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag, "top_logprobs": _within(20),
-    "response_format": _structure, "tools": _functions, "tool_choice": _as_given,
-    "chat_template_kwargs": arguments.mapping,
+    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag,
+    "top_logprobs": partial(arguments.whole, least=0, most=20), "response_format": _structure, "tools": _functions,
+    "tool_choice": _as_given, "chat_template_kwargs": arguments.mapping,
 }  # fmt: skip
-TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": _within(5)}
+TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": partial(arguments.whole, least=0, most=5)}

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from threading import Lock, Timer
+from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
@@ -18,8 +20,8 @@ SECONDS = 5.0
 """Of processor time for one request: many times what a prompt of a million tokens takes."""
 MEMORY = 1 << 29
 """Bytes of address space."""
-WAIT = 20.0
-"""Seconds until the process is killed in any case: on a busy machine, and where processor time has no limit."""
+WAIT = inf if hasattr(signal, "setitimer") else 20.0
+"""Seconds until the process is killed where processor time has no limit; elsewhere a busy machine may take longer."""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
 _all: WeakSet[Renderer] = WeakSet()
 
@@ -37,8 +39,9 @@ class Renderer:
         """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
         with self._lock:
             process = self._running()
-            timer = Timer(self.wait, process.kill)
-            timer.start()
+            timer, begun = Timer(self.wait, process.kill), monotonic()
+            if self.wait < inf:
+                timer.start()
             try:
                 answer = _exchange(process, json.dumps(request).encode() + b"\n")
                 if answer.endswith(b"\n"):
@@ -47,7 +50,7 @@ class Renderer:
                         self.close()
                     return found
                 ending = process.wait()
-                late = not timer.is_alive()
+                late = monotonic() - begun >= self.wait
             except BaseException:
                 self.close()  # an answer that nobody waits for would be taken for the next one
                 raise

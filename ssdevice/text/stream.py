@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ssdevice.errors import ConfigError
+from ssdevice.text.tokenizer_limits import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +32,7 @@ class TokenTexts:
         self.tokenizer = tokenizer
         self._special = special_ids(tokenizer)
         self._bytes = isinstance(tokenizer.decoder, ByteLevel)  # a token then is bytes that depend on no other token
-        self._known: dict[int, str | None] = {}
+        self.whole = cache(self._whole)
 
     def silent(self, token: int) -> bool:
         """Whether the token has no text: it is special, or none of the vocabulary."""
@@ -40,13 +42,8 @@ class TokenTexts:
         """What a silent token is written as; empty for the others, whose text is no mark."""
         return (self.tokenizer.id_to_token(token) or "") if self.silent(token) else ""
 
-    def whole(self, token: int) -> str | None:
+    def _whole(self, token: int) -> str | None:
         """The token's text, if it is whole characters that do not depend on the tokens around it; else None."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
-
-    def _find(self, token: int) -> str | None:
         if not self._bytes or self.silent(token):
             return None
         text = self.decode([token])
@@ -54,7 +51,8 @@ class TokenTexts:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, none of them silent."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        with tokenizer_errors("decode the answer"):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class TextStream:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text.chat_template import (
-    TOKENIZER_CONFIG_FILE,
-    ChatFormat,
-    ChatTemplate,
-)
+from ssdevice.text.chat_template import TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
-from ssdevice.text.plain_prompt import PROBE, plain_template
+from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
+from ssdevice.text.tokenizer_limits import check_growth, tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,15 +70,6 @@ class ChatTokenizer:
         self._template = chat.writer
 
     @classmethod
-    def open(cls, folder: str | Path) -> ChatTokenizer:
-        """The tokenizer of a Hugging Face folder: ``open_tokenizer`` of ``ssdevice.model.tokenizer``.
-
-        It alone needs transformers, which nothing here may import.
-        """
-        opened: ChatTokenizer = import_module("ssdevice.model.tokenizer").open_tokenizer(Path(folder))
-        return opened
-
-    @classmethod
     def of_model(
         cls,
         tokenizer_json: bytes,
@@ -97,8 +84,11 @@ class ChatTokenizer:
         The special token that the template puts after an answer ends answers as ``stops`` do.
         """
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
-        source = plain_template(tokenizer, folder) if template is None else template
-        chat = ChatFormat(source, special, tuple(dict.fromkeys(stops)), dict(variables or {})).framed()
+        ends = tuple(dict.fromkeys(stops))
+        if template is None:
+            chat = ChatFormat(None, {}, ends, {}, plain_frames(tokenizer, folder))
+        else:
+            chat = ChatFormat(template, special, ends, dict(variables or {})).framed()
         # A model that was taught this template ends its answers with what the template puts there.
         end = _first_special(tokenizer, _closing_of(chat.writer))
         if end is not None and end not in stops:
@@ -129,31 +119,17 @@ class ChatTokenizer:
         Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
         take no system message).
         """
-        return self.encode(self.prompt_text(prompt, instruction=instruction, system=system), most)
-
-    def prompt_text(self, prompt: str, *, instruction: str | None = None, system: str | None = None) -> str:
-        """The text whose ids ``prompt_ids`` gives; it raises the same errors."""
-        if not prompt.strip():
-            raise InputError("the prompt is empty")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": user_content(instruction, prompt)})
-        return self._template.render(messages, add_generation_prompt=True)
-
-    def conversation_ids(
-        self, messages: Sequence[Message], most: int | None = None, values: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``.
-
-        ``values``: what the template is given besides, such as ``tools``; InputError if it does not read one.
-        """
-        if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
-            text = self._full.render(messages, add_generation_prompt=True, values=values)
-        else:
-            text = self._template.render(messages, add_generation_prompt=True)
-        return self.encode(text, most)
+        return self.chat_ids(Chat().instructed(system).asked(prompt), instruction, most)
 
     def chat_ids(self, chat: Chat, instruction: str | None = None, most: int | None = None) -> list[int]:
-        """``conversation_ids`` of a chat, with an app's instruction before each message of the user."""
+        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``.
+
+        Raises InputError for tools or template arguments that the template does not read.
+        """
+        return self.encode(self.chat_text(chat, instruction), most)
+
+    def chat_text(self, chat: Chat, instruction: str | None = None) -> str:
+        """The text of a conversation, with an app's instruction before each message of the user."""
         messages = [
             {**message, "content": user_content(instruction, message["content"])}
             if message["role"] == USER
@@ -161,7 +137,9 @@ class ChatTokenizer:
             for message in chat.messages
         ]
         values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
-        return self.conversation_ids(messages, most, values)
+        if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
+            return self._full.render(messages, add_generation_prompt=True, values=values)
+        return self._template.render(messages, add_generation_prompt=True)
 
     def completion_ids(self, text: str) -> list[int]:
         """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
@@ -232,16 +210,16 @@ class ChatTokenizer:
             raise ContextOverflowError(
                 f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
             )
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
-        except Exception as error:  # the library raises plain Exception where a tokenizer.json lacks what it needs
-            raise InputError(f"the tokenizer cannot encode the prompt: {error}") from error
+        with tokenizer_errors("encode the prompt"):
+            try:
+                return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+            except (UnicodeEncodeError, TypeError) as error:
+                raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        with tokenizer_errors("decode the answer"):
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
         """A new TextStream over this tokenizer."""
@@ -276,6 +254,7 @@ def load_tokenizer(content: bytes, where: str) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any malformed file
         raise ConfigError(f"{where}: not a tokenizer this version of tokenizers can read ({error})") from error
+    check_growth(tokenizer, where)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

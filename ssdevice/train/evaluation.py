@@ -1,4 +1,4 @@
-"""Tokens per step of a trained adapter: trees chosen on train rows, β reported on dev rows."""
+"""Tokens per step of a trained adapter on dev rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
-from ssdevice.ranks import MISS, count_paths, tokens_per_step
+from ssdevice.ranks import MISS, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample, collate
 from ssdevice.train.distill import own_completions
@@ -22,21 +22,15 @@ from ssdevice.train.options import TrainOptions
 from ssdevice.tree import Tree
 
 DEV_LIMIT = 100
-"""Dev prompts to decode; trees are chosen on twice as many train rows."""
-TREE_SIZES = (5, 8, 12, 16)
-TREE_WIDTH = 8
+"""Dev prompts to decode."""
 
 
 @dataclass(frozen=True)
 class DevResult:
-    """β on the dev rows for chain:γ and for the best trees of TREE_SIZES nodes, with the trees.
-
-    Trees are chosen on train rows and measured on dev rows, along the model's own greedy completions.
-    """
+    """β of chain:γ on the dev prompts, along the model's own greedy completions."""
 
     prompts: int
-    chain: float
-    trees: dict[int, tuple[float, Tree]]
+    tokens_per_step: float
 
 
 def dev_prompts(options: TrainOptions, examples: list[Example], tokenizer: ChatTokenizer) -> list[Sample]:
@@ -52,28 +46,16 @@ def dev_prompts(options: TrainOptions, examples: list[Example], tokenizer: ChatT
     return fitting
 
 
-def evaluate(job: Job, dev: list[Sample], train_samples: list[Sample]) -> DevResult | None:
+def evaluate(job: Job, dev: list[Sample]) -> DevResult | None:
     """The DevResult of the saved adapter; None in processes other than the first, which only help to decode."""
     options, place = job.options, job.place
     model = loading.load(job.folder, options.out, options.max_length).model.to(place.device)
-    chosen = [s for s in train_samples if s.prompt <= options.max_length // 2][: 2 * DEV_LIMIT]
-
-    def own(samples: list[Sample], stage: str) -> list[Sample]:
-        room = [options.max_length - sample.prompt for sample in samples]
-        return own_completions(job, model.backbone, samples, room, stage)
-
-    chosen, dev = own(chosen, "choose trees"), own(dev, "dev")
+    dev = own_completions(job, model.backbone, dev, [options.max_length - sample.prompt for sample in dev], "dev")
     if not place.main:
         return None
     with place.autocast():
-        paths = count_paths(stream_ranks(model, chosen), TREE_WIDTH)
         ranks = stream_ranks(model, dev)
-    trees = {size: Tree.from_counts(paths, size) for size in TREE_SIZES}
-    return DevResult(
-        prompts=len(dev),
-        chain=tokens_per_step(ranks, Tree.chain(model.gamma)),
-        trees={size: (tokens_per_step(ranks, tree), tree) for size, tree in trees.items()},
-    )
+    return DevResult(len(dev), tokens_per_step(ranks, Tree.chain(model.gamma)))
 
 
 @torch.no_grad()

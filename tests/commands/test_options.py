@@ -170,7 +170,6 @@ def work(*_: object, **__: object) -> None:
     [
         "bench BUNDLE --data DATA --json OUT",
         "bench BUNDLE --data DATA --report OUT",
-        "bench BUNDLE --data DATA --plot OUT.png",
         "peers BUNDLE --model MODEL --data DATA --genai OUT",
         "tune BUNDLE --data DATA --out OUT",
         "tune BUNDLE --data DATA --write-cost-table OUT",
@@ -192,7 +191,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
         where = "FILE/inside"
     for place in (
         "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train",
-        "commands.web.site", "commands.demo._export",
+        "commands.web.site", "commands.demo._call",
     ):  # fmt: skip
         monkeypatch.setattr(f"ssdevice.{place}", work)
     file = tmp_path / "file"

@@ -67,7 +67,7 @@ def table(*steps: StepCost, plain_ms: float | None = 1.0) -> CostTable:
     return CostTable(
         device="phone", instructions=("asimddp",), target="coreml", precision="int4", threads=2, kernels=False,
         model=manifest.model.sha256, gamma=manifest.geometry.gamma, msa_layers=manifest.msa_layers,
-        steps=steps, plain_ms=plain_ms, prefill_tokens=32, prefill_ms=9.5,
+        steps=steps, plain_ms=plain_ms,
     )  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--cost-table", str(costs)]
     assert call("tune", bundle, *arguments) == 0
     text = capsys.readouterr().out
-    assert "measured on phone (2 threads, asimddp), int4 coreml:" in text and "4.00 ms" in text
-    assert "no tree is faster than plain decoding" in text and "predicted" in text
+    assert all(word in text for word in ("phone", "asimddp", "int4", "coreml", "predicted_tokens_per_second"))
+    assert "no tree is faster than plain decoding" in text
     assert call("tune", bundle, *arguments, "--write-cost-table", str(tmp_path / "t.json")) == 2
     replace(table(StepCost(2, FUSED, 4.0)), gamma=2).write(costs)
     assert call("tune", bundle, *arguments) == 2
@@ -157,7 +157,7 @@ def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert [cost["nodes"] for cost in found["costs"]["steps"]] == [tiny.TREE.size]
     costs = CostTable.read(tmp_path / "costs.json")
-    assert to_json(costs) == found["costs"] and costs.prefill_tokens == tiny.CHUNK and costs.plain_ms is not None
+    assert to_json(costs) == found["costs"] and costs.plain_ms is not None
     assert Tree.parse(str(out)).to_json() == found["choices"][0]["tree"]
 
 

@@ -101,9 +101,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of tokens among which are the trained ones."""
+    """Of tokens among which are the trained ones, in float64: only what is merged is rounded."""
     with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([[2, 3, 5, 7, 90, 3]])).logits
+        found: torch.Tensor = model.double()(torch.tensor([[2, 3, 5, 7, 90, 3]])).logits
     return found
 
 
@@ -114,9 +114,10 @@ def test_every_kind_of_lora_computes_what_peft_computes_without_merging(
     write(tmp_path, **options)
     expected = logits(PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path)).eval())
     assert (expected - logits(tiny_model("llama"))).abs().max() > 0.1
-    torch.testing.assert_close(logits(merge_lora(tiny_model("llama"), tmp_path)), expected, rtol=1e-5, atol=1e-4)
+    bound = 3e-5 * expected.abs().max()
+    assert (logits(merge_lora(tiny_model("llama"), tmp_path)) - expected).abs().max() < bound
     with suppress(UnsupportedModelError):  # not every kind can stay beside the base
-        torch.testing.assert_close(logits(attach_lora(tiny_model("llama"), tmp_path)), expected, rtol=1e-5, atol=1e-4)
+        assert (logits(attach_lora(tiny_model("llama"), tmp_path)) - expected).abs().max() < bound
 
 
 @pytest.mark.parametrize("options", [*OPTIONS[:2], HEAD], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ TEMPLATE = (
 SPECIAL = ("</s>", "<user>", "<assistant>", "<system>")
 
 
+@cache
 def make_tokenizer() -> ChatTokenizer:
     """One token a printable ASCII character after the special ones; ``</s>`` (id 0) stops."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}

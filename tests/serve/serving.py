@@ -11,11 +11,11 @@ from http.client import HTTPConnection
 from threading import Thread
 from typing import Any
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from ssdevice.runtime.session import Session
 from ssdevice.serve.application import application
-from ssdevice.serve.guard import Guard, Protocol
+from ssdevice.serve.guard import Guard, server
 from ssdevice.serve.names import HOSTS, LOOPBACK
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -49,19 +49,20 @@ def tiny_session(choose: bool = True) -> Iterator[Session]:
 def served(session: Session, waiting: int = 4, key: str | None = None) -> Iterator[tuple[int, Guard]]:
     """The port of a server while it runs, and its application."""
     app = application(session, waiting=waiting, hosts=HOSTS, key=key)
-    listening = socket.create_server((LOOPBACK, 0))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_graceful_shutdown=5,
-        )
-    )  # fmt: skip
-    thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+    with running(app) as port:
+        yield port, app
+
+
+@contextmanager
+def running(app: ASGIApp) -> Iterator[int]:
+    """The port of an application's server while it runs."""
+    listening, running = socket.create_server((LOOPBACK, 0)), server(app)
+    thread = Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield listening.getsockname()[1], app
+        yield listening.getsockname()[1]
     finally:
-        server.should_exit = True
+        running.should_exit = True
         thread.join()
 
 

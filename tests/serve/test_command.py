@@ -30,7 +30,9 @@ def test_what_others_can_reach_needs_a_key(tmp_path: Path, capsys: pytest.Captur
         assert f"--host {host}: a server that others can reach needs --key-file" in refused(capsys, "b", "--host", host)
     assert "expected an address such as 127.0.0.1" in refused(capsys, "b", "--host", "example")
     for key in ("", "short", "a key of many characters", "ключ" * 5):
-        assert "a key has 16 or more ASCII characters" in refused(capsys, "b", "--key", key)
+        (tmp_path / "key").write_text(key, "utf-8")
+        said = refused(capsys, "b", "--key-file", tmp_path / "key")
+        assert "a key has 16 or more ASCII characters" in said
     assert "cannot be read: No such file" in refused(capsys, "b", "--key-file", tmp_path / "none")
     (tmp_path / "key").write_bytes(b"\xff" * 20)
     assert "cannot be read" in refused(capsys, "b", "--key-file", tmp_path / "key")

@@ -14,7 +14,7 @@ import pytest
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.structure.options import Structure
-from ssdevice.serve.decoder import Decoder
+from ssdevice.serve import decoder
 from ssdevice.serve.names import LOOPBACK
 from tests.runtime.tiny_bundle import APP
 from tests.serve.serving import USER, served, tiny_session, tokenizer, tool
@@ -193,7 +193,7 @@ def test_calls_are_found_and_what_only_looks_like_one_is_text(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, text: str, content: str | None, called: list[str]
 ) -> None:
     writing = Sampling(structure=Structure.regex(re.escape(text).replace("\\ ", " ")))
-    monkeypatch.setattr(Decoder, "_sampling", lambda *_: writing)
+    monkeypatch.setattr(decoder, "_sampling", lambda *_: writing)
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": [LOOK, tool("none")], "max_tokens": 80}
     whole = ask(client, **asked).choices[0]
     assert whole.message.content == content

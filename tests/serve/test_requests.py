@@ -9,7 +9,7 @@ import pytest
 
 from ssdevice.errors import BundleError
 from ssdevice.runtime.session import Session
-from ssdevice.serve.decoder import Decoder
+from ssdevice.serve import decoder
 from tests.runtime.tiny_bundle import APP
 from tests.serve.serving import CHAT, TEXT, USER, ask, chat, served, tiny_session, tool
 
@@ -168,7 +168,7 @@ def test_a_failure_is_the_server_s_and_it_lives_on(
             def fail(*_: Any, error: Exception = error) -> Any:
                 raise error
 
-            patch.setattr(Decoder, "_ids", fail)
+            patch.setattr(decoder, "_ids", fail)
             for stream in (False, True):
                 status, answer = ask(port, CHAT, chat(stream=stream))
                 assert (status, answer["error"]["type"]) == (500, "server_error")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ssdevice.errors import ConfigError, InputError
+from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Frame, Frames, Trim
-from ssdevice.text.tokenizer import ChatTokenizer
 from tests.text.families import MORE, MORE_NAMES, NO_SYSTEM, ONE_QUESTION, TRIMS, WHOLE
 from tests.text.test_tokenizer import NAMED, TOKENIZERS, write_folder
 
@@ -94,6 +94,7 @@ def test_frames_know_what_templates_strip_and_refuse(name: str) -> None:
 def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(tmp_path: Path, name: str) -> None:
     template = ONE_QUESTION[name]
     chat, render = framed(template), as_jinja2(tmp_path, template)
+    writer = chat.writer
     assert chat.template == template and chat.special_tokens == NAMED and chat.note == NO_CONVERSATIONS
     for messages in conversations():
         wanted = render(messages, True)
@@ -101,7 +102,7 @@ def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(tm
             assert joined(chat, messages, True) == wanted
         elif messages[-1]["role"] == "user":
             assert joined(chat, messages, True) is None
-            assert chat.writer.render(messages, add_generation_prompt=True) == wanted
+            assert writer.render(messages, add_generation_prompt=True) == wanted
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -123,7 +124,7 @@ def test_ids_of_prompts_with_an_instruction_are_those_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="the reference for chat templates")
     folder = write_folder(tmp_path, TOKENIZERS[tokenizer], WHOLE[name])
-    chat, theirs = ChatTokenizer.open(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    chat, theirs = open_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert chat.chat.template is None
     for text in ("hi", "  both \n", "a\n\nb"):
         for instruction in ("", "Be brief.", "  Be\nbrief. "):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +181,17 @@ def test_without_a_limit_of_processor_time_the_wait_has_an_end(
         with pytest.raises(ConfigError, match=r"takes more than the 0\.5 s"):
             render(PLAIN)
     assert render(PLAIN) == "<user>hi"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs a process that can be stopped")
+def test_time_in_which_the_process_does_not_run_counts_for_nothing(renderer: Renderer) -> None:
+    template = ChatTemplate(ChatFormat(PLAIN, {}, (0,)))
+    assert renderer._process is not None and renderer.wait == math.inf
+    renderer._process.send_signal(signal.SIGSTOP)
+    later = Timer(2 * renderer.seconds, renderer._process.send_signal, [signal.SIGCONT])
+    later.start()
+    assert template.render(USER, add_generation_prompt=True) == "<user>hi"
+    later.join()
 
 
 def test_the_process_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

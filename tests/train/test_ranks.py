@@ -21,7 +21,7 @@ def test_a_perfect_chain_emits_depth_plus_one_tokens() -> None:
 
 
 def test_paths_end_before_the_first_miss() -> None:
-    assert count_paths([[[0, 5, 0], [1, 2, MISS]]], width=4) == {(0,): 1, (1, 2): 1}
+    assert count_paths([[[0, MISS, 0], [1, 2, MISS]]]) == {(0,): 1, (1, 2): 1}
 
 
 @pytest.mark.parametrize("follow_rank", [0, 5])

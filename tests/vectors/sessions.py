@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from random import Random
@@ -271,7 +272,7 @@ def _session(
 
     engine = ScriptedEngine(geometry, drafter, Cache)
     engine.functions = has if streams else has - {DRAFT}
-    session = Session(engine, _tokenizer(stop_ids))
+    session = Session(engine, _tokenizer(tuple(stop_ids)))
     drafting = Lookup if streams else LookupOnly
     session._adaptive[session._conversation] = {
         choosing: Adaptive(drafting(), made.clock) for choosing in (False, True)
@@ -294,5 +295,6 @@ def _session(
     }
 
 
-def _tokenizer(stop_ids: Sequence[int]) -> ChatTokenizer:
-    return ChatTokenizer(scripted.make_tokenizer().tokenizer, ChatFormat(scripted.TEMPLATE, {}, tuple(stop_ids)))
+@cache
+def _tokenizer(stop_ids: tuple[int, ...]) -> ChatTokenizer:
+    return ChatTokenizer(scripted.make_tokenizer().tokenizer, ChatFormat(scripted.TEMPLATE, {}, stop_ids))

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -28,6 +28,8 @@ INT4_LINEAR = "Int4Linear"
 """``(x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32]) -> [.., R, N]``; int4.cpp says what it computes."""
 INT8_LINEAR = "Int8Linear"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
+INT8_FACTOR = "Int8Factor"
+"""``Int8Linear`` of weights that are inputs of the graph, for which there is no kernel."""
 HALF_LINEAR = "HalfLinear"
 """``(x [.., R, K], weight [K, N] float16) -> [.., R, N]`` (half_linear.cpp)."""
 INT8_ARGMAX = "Int8Argmax"
@@ -87,16 +89,13 @@ _opening = Lock()
 
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine: in the package, or afterwards."""
-    if not os.environ.get(FOLDER):
-        for file in SOURCES.glob(f"{_name()}*{SUFFIX}"):
+    folders = [] if os.environ.get(FOLDER) else [SOURCES]
+    with suppress(InputError):  # a user without a home has built none
+        folders.append(_folder())
+    for folder in folders:
+        for file in folder.glob(f"{_name()}*{SUFFIX}"):
             return file
-    try:
-        folder = _folder()
-    except InputError:  # then nobody has built any
-        return None
-    for file in folder.glob(f"{_name()}*{SUFFIX}"):
-        return file
-    if any(folder.glob(f"{PREFIX}*")):
+    if any(file for folder in folders for file in folder.glob(f"{PREFIX}*")):
         say_once("ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again")
     return None
 

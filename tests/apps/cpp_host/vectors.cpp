@@ -1,11 +1,12 @@
-// vectors FILE: chooses the answers in test vectors (tests/vectors) with the host's headers. Prints what differs, then how many cases
-// there were. `vectors --time ..` prints the microseconds of a choice instead, see `time_choices`.
+// vectors FILE: repeats test vectors (tests/vectors) with the host's headers: choices, or the sessions of sessions.h. Prints what
+// differs, then how many cases there were. `vectors --time ..` prints the microseconds of a choice instead, see `time_choices`.
 
 #include <chrono>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 
+#include "sessions.h"
 #include "vectors.h"
 
 std::vector<float> logits_of(int64_t vocab, uint32_t step) { return row_of(vocab, step % 3); }
@@ -39,6 +40,11 @@ int main(int argc, char** argv) try {
   if (argc == 4 && argv[1] == std::string("--time")) return time_choices(argv[2], Json::parse(argv[3])), 0;
   std::ifstream stream(argv[1]);
   const Json vectors = Json::parse(stream);
+  if (vectors.contains("sessions")) {
+    const int wrong = differing_sessions(vectors.at("sessions"));
+    std::cout << wrong << " of " << vectors.at("sessions").size() << " sessions differ\n";
+    return wrong > 0;
+  }
   int wrong = 0, cases = 0;
   const auto expect = [&](bool right, const Json& given) {
     ++cases;

@@ -11,7 +11,7 @@ from typing import Any
 from ssdevice.bench.statistics import speedup, spread
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
-from ssdevice.commands.page_server import PageServer, Site
+from ssdevice.commands.web import Site
 from ssdevice.data import read_examples
 from ssdevice.runtime.loop import SPECULATIVE
 from tests.apps.web_demo import host
@@ -53,7 +53,7 @@ def main() -> None:
         "max_tokens": args.max_tokens,
         "app": bundle.manifest.default_app,
     }
-    with serving(PageServer(site(bundle, args.transformers, args.peers), 0)) as address:
+    with serving(site(bundle, args.transformers, args.peers)) as address:
         done = host.script("compare.mjs", chromium(), address, given=json.dumps(work))
     if done.returncode:
         raise SystemExit(done.stderr)

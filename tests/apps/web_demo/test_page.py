@@ -6,35 +6,28 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
-from ssdevice.commands.page_server import PageServer, Site
+from ssdevice.commands.page import page
+from ssdevice.commands.web import HEADERS, Site
 from ssdevice.serve.names import LOOPBACK
 from tests.apps.web_demo import host, shipped
+from tests.serve.serving import running
 
 pytestmark = pytest.mark.slow  # exports the shipped model and starts a browser
 SCREENSHOT = "screenshot.png"
 
 
 @contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[str]:
-    """The address of a server while it runs."""
-    with server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://{LOOPBACK}:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(files: Site, headers: Mapping[str, str] = HEADERS) -> Iterator[str]:
+    """The address of a server of these files while it runs."""
+    with running(page(files, headers)) as port:
+        yield f"http://{LOOPBACK}:{port}/"
 
 
 def chromium() -> str:
@@ -63,7 +56,7 @@ def site(bundle: Bundle) -> Site:
 
 def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
     asked = [{"app": app, "prompt": shipped.prompts(app)[turn]} for turn in range(3) for app in shipped.APPS]
-    with serving(PageServer(site(shipped.bundle()), 0)) as address:
+    with serving(site(shipped.bundle())) as address:
         found = visited(address, *asked, screenshot=tmp_path / SCREENSHOT)
     assert found["about"].startswith("llama, 7 M parameters, INT8") and found["status"] == "Ready."
     assert not found["errors"]
@@ -85,7 +78,7 @@ def test_a_seed_decides_what_the_page_samples() -> None:
     request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
     seeds = ("7", "1234567890123456789", "7")
     sampled = [{**request, "temperature": "1.5", "seed": seed} for seed in seeds]
-    with serving(PageServer(site(shipped.bundle()), 0)) as address:
+    with serving(site(shipped.bundle())) as address:
         found = visited(address, request, *sampled)
     assert not found["errors"]
     assert all(seen["status"] == "Both answers have the same tokens." for seen in found["answers"])
@@ -95,7 +88,7 @@ def test_a_seed_decides_what_the_page_samples() -> None:
 
 def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
     request = {"app": "sql", "prompt": shipped.prompts("sql")[0]}
-    with serving(PageServer(site(shipped.bundle()), 0)) as address:
+    with serving(site(shipped.bundle())) as address:
         stopped, whole = visited(address, {**request, "stop": True}, request)["answers"]
     # The stop is there before the first call ends: at most its token is shown.
     assert stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]}) and stopped["status"] == "Stopped."
@@ -104,18 +97,13 @@ def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
 
 def test_a_static_host_without_headers_runs_one_thread_and_refuses_damage(tmp_path: Path) -> None:
     web.write(site(shipped.bundle()), tmp_path / "site")
-    prompt = shipped.prompts("sql")[0]
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    handler = partial(Quiet, directory=str(tmp_path / "site"))
-    with serving(ThreadingHTTPServer((LOOPBACK, 0), handler)) as address:
+    prompt, written = shipped.prompts("sql")[0], tmp_path / "site"
+    files = {file.relative_to(written).as_posix(): file for file in written.rglob("*") if file.is_file()}
+    with serving(files, headers={}) as address:
         found = visited(address, {"app": "sql", "prompt": prompt})
         assert found["about"].endswith(", 1 thread")
         assert found["answers"][0]["status"] == "Both answers have the same tokens."
-        weights = tmp_path / "site" / "bundle" / "weights.bin"
+        weights = files["bundle/weights.bin"]
         content = bytearray(weights.read_bytes())
         content[1000] ^= 1
         weights.write_bytes(content)
@@ -127,7 +115,8 @@ def test_a_static_host_without_headers_runs_one_thread_and_refuses_damage(tmp_pa
 def test_int4_is_refused_in_one_line(tmp_path: Path) -> None:
     files = dict(site(shipped.bundle()))
     manifest = json.loads((shipped.bundle().folder / "manifest.json").read_text("utf-8"))
-    files["bundle/manifest.json"] = json.dumps({**manifest, "precision": "int4"}).encode()
-    with serving(PageServer(files, 0)) as address:
+    files["bundle/manifest.json"] = tmp_path / "manifest.json"
+    files["bundle/manifest.json"].write_text(json.dumps({**manifest, "precision": "int4"}), "utf-8")
+    with serving(files) as address:
         found = visited(address)
     assert found["status"] == "INT4 has no fast kernel in browsers; export with --quant int8"

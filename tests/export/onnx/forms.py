@@ -14,7 +14,6 @@ from ssdevice.adapters.slots import Slot, SlotKind
 from ssdevice.adapters.weights import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
-from ssdevice.export.onnx.graph import FINISH, apply
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.slots import SlotBook
@@ -63,7 +62,6 @@ def quantized(
     edit = Editor(ir.Model(graph, ir_version=11))
     tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
-    apply(edit, FINISH)
     add_functions(edit.model)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
     return content
@@ -159,14 +157,10 @@ def int8_product(x: Floats, weight: Floats) -> Floats:
 
 
 def int8_slot_product(x: Floats, weight: Floats, down: Floats) -> Floats:
-    """``int8_product`` with the term of ``slot_feeds`` added before rows are scaled."""
-    codes, row_scale = row_codes(x)
-    whole, term = (
-        (codes @ values.astype(np.int64)).astype(np.float32) * scale
-        for values, scale in (int8_factors(weight), int8_factors(down))
-    )
-    whole[..., : down.shape[1]] += term
-    return whole * row_scale
+    """``int8_product`` with the term of ``slot_feeds`` added."""
+    whole = int8_product(x, weight)
+    whole[..., : down.shape[1]] += int8_product(x, down)
+    return whole
 
 
 def embedded(ids: NDArray[np.int64], table: Floats) -> Floats:

@@ -1,102 +1,126 @@
-"""Graph rewrites: fewer nodes, the same numbers."""
+"""What a traced graph becomes: few nodes, the same numbers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+import torch
+from torch import Tensor, nn
 
-from ssdevice.export.onnx.editor import Editor
+from ssdevice.contract import TensorSpec
+from ssdevice.export.forms import rotary
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.graph import simplify
+from ssdevice.export.onnx.fused import add_norms
+from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.tracing import trace
+from ssdevice.export.plan import Quant
 
-RNG = np.random.default_rng(0)
-
-
-def model_of(nodes: list[Any], inputs: dict[str, Any], outputs: dict[str, Any], **constants: np.ndarray) -> ir.Model:
-    """An onnx_ir model; ``inputs``/``outputs``: name -> (element type, shape)."""
-    graph = helper.make_graph(
-        nodes, "g",
-        [helper.make_tensor_value_info(n, t, s) for n, (t, s) in inputs.items()],
-        [helper.make_tensor_value_info(n, t, s) for n, (t, s) in outputs.items()],
-        [numpy_helper.from_array(v, k) for k, v in constants.items()],
-    )  # fmt: skip
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    proto = helper.make_model(graph, opset_imports=imports, ir_version=11)
-    return ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(proto))
+Turned = tuple[Tensor, Tensor, Tensor]
 
 
-def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return list(ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options).run(None, feeds))
+class Called(nn.Module):
+    """A function as a module; ``parts``: modules that it uses."""
+
+    def __init__(self, call: Callable[..., tuple[Tensor, ...]], *parts: nn.Module) -> None:
+        super().__init__()
+        self.call, self.parts = call, nn.ModuleList(parts)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.call(*self.parts, *tensors)
 
 
-def check(model: ir.Model, feeds: dict[str, np.ndarray], **counts: int) -> None:
-    """The outputs stay, and the graph then has these many nodes of these kinds."""
-    before = run(model, feeds)
-    simplify(Editor(model))
-    add_functions(model)
-    for old, new in zip(before, run(model, feeds), strict=True):
-        np.testing.assert_allclose(old, new, rtol=1e-6, atol=1e-6)
-    kinds = [node.op_type for node in model.graph]
+def check(module: Called, inputs: dict[str, Tensor], outputs: int = 1, **counts: int) -> None:
+    """The graph computes what the module computes, with these many nodes of these kinds."""
+    specs = [TensorSpec(name, tuple(given.shape), str(given.dtype)[6:]) for name, given in inputs.items()]
+    edit = trace(module, specs, [f"y{i}" for i in range(outputs)])
+    add_norms(edit)
+    quantize(edit, Quant.FP32, WeightStore())
+    kinds = [node.op_type for node in edit.graph]
     assert {kind: kinds.count(kind) for kind in counts} == counts
+    edit.graph.opset_imports["com.microsoft"] = 1
+    add_functions(edit.model)
+    edit.graph.sort()
+    session = ort.InferenceSession(ir.serde.serialize_model(edit.model).SerializeToString())
+    found = session.run(None, {name: given.numpy() for name, given in inputs.items()})
+    with torch.no_grad():
+        expected = module(*inputs.values())
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def test_views_that_cancel_leave_nothing() -> None:
-    model = model_of(
-        [
-            helper.make_node("Reshape", ["x", "four"], ["a"]),
-            helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1, 3]),
-            helper.make_node("Transpose", ["b"], ["c"], perm=[0, 2, 1, 3]),
-            helper.make_node("Reshape", ["c", "two"], ["d"]),
-            helper.make_node("Relu", ["d"], ["y"]),
-        ],
-        {"x": (TensorProto.FLOAT, ["past", 12])},
-        {"y": (TensorProto.FLOAT, ["past", 12])},
-        four=np.array([1, -1, 3, 4]),
-        two=np.array([-1, 12]),
-    )
-    check(model, {"x": RNG.standard_normal((5, 12)).astype(np.float32)}, Reshape=0, Transpose=0, Relu=1)
+    def there_and_back(x: Tensor) -> tuple[Tensor]:
+        heads = x.reshape(1, -1, 3, 4).transpose(1, 2)
+        return (torch.relu(heads.transpose(1, 2).reshape(-1, 12)),)
+
+    check(Called(there_and_back), {"x": random(5, 12)}, Reshape=0, Transpose=0, Relu=1)
 
 
 def test_rows_of_all_layers_are_gathered_once() -> None:
     """Keys as heads, the accepted path gathered per layer, heads as rows again, layers stacked."""
-    nodes, inputs = [], {}
-    for i in range(3):
-        inputs[f"x{i}"] = (TensorProto.FLOAT, [1, 5, 8])
-        nodes += [
-            helper.make_node("Reshape", [f"x{i}", "heads"], [f"h{i}"]),
-            helper.make_node("Transpose", [f"h{i}"], [f"t{i}"], perm=[0, 2, 1, 3]),
-            helper.make_node("Gather", [f"t{i}", "path"], [f"g{i}"], axis=2),
-            helper.make_node("Transpose", [f"g{i}"], [f"u{i}"], perm=[0, 2, 1, 3]),
-            helper.make_node("Reshape", [f"u{i}", "flat"], [f"r{i}"]),
-        ]
-    nodes.append(helper.make_node("Concat", ["r0", "r1", "r2"], ["rows"], axis=0))
-    inputs["path"] = (TensorProto.INT64, [3])
-    model = model_of(
-        nodes, inputs, {"rows": (TensorProto.FLOAT, [3, 3, 8])},
-        heads=np.array([1, 5, 2, 4]), flat=np.array([1, 3, 8]),
-    )  # fmt: skip
-    feeds = {f"x{i}": RNG.standard_normal((1, 5, 8)).astype(np.float32) for i in range(3)}
-    check(model, {**feeds, "path": np.array([0, 2, 4])}, Gather=1, Concat=1, Transpose=0)
+
+    def rows(path: Tensor, *layers: Tensor) -> tuple[Tensor]:
+        heads = [layer.view(1, 5, 2, 4).transpose(1, 2).index_select(2, path) for layer in layers]
+        return (torch.cat([one.transpose(1, 2).flatten(2) for one in heads]),)
+
+    layers = {f"x{i}": random(1, 5, 8, seed=i) for i in range(3)}
+    given = {"path": torch.tensor([0, 2, 4], dtype=torch.int32), **layers}
+    check(Called(rows), given, Gather=1, Concat=1, Transpose=0, Reshape=0)
 
 
 def test_residual_and_norm_become_one_node_and_both_results_stay() -> None:
-    model = model_of(
-        [
-            helper.make_node("Add", ["a", "b"], ["s"]),
-            helper.make_node("Relu", ["s"], ["early"]),
-            helper.make_node("RMSNormalization", ["s", "w"], ["n"], axis=-1, epsilon=1e-6),
-            helper.make_node("Add", ["n", "s"], ["y"]),
-        ],
-        {name: (TensorProto.FLOAT, [1, 4, 32]) for name in "ab"},
-        {name: (TensorProto.FLOAT, [1, 4, 32]) for name in ("early", "y")},
-        w=RNG.standard_normal(32).astype(np.float32),
+    def residual(norm: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        total = a + b
+        return torch.relu(total), norm(total) + total
+
+    norm = nn.RMSNorm(32, eps=1e-6)
+    norm.weight.data = random(32, seed=2)
+    given = {"a": random(1, 4, 32), "b": random(1, 4, 32, seed=1)}
+    check(Called(residual, norm), given, outputs=2, AddNorm=1, RMSNormalization=0, Add=1)
+
+
+def test_an_mlp_of_two_products_that_are_multiplied_has_one_and_our_activation() -> None:
+    def mlp(gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor]:
+        return (nn.functional.silu(gate(x)) * up(x),)
+
+    parts = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+    check(Called(mlp, *parts), {"x": random(1, 4, 16)}, MatMul=1, GatedSilu=1, Split=0, Mul=0)
+
+
+def test_queries_and_keys_are_turned_by_one_operator_unless_something_is_between() -> None:
+    angles = random(32, 4, seed=3)
+    cos, sin = (nn.Embedding.from_pretrained(torch.cat([table, table], 1)) for table in (angles.cos(), angles.sin()))
+    linears = nn.Linear(16, 32, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def project(scale: float) -> Callable[..., Turned]:
+        def call(q: nn.Module, k: nn.Module, v: nn.Module, cos: nn.Module, sin: nn.Module, *given: Tensor) -> Turned:
+            x, at = given
+            queries, keys = (each(x).view(1, 4, -1, 8).transpose(1, 2) for each in (q, k))
+            queries = queries if scale == 1 else queries * scale
+            turned = [rotary(each, cos(at), sin(at), False) for each in (queries, keys)]
+            return turned[0], turned[1], v(x)
+
+        return call
+
+    given = {"x": random(1, 4, 16), "at": torch.tensor([[3, 4, 5, 5]], dtype=torch.int32)}
+    check(
+        Called(project(1.0), *linears, cos, sin),
+        given,
+        outputs=3,
+        MatMul=1,
+        RotarySplit=1,
+        RotaryEmbedding=0,
+        Split=0,
+        Gather=2,
+        Slice=0,
     )
-    feeds = {name: RNG.standard_normal((1, 4, 32)).astype(np.float32) for name in "ab"}
-    check(model, feeds, AddNorm=1, RMSNormalization=0, Add=1)
+    check(
+        Called(project(0.5), *linears, cos, sin), given, outputs=3, MatMul=1, RotarySplit=0, RotaryEmbedding=2, Split=1
+    )

@@ -32,7 +32,7 @@ from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.cache import LANES
 from ssdevice.runtime.onnx.engine import OnnxCache, app_graphs
 from ssdevice.runtime.session import Session
-from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, built, compiled_objects
+from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, WARNINGS, built, compiled_objects
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
 
@@ -249,10 +249,9 @@ def says(
     beside: Sequence[str] = (),
 ) -> tuple[int, str]:
     """What a program beside this file returns and prints, ``under`` an emulator; ``beside``: sources of kernels."""
-    flags = [flag for flag in kernels.FLAGS if flag not in ("-fPIC", "-shared")]
-    flags += ["-Wall", "-Wextra", "-Werror", *options]
+    flags = [*(flag for flag in kernels.FLAGS if flag != "-shared"), *WARNINGS, *options]
     sources = [Path(__file__).with_name(source), *(kernels.SOURCES / name for name in beside)]
-    objects = compiled_objects(sources, compiler, flags)
+    objects = compiled_objects(sources, [*compiler], flags)
     subprocess.run([*compiler, *flags, "-o", str(folder / "program"), *objects], check=True)
     done = subprocess.run([*under, str(folder / "program")], capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -277,8 +276,8 @@ OPERATORS = ("attention.cpp", "half_linear.cpp", "int4.cpp", "int4_products.cpp"
 @on_arm
 @pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
 def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str], tmp_path: Path) -> None:
-    here = says("bits.cpp", tmp_path, "-O1", beside=OPERATORS)
-    assert here == says("bits.cpp", tmp_path, "-O1", "-static", compiler=compiler, under=ARM, beside=OPERATORS)
+    here = says("bits.cpp", tmp_path, beside=OPERATORS)
+    assert here == says("bits.cpp", tmp_path, "-static", compiler=compiler, under=ARM, beside=OPERATORS)
     old = subprocess.run(
         ["qemu-aarch64", "-cpu", "cortex-a53", str(tmp_path / "program")], capture_output=True, text=True
     )

@@ -24,7 +24,8 @@ from ssdevice.contract import PLAIN, PREFILL, STEP
 from ssdevice.errors import InputError
 from ssdevice.export.onnx.editor import CONTRIB, Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE
-from ssdevice.export.onnx.slots import int8_down, up
+from ssdevice.export.onnx.functions import add_functions
+from ssdevice.export.onnx.slots import down, up
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.model.loading import load_hf
 from ssdevice.runtime.loop import MODES
@@ -300,7 +301,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(ranks: tuple[int, ...], 
     }
     for spec, rank, size in zip(slot.ups, ranks, outputs, strict=True):
         feeds[spec.name] = draw.standard_normal((rank, size)).astype(np.float32)
-    x = draw.integers(0, 256, (1, rows, inputs)).astype(np.uint8)
+    x = draw.standard_normal((1, rows, inputs)).astype(np.float32)
     whole = product(slot, rows, threads, {**feeds, "x": x})
     for row in range(rows):
         alone = product(slot, 1, threads, {**feeds, "x": x[:, row : row + 1]})
@@ -308,14 +309,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(ranks: tuple[int, ...], 
 
 
 def product(slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray]) -> np.ndarray:  # type: ignore[type-arg]
-    x = ir.Value(name="x", shape=ir.Shape([1, rows, slot.inputs]), type=ir.TensorType(ir.DataType.UINT8))
+    x = ir.Value(name="x", shape=ir.Shape([1, rows, slot.inputs]), type=ir.TensorType(ir.DataType.FLOAT))
     graph = ir.Graph([x], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1})
     edit = Editor(ir.Model(graph, ir_version=11))
     last = graph[-1]
-    h = int8_down(edit, slot, x, last)
-    out = up(edit, slot, h, last, exact=True)
+    out = up(edit, slot, down(edit, slot, x, last, exact=True), last, exact=True)
     graph.outputs.append(out)
     graph.remove(last)
+    add_functions(edit.model)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3

@@ -15,7 +15,7 @@ from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module, top_k
 from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.graph import FINISH, apply, simplify
+from ssdevice.export.onnx.fused import add_norms
 from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
@@ -51,9 +51,8 @@ def test_every_function_of_every_family(family: str) -> None:
             module = function_module(name, exportable(model), geometry, schedule)
             form = ExternalCacheForm(name, module, backbone.kv_heads).eval()
             edit = trace(form, spec.inputs, [tensor.name for tensor in spec.outputs])
-            simplify(edit)
+            add_norms(edit)
             quantize(edit, Quant.FP32, WeightStore())
-            apply(edit, FINISH)
             with torch.no_grad():
                 expected = form(*(torch.from_numpy(given[tensor.name]) for tensor in spec.inputs))
             for tensor, mine, theirs in zip(spec.outputs, run(edit, given), expected, strict=True):
@@ -96,7 +95,6 @@ def test_an_operator_in_place_changes_what_comes_after_it() -> None:
     x = np.arange(4, dtype=np.float32)[None]
     module = Clamped(view=False).eval()
     edit = trace(module, [TensorSpec("x", (1, 4), FLOAT)], ["y"])
-    simplify(edit)
     quantize(edit, Quant.FP32, WeightStore())
     np.testing.assert_allclose(run(edit, {"x": x})[0], module(torch.from_numpy(x))[0].detach().numpy(), atol=1e-6)
 

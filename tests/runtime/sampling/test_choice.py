@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ TRUNCATIONS = {
     ids=str,
 )  # fmt: skip
 def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
-    for seed, size in itertools.product(range(10), (2, 40, 1500)):
+    for seed, size in product(range(10), (2, 40, 1500)):
         scores = scores_of(seed, size)
         want = torch.tensor(scores)[None]
         for name, value in asked.items():
@@ -138,7 +139,7 @@ CASES = [
 
 @pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"T={s.temperature}")
 def test_tokens_have_their_exact_probabilities(sampling: Sampling) -> None:
-    check_distribution(sampling, 5_000)
+    check_distribution(sampling, 4_800)
 
 
 @pytest.mark.slow
@@ -153,9 +154,9 @@ def check_distribution(sampling: Sampling, draws: int) -> None:
     logits = scores_of(4, size, 1.5)
     expected = exact(sampling, logits, prompt)
     counts: Counter[int] = Counter()
-    for position in range(draws):
-        chooser = Chooser(sampling, prompt, [0], size)
-        chooser._position = position  # noise depends on it, nothing else does
+    for seed, before in product(range(draws // 16), range(16)):
+        # Noise depends on the position; what is asked for here does not.
+        chooser = Chooser(replace(sampling, seed=seed), [1] * before + prompt, [0], size)
         counts[chooser(logits)] += 1
     observed = np.array([counts[i] for i in range(size)])
     assert not observed[expected == 0].any()

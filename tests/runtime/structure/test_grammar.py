@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ssdevice.errors import InputError, MissingExtraError
-from ssdevice.runtime.sampling.choice import Chooser
+from ssdevice.runtime.sampling.choice import Chooser, truncated
+from ssdevice.runtime.sampling.noise import gumbel
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.structure.grammar import Grammar, open_grammar
 from ssdevice.runtime.structure.options import MAX_CHARACTERS, Structure
@@ -221,3 +222,29 @@ def test_the_mask_comes_after_processors_and_log_probabilities_are_the_models_ow
             for _ in range(2):
                 held(logits)
     assert len(seen) == 2 and np.isfinite(seen).all()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.05}, {"top_k": 3}, {"typical_p": 0.8}],
+    ids=str,
+)
+def test_a_token_is_that_of_masked_scores_also_where_no_mask_was_needed(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks, masked = [], Grammar.masked
+    monkeypatch.setattr(Grammar, "masked", lambda grammar, scores: masks.append(grammar) or masked(grammar, scores))
+    structure, likely = Structure.regex("[a-f]{3}"), letters().encode("abcd")
+    for seed in range(20):
+        sampling = Sampling(temperature=1.0, seed=seed, structure=structure, **asked)
+        own, beside = (open_grammar(structure, letters(), VOCAB) for _ in range(2))
+        chooser, draw = Chooser(sampling, [5], sorted(STOPS), VOCAB, own), np.random.default_rng(seed)
+        for position in range(1, 4):
+            logits = draw.normal(size=VOCAB).astype(np.float32)
+            logits[likely] += 4
+            kept, ids = truncated(masked(beside, logits), sampling)
+            ids = np.arange(VOCAB) if ids is None else ids
+            expected = ids[np.argmax(kept + gumbel(seed, position, ids, VOCAB))]
+            assert chooser(logits) == expected
+            beside.accept(int(expected))
+    assert len(masks) == 60 if "typical_p" in asked else 0 < len(masks) < 50

@@ -1,7 +1,6 @@
-// sessions FILE: repeats recorded sessions (tests/vectors/sessions.py) with the host's loop. Prints the first difference of each session,
-// then how many sessions differ and how many there were.
+// Repeats recorded sessions (tests/vectors/sessions.py) with the host's loop.
+#pragma once
 
-#include <fstream>
 #include <iostream>
 
 #include "decode.h"
@@ -89,7 +88,7 @@ class RecordedEngine : public Engine {
   const Json& session_;
 };
 
-void repeat(const Json& session) {
+inline void repeat(const Json& session) {
   const std::map<std::string, Mode> modes{
       {"plain", Mode::kPlain}, {"plain_step", Mode::kPlainStep}, {"speculative", Mode::kSpeculative}, {"adaptive", Mode::kAdaptive}};
   RecordedEngine engine(session);
@@ -118,11 +117,10 @@ void repeat(const Json& session) {
   }
 }
 
-int main(int, char** argv) try {
-  std::ifstream stream(argv[1]);
-  const Json recorded = Json::parse(stream);
+// Prints the first difference of each session. Returns how many differ.
+inline int differing_sessions(const Json& sessions) {
   int wrong = 0;
-  for (const Json& session : recorded.at("sessions")) {
+  for (const Json& session : sessions) {
     try {
       repeat(session);
     } catch (const Error& error) {
@@ -130,9 +128,5 @@ int main(int, char** argv) try {
       std::cout << session.at("what") << ": " << error.what() << '\n';
     }
   }
-  std::cout << wrong << " of " << recorded.at("sessions").size() << " sessions differ\n";
-  return wrong > 0;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << '\n';
-  return 2;
+  return wrong;
 }
