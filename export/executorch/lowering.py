@@ -131,8 +131,17 @@ def finish(
 
 
 def partitioner() -> Any:
-    """The partitioner for XNNPACK, without delegates that cost more than they save."""
+    """The partitioner for XNNPACK, without delegates that cost more than they save, or compute something else."""
+    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
+    from executorch.backends.xnnpack.partition.config.generic_node_configs import GeluConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    class ExactGelu(GeluConfig):  # type: ignore[misc]
+        """Leaves out the GELU by tanh, for which ExecuTorch 1.4 writes XNNPACK's exact one."""
+
+        def check_constraints(self, node: Any, ep: Any) -> bool:
+            exact = node.kwargs.get("approximate", "none") == "none"
+            return exact and bool(super().check_constraints(node, ep))
 
     class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
         """Leaves out delegates whose call costs more than their operators."""
@@ -140,7 +149,7 @@ def partitioner() -> Any:
         def generate_partitions(self, ep: Any) -> list[Any]:
             return [part for part in super().generate_partitions(ep) if worthwhile(part.nodes)]
 
-    return Worthwhile()
+    return Worthwhile([ExactGelu if config is GeluConfig else config for config in ALL_PARTITIONER_CONFIGS])
 
 
 def constants_of(geometry: Geometry, stop_ids: Sequence[int]) -> dict[str, Any]:
