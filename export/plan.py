@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import NAME, Precision
 from ssdevice.bundle.sampling import ModelSampling
-from ssdevice.config import Mode, Schedule
+from ssdevice.config import Schedule
 from ssdevice.contract import (
     DRAFT,
     FUNCTIONS,
@@ -29,7 +30,7 @@ from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
-    from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
+    from ssdevice.adapters.settings import AdapterSettings
     from ssdevice.data import Example
     from ssdevice.export.exporter import Exporter
     from ssdevice.text.tokenizer import ChatTokenizer
@@ -95,42 +96,10 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class AppPlan:
-    """One app of an export. ``folder``: its adapter, None for the bare base.
-
-    ``settings``: those of its streams; None for an app with plain decoding only. ``has_lora``: whether its main rows
-    differ from the base's.
-    """
+class AppPlan(Adapter):
+    """One app of an export."""
 
     name: str
-    folder: Path | None
-    settings: AdapterSettings | None
-    has_lora: bool
-
-    @property
-    def mode(self) -> Mode | None:
-        """The mode of its streams; None without streams."""
-        return self.settings.streams.mode if self.settings is not None else None
-
-    @property
-    def msa_layers(self) -> int:
-        """N_s; 0 without streams."""
-        return self.settings.streams.msa_layers if self.settings is not None else 0
-
-    @property
-    def instruction(self) -> str:
-        """The text before every user message."""
-        return self.settings.instruction if self.settings is not None else ""
-
-    def rank(self) -> int:
-        """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
-        from ssdevice.adapters.settings import PEFT_CONFIG
-        from ssdevice.config import read_json
-
-        if self.folder is None or not self.has_lora:
-            return 0
-        config = read_json(self.folder / PEFT_CONFIG)
-        return max([int(config.get("r", 0)), *(int(rank) for rank in (config.get("rank_pattern") or {}).values())])
 
 
 @dataclass(frozen=True)
@@ -228,7 +197,6 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError, which names the value that cannot be used.
     """
-    from ssdevice.adapters.settings import BaseIdentity
     from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
@@ -243,7 +211,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
-        apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(BASE_APP, None, None, False)]))
+        apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(None, None, False, BASE_APP)]))
     twice = repeated_name(app.name.lower() for app in apps)
     if twice:
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
@@ -303,8 +271,6 @@ def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: bool) -> AppPlan:
     """An app whose adapter fits the base and, unless it is ``merged``, beside others; raises InputError."""
-    from ssdevice.adapters.settings import AdapterFolder
-
     check_rule("an app's name", name, NAME)
     if not adapter.is_dir():
         raise InputError(f"--adapter {name}={adapter}: no such folder")
@@ -313,7 +279,7 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: 
         opened.settings.streams.check_layers(config.num_hidden_layers)
     if not merged:
         opened.check_apart()
-    return AppPlan(name, adapter, opened.settings, opened.has_lora)
+    return AppPlan(adapter, opened.settings, opened.has_lora, name)
 
 
 def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...]) -> Schedule:

@@ -78,9 +78,6 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         writer.add_file(TOKENIZER_FILE, tokenizer.tokenizer_json, TOKENIZER_ROLE)
         for file in result.files:
             writer.declare(file.path, file.role)
-        for app in result.apps.values():
-            for path in app.files:
-                writer.declare(path)
         return writer.commit(make_manifest(plan, result, parity, len(examples), notes))
 
 

@@ -33,23 +33,18 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[V
     """
     found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
     for app in apps:
-        wanted = variant_of(app)
+        wanted = app.variant
         found.setdefault(wanted.name, wanted)
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
     return [(v, plain if v.streams is None else drafting) for v in found.values()]
 
 
-def variant_of(app: AppPlan) -> Variant:
-    """The variant that an app needs, without graphs."""
-    return Variant.of(app.settings.streams if app.settings is not None else None, app.has_lora)
-
-
 def template(job: ExportJob, variant: Variant) -> ExportJob:
     """A job whose model has the base's weights, and placeholders for an app's weights."""
     plan = job.plan
     if variant.streams is None:
-        plan = plan.of(AppPlan(variant.name, None, None, variant.lora))
+        plan = plan.of(AppPlan(None, None, variant.lora, variant.name))
     hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
     config = variant.streams and replace(variant.streams, gamma=plan.geometry.gamma)
     model = build(hf, config, plan.geometry.context)
@@ -72,7 +67,7 @@ def write_slots(
     (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
     found = {}
     for app in plan.apps:
-        variant = layout.variant(variant_of(app).name)
+        variant = layout.variant(app.variant.name)
         assert variant is not None
         if app.folder is None:
             found[app.name] = AppResult(AdapterKind.BASE, functions=variant.functions)

@@ -35,17 +35,15 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
     weights, variant, tensors = _fitted(bundle, name, folder)
     path = f"{ADAPTERS}/{name}/{file}"
-    streams, settings = variant.streams, weights.settings
-    instruction = settings.instruction if settings is not None else ""
-    check_instruction(tokenizer_of(bundle), name, instruction, bundle.geometry.context)
+    check_instruction(tokenizer_of(bundle), name, weights.instruction, bundle.geometry.context)
     app = App(
         name=name,
         kind=AdapterKind.SLOT,
         base_sha256=manifest.model.sha256,
-        mode=streams.mode if streams is not None else None,
-        msa_layers=streams.msa_layers if streams is not None else 0,
-        instruction=instruction,
-        rank=weights.lora_rank,
+        mode=weights.mode,
+        msa_layers=weights.msa_layers,
+        instruction=weights.instruction,
+        rank=weights.rank(),
         folder=f"{ADAPTERS}/{name}",
         files=(path,),
         functions=dict(variant.functions),

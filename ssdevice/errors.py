@@ -23,6 +23,10 @@ class ConfigError(InputError):
     """A configuration value, a tree or a file of settings that cannot be used."""
 
 
+class TemplateRefusal(ConfigError):
+    """A conversation that the chat template does not take."""
+
+
 class UnsupportedModelError(InputError):
     """A model whose family or features the step graph cannot express."""
 
@@ -56,7 +60,7 @@ class ParityError(SSDeviceError):
     """An exported artifact does not compute what its reference computes."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
     if isinstance(error, KeyError):  # it says nothing but the key
         return f"{type(error).__name__}: {error}"

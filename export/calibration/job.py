@@ -40,7 +40,7 @@ def calibrated_job(
     if plan.merged:
         _calibrate(job, target, examples, tokenizer, plan.apps[0].instruction)
         return job
-    base = ExportJob.of(plan.of(AppPlan("", None, None, False)), job.report)
+    base = ExportJob.of(plan.of(AppPlan(None, None, False, "")), job.report)
     _calibrate(base, target, examples, tokenizer, "")
     return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
 

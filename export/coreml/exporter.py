@@ -13,7 +13,7 @@ from torch import nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
-from ssdevice.export.app_functions import Names, app_results, function_names, jobs
+from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
@@ -32,7 +32,6 @@ from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
-from ssdevice.model.step import StreamModel
 from ssdevice.runtime.coreml.engine import MODEL, SETTINGS, CoreMLEngine
 
 PACKAGE = "model.mlpackage"
@@ -67,29 +66,40 @@ class CoreMLExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
         plan, package = job.plan, folder / PACKAGE
-        table = function_names(plan)
-        parts = _Parts(job, table)
-        parts.convert()
-        notes = [*parts.notes]
-        job.report("write the graphs", parts.total, parts.total + 1, "save")
+        chosen, table = plan.options.chosen(CoreMLOptions), function_names(plan)
+        total = len({name for names in table.values() for name in names.values()})
+        programs, known = dict[str, Any](), Compressed()
+        notes, sizes, sketches = list[str](), dict[str, int](), dict[str, Sketches]()
+        for app, one in jobs(job):
+            model = one.loaded.model
+            sizes[app.name] = adapter_bytes(model)
+            for function, name in table[app.name].items():
+                if name not in programs:
+                    job.report("write the graphs", len(programs), total + 1, name)
+                    made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
+                    notes += [note for note in compress_for(plan, made, known) if note not in notes]
+                    programs[name] = made
+                    free_memory()
+            # Saving needs the memory, and the gate will take the package's values.
+            sketches[app.name] = drop_matrices(model)
+            free_memory()
+        job.report("write the graphs", total, total + 1, "save")
         names = table[plan.apps[0].name]
-        deployment = plan.options.chosen(CoreMLOptions).deployment
-        save(parts.programs, package, names.get(STEP, names[PREFILL]), deployment)
-        parts.programs.clear()
-        parts.known.clear()
+        save(programs, package, names.get(STEP, names[PREFILL]), chosen.deployment)
+        del made, programs, known
         free_memory()
         if not plan.merged:
             program = compact(package)
-            added = growth(Package.open(package), table, program, parts.adapter_bytes)
+            added = growth(Package.open(package), table, program, sizes)
             notes += [added[app.name] for app in plan.apps if app.folder]
         _write_settings(plan, folder / SETTINGS_FILE)
         if plan.options.quant is not Quant.FP16:
             notes.append(ONLY_WEIGHTS)
-        notes += _device_notes(package, plan.options.chosen(CoreMLOptions).compute_units)
+        notes += _device_notes(package, chosen.compute_units)
         files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
         tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, sketches=parts.sketches)
+        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, sketches=sketches)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
@@ -116,40 +126,6 @@ class CoreMLExporter(Exporter):
         return facts
 
 
-class _Parts:
-    """Every function as a separate program: ``programs`` by function, sizes of the apps' adapters, and notes."""
-
-    def __init__(self, job: ExportJob, table: Mapping[str, Names]) -> None:
-        self.job, self.table = job, table
-        self.total = len({name for names in table.values() for name in names.values()})
-        self.programs: dict[str, Any] = {}
-        self.known: Compressed = {}
-        self.adapter_bytes: dict[str, int] = {}
-        self.notes: list[str] = []
-        self.sketches: dict[str, Sketches] = {}
-
-    def convert(self) -> None:
-        """Convert and compress the functions of one app after another."""
-        for app, one in jobs(self.job):
-            model = one.loaded.model
-            self.adapter_bytes[app.name] = adapter_bytes(model)
-            for function, name in self.table[app.name].items():
-                if name not in self.programs:
-                    self.job.report("write the graphs", len(self.programs), self.total + 1, name)
-                    self.programs[name] = self._function(function, model)
-                    free_memory()
-            # Saving needs the memory, and the gate will take the package's values.
-            self.sketches[app.name] = drop_matrices(model)
-            free_memory()
-
-    def _function(self, function: str, model: StreamModel) -> Any:
-        plan, chosen = self.job.plan, self.job.plan.options.chosen(CoreMLOptions)
-        made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
-        notes = compress_for(plan, made, self.known)
-        self.notes += [note for note in notes if note not in self.notes]
-        return made
-
-
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
     settings = {
@@ -164,7 +140,5 @@ def _device_notes(package: Path, units: ComputeUnits) -> list[str]:
     """Known problems of such a package on the Neural Engine, one sentence per kind."""
     if units not in (ComputeUnits.ALL, ComputeUnits.CPU_AND_NE):
         return []
-    first: dict[str, str] = {}
-    for warning in audit(Package.open(package)).warnings:
-        first.setdefault(warning.code, f"{warning.function}, {warning.subject}: {warning.message} ({warning.source})")
-    return list(first.values())
+    found = audit(Package.open(package))["warnings"]
+    return [f"{warning['functions'][0]}, {warning['first']} ({warning['source']})" for warning in found]

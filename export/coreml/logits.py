@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import LOGITS, PLAIN, STEP, TOKENS
+from ssdevice.contract import LOGITS, PLAIN, STEP
 from ssdevice.errors import BundleError
 from ssdevice.export.logits import ShowsLogits
 from ssdevice.mil.program import Observer, Program, State
@@ -55,23 +55,11 @@ class LogitsEngine(ShowsLogits, CoreMLEngine):
 
 
 def logits_of(function: Function) -> str:
-    """The name of the logits from which TOKENS are chosen. Raises BundleError if they are not found."""
-    makers = {name: operation for operation in function.operations for name, _ in operation.outputs}
-    choices = [operation for operation in _ancestors(makers, TOKENS) if operation.kind == CHOICE]
-    # If there are several, the one that does not depend on another reads the main logits.
-    first = [one for one in choices if not any(o.kind == CHOICE for o in _ancestors(makers, str(one.inputs["x"][0])))]
-    if len(first) != 1:
-        raise BundleError(f"{function.name}: {len(first)} operations {CHOICE} decide the tokens, expected one")
-    return str(first[0].inputs["x"][0])
+    """The name of the main logits: every other choice of a step depends on the one that reads them.
 
-
-def _ancestors(makers: Mapping[str, Operation], value: str) -> list[Operation]:
-    """The operations from which a value is computed."""
-    found: dict[str, Operation] = {}
-    waiting = [value]
-    while waiting:
-        operation = makers.get(waiting.pop())
-        if operation is not None and operation.output not in found:
-            found[operation.output] = operation
-            waiting.extend(operation.names())
-    return list(found.values())
+    Raises BundleError for a function that chooses nothing.
+    """
+    choice = next((operation for operation in function.operations if operation.kind == CHOICE), None)
+    if choice is None:
+        raise BundleError(f"{function.name}: no operation {CHOICE} chooses its tokens")
+    return str(choice.inputs["x"][0])

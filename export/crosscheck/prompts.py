@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import InputError, TemplateRefusal
 from ssdevice.model.tokenizer import ADDED_TOKENS_FILE, CONVERSATIONS, as_shipped, as_transformers
 from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
 from ssdevice.text.frames import Message
@@ -98,7 +98,7 @@ class _Reference:
 def _ours(bundled: ChatTokenizer, case: Case) -> Ids:
     try:
         return bundled.encode(case) if isinstance(case, str) else bundled.chat_ids(Chat(tuple(case)))
-    except ConfigError:
+    except TemplateRefusal:
         return None
 
 

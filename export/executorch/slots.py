@@ -25,7 +25,7 @@ from ssdevice.adapters.weights import AdapterWeights
 from ssdevice.errors import ConfigError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
-from ssdevice.export.variants import template, variant_of
+from ssdevice.export.variants import template
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.roles import low_rank_terms
 from ssdevice.model.step import StreamModel
@@ -86,11 +86,11 @@ def check_apps(plan: ExportPlan) -> AppPlan:
         return apps[0] if apps else plan.apps[0]
     first = streaming[0]
     for app in apps:
-        if app.settings is None and variant_of(first).lora:
+        if app.settings is None and first.variant.lora:
             continue  # a LoRA without streams decodes plainly in the same slots
-        if variant_of(app) != variant_of(first):
+        if app.variant != first.variant:
             raise ConfigError(
-                f"apps {first.name!r} ({variant_of(first).described}) and {app.name!r} ({variant_of(app).described}) "
+                f"apps {first.name!r} ({first.variant.described}) and {app.name!r} ({app.variant.described}) "
                 "cannot share one ExecuTorch program; export a bundle for each"
             )
     return first
@@ -99,7 +99,7 @@ def check_apps(plan: ExportPlan) -> AppPlan:
 def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamModel, SlotLayout]:
     """The base, with a slot wherever one of these adapters has factors, and their layout, with which apps are added."""
     plan = job.plan
-    variant = variant_of(check_apps(plan))
+    variant = check_apps(plan).variant
     model = template(job, variant).loaded.model
     ranks: dict[tuple[SlotKind, str], int] = {}
     for weights in read:

@@ -14,7 +14,6 @@ PIECE = 1 << 22
 """Elements that are checked at once."""
 STATE_PASS = "common::canonicalize_inplace_pattern"
 INTEGER_PASS = "common::add_int16_cast"
-LARGEST_INT16 = 32767
 
 
 @torch.library.custom_op("ssdevice::write_rows", mutates_args=())
@@ -92,8 +91,6 @@ def register() -> None:
 
         def should_cast_parameter(self, op: Any, param_name: str) -> bool:
             if param_name == "x" and op.inputs["x"].val is None:
-                return False
-            if op.op_type == "topk" and op.x.shape[op.axis.val] > LARGEST_INT16:
                 return False
             return bool(super().should_cast_parameter(op, param_name))
 

@@ -40,11 +40,11 @@ class CoreMLTarget(RuntimeTarget):
         )
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        from ssdevice.mil.description import describe_package
+        from ssdevice.mil.audit import audit
         from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL
 
-        return {PACKAGE: describe_package(Package.open(bundle.file(MODEL)))}
+        return {PACKAGE: audit(Package.open(bundle.file(MODEL)))}
 
 
 TARGET = CoreMLTarget()

@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,7 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
     """
     folder = Path(tempfile.mkdtemp(prefix="ssdevice-"))
     try:
-        methods = read_program(file, lambda data, root: _Reader(data, root, folder).methods())
-        package = Package.open(folder / PACKAGE)
-        _check(file, package, methods)
+        methods, package = read_program(file, lambda data, root: _Reader(data, root, folder).read())
         interpreter = Interpreter(package)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -92,51 +90,28 @@ def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
     return methods, interpreter
 
 
-def _check(file: Path, package: Package, methods: Mapping[str, Method]) -> None:
-    """Raise BundleError unless the delegates' tensors have the shapes and types that the package gives them."""
-    for name, method in methods.items():
-        for call in method.instructions:
-            if not isinstance(call, Delegate):
-                continue
-            spec = package.spec(call.function)
-            given = {tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)}
-            for tensor, place in (*call.inputs, *call.outputs):
-                value = method.values[place]
-                wanted = value.shape, np.dtype(value.dtype).name
-                if given.get(tensor) != wanted:
-                    raise BundleError(
-                        f"{file}: {name} has {tensor!r} as {wanted}, its delegate as {given.get(tensor)}; "
-                        "export the bundle again"
-                    )
-
-
-def _places(method: Method) -> Iterator[int]:
-    """The values that a method uses."""
-    yield from (*method.inputs, *method.outputs)
-    for call in method.instructions:
-        if isinstance(call, Delegate):
-            yield from (place for _, place in (*call.inputs, *call.outputs))
-        else:
-            yield from (call.state, call.at, call.rows)
-
-
 class _Reader:
     """Reads the methods of a program and unpacks the package that they share into a folder."""
 
     def __init__(self, data: Data, root: Table, folder: Path) -> None:
         self.data, self.root, self.folder = data, root, folder
-        self.segments = [segment(data, entry) for entry in root.tables(4)]
-        self.named = {entry.text(0): entry.integer(1) for entry in root.tables(7)}
         self.key = ""
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
-    def methods(self) -> dict[str, Method]:
-        """The methods with delegates by name."""
-        return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
+    def read(self) -> tuple[dict[str, Method], Package]:
+        """The methods with delegates by name, and their package."""
+        methods = {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
+        return methods, self.package
 
     def _method(self, plan: Table) -> Method:
         entries = list(plan.tables(2))
         values = {place: _value(entry.table(1)) for place, entry in enumerate(entries) if entry.byte(0) == TENSOR}
+
+        def tensors(places: Sequence[int]) -> tuple[int, ...]:
+            if strange := set(places) - values.keys():
+                raise ValueError(f"{plan.text(0)} uses value {min(strange)}, which is no tensor")
+            return tuple(places)
+
         operators = [entry.text(0) for entry in plan.tables(6)]
         delegates = list(plan.tables(7))
         made: list[Delegate | Write] = []
@@ -144,18 +119,17 @@ class _Reader:
             kind, call = instruction.byte(0), instruction.table(1)
             arguments = call.integers(1)
             if kind == DELEGATE:
-                made.append(self._delegate(delegates[call.integer(0)], arguments))
+                given = {place: values[place] for place in tensors(arguments)}
+                made.append(self._delegate(delegates[call.integer(0)], arguments, given))
             elif kind == KERNEL and operators[call.integer(0)] == WRITE:
-                made.append(_write(entries, arguments))
+                made.append(Write(*tensors(_written(entries, arguments))))
             else:
                 what = operators[call.integer(0)] if kind == KERNEL else f"an instruction of kind {kind}"
                 raise ValueError(f"{plan.text(0)} calls {what} outside its delegates")
-        method = Method(values, tuple(plan.integers(3)), tuple(plan.integers(4)), tuple(made))
-        if strange := set(_places(method)) - values.keys():
-            raise ValueError(f"{plan.text(0)} uses value {min(strange)}, which is no tensor")
-        return method
+        return Method(values, tensors(plan.integers(3)), tensors(plan.integers(4)), tuple(made))
 
-    def _delegate(self, entry: Table, arguments: Sequence[int]) -> Delegate:
+    def _delegate(self, entry: Table, arguments: Sequence[int], given: Mapping[int, Value]) -> Delegate:
+        """A call with the values ``given``, which have the shapes and types of the package's tensors."""
         payload = payload_of(self.data, self.root, entry)
         if entry.text(0) != COREML or payload[:4] != REFERENCE:
             raise ValueError(f"a delegate {entry.text(0)!r} without a shared package")
@@ -163,14 +137,14 @@ class _Reader:
         function, key = str(reference["functionName"]), str(reference["key"])
         self._unpack(key)
         inputs, outputs = self.names[function]
-        if len(inputs) + len(outputs) != len(arguments):
-            raise ValueError(f"{function} has {len(inputs) + len(outputs)} tensors, its call {len(arguments)}")
-        split = len(inputs)
-        return Delegate(
-            function,
-            tuple(zip(inputs, arguments[:split], strict=True)),
-            tuple(zip(outputs, arguments[split:], strict=True)),
-        )
+        calls = tuple(zip((*inputs, *outputs), arguments, strict=True))
+        spec = self.package.spec(function)
+        types = {tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)}
+        for name, place in calls:
+            found = given[place].shape, np.dtype(given[place].dtype).name
+            if types.get(name) != found:
+                raise ValueError(f"{function}: a call has {name!r} as {found}, the package as {types.get(name)}")
+        return Delegate(function, calls[: len(inputs)], calls[len(inputs) :])
 
     def _unpack(self, key: str) -> None:
         """Write the folder in a segment, which holds its files, then a JSON directory in reverse byte order."""
@@ -179,13 +153,15 @@ class _Reader:
         if self.key:
             raise ValueError("delegates of several packages")
         self.key = key
-        start, size = self.segments[self.named[key]]
+        segments, named = list(self.root.tables(4)), {entry.text(0): entry.integer(1) for entry in self.root.tables(7)}
+        start, size = segment(self.data, segments[named[key]])
         blob = self.data[start : start + size]
         text = blob[-MAX_DIRECTORY_BYTES:][::-1].decode("latin-1")
         nodes = json.JSONDecoder().raw_decode(text)[0]["nodes"]
         _Folder(nodes, blob).write(len(nodes) - 1, self.folder)
         methods = json.loads((self.folder / METADATA).read_text("utf-8"))["methods"]
         self.names = {name: (found["inputNames"], found["outputNames"]) for name, found in methods.items()}
+        self.package = Package.open(self.folder / PACKAGE)
 
 
 class _Folder:
@@ -222,12 +198,12 @@ def _value(tensor: Table) -> Value:
     return Value(tuple(tensor.integers(2)), SCALARS[scalar], name)
 
 
-def _write(entries: Sequence[Table], arguments: Sequence[int]) -> Write:
-    """``index_put_(state, [None, at], rows, accumulate=False)``."""
+def _written(entries: Sequence[Table], arguments: Sequence[int]) -> tuple[int, int, int]:
+    """State, positions and rows of ``index_put_(state, [None, at], rows, accumulate=False)``."""
     state, indices, rows, accumulate = arguments[:4]
     if entries[indices].byte(0) != OPTIONAL_TENSORS or entries[accumulate].table(1).byte(0):
         raise ValueError("a write that is not of rows")
     over, at = entries[indices].table(1).integers(0)
     if over != -1:
         raise ValueError("a write that is not of rows")
-    return Write(state, at, rows)
+    return state, at, rows

@@ -33,7 +33,7 @@ class ExecutorchTarget(RuntimeTarget):
         return ADAPTER_FILE, write_tensors
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        from ssdevice.mil.description import describe_package
+        from ssdevice.mil.audit import audit
         from ssdevice.runtime.executorch.delegates import open_delegates
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
@@ -42,7 +42,7 @@ class ExecutorchTarget(RuntimeTarget):
         if not has_coreml(file):
             return {}
         _, interpreter = open_delegates(file)
-        return {PACKAGE: describe_package(interpreter.package)}
+        return {PACKAGE: audit(interpreter.package)}
 
 
 TARGET = ExecutorchTarget()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.adapters.base_files import weights_sha256
+from ssdevice.adapters.slots import Variant
 from ssdevice.bundle.manifest import ModelIdentity
 from ssdevice.config import Mode, StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
@@ -69,12 +70,50 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 
 @dataclass(frozen=True)
-class AdapterFolder:
-    """A valid adapter folder. ``settings``: None for a LoRA of PEFT without streams."""
+class Adapter:
+    """What an app adds to the base: its ``folder``, None for the bare base.
 
-    folder: Path
+    ``settings``: those of its streams; None for an app with plain decoding only. ``has_lora``: whether its main rows
+    differ from the base's.
+    """
+
+    folder: Path | None
     settings: AdapterSettings | None
     has_lora: bool
+
+    @property
+    def mode(self) -> Mode | None:
+        """The mode of its streams; None without streams."""
+        return self.settings.streams.mode if self.settings is not None else None
+
+    @property
+    def msa_layers(self) -> int:
+        """N_s; 0 without streams."""
+        return self.settings.streams.msa_layers if self.settings is not None else 0
+
+    @property
+    def instruction(self) -> str:
+        """The text before every user message."""
+        return self.settings.instruction if self.settings is not None else ""
+
+    @property
+    def variant(self) -> Variant:
+        """The kind of graphs that it needs. Raises InputError for streams that cannot share a bundle."""
+        return Variant.of(self.settings.streams if self.settings is not None else None, self.has_lora)
+
+    def rank(self) -> int:
+        """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
+        if self.folder is None or not self.has_lora:
+            return 0
+        config = read_json(self.folder / PEFT_CONFIG)
+        return max([int(config.get("r", 0)), *(int(rank) for rank in (config.get("rank_pattern") or {}).values())])
+
+
+@dataclass(frozen=True)
+class AdapterFolder(Adapter):
+    """A valid adapter folder."""
+
+    folder: Path
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:

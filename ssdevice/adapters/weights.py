@@ -46,33 +46,22 @@ class AdapterWeights(AdapterFolder):
     identifiers: NDArray[np.float32] | None = None
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
-    @property
-    def lora_rank(self) -> int:
-        """The largest rank of its LoRA; 0 without."""
-        return max((len(f.down) for (kind, _), f in self.factors.items() if kind is SlotKind.LORA), default=0)
-
-    @property
-    def variant(self) -> Variant:
-        """The kind of graphs that it needs."""
-        return Variant.of(self.settings.streams if self.settings is not None else None, self.has_lora)
-
     @classmethod
     def read(cls, folder: Path) -> AdapterWeights:
         """The weights in a folder. Raises InputError if it is not an adapter or does not fit into slots."""
         opened = AdapterFolder.open(folder)
         opened.check_apart()
-        settings, has_lora = opened.settings, opened.has_lora
-        Variant.of(settings.streams if settings is not None else None, has_lora)  # raises if slots cannot hold it
-        factors = _read_lora(folder) if has_lora else {}
+        _ = opened.variant  # raises if slots cannot hold it
+        factors = _read_lora(folder) if opened.has_lora else {}
         identifiers = None
-        if settings is not None:
+        if opened.settings is not None:
             tensors = read_floats(folder / WEIGHTS)
             identifiers = tensors.pop("identifiers", None)
             if identifiers is None:
                 raise InputError(f"{folder / WEIGHTS}: tensor 'identifiers' is missing")
             pairs = _pairs(folder / WEIGHTS, tensors, ".down.weight", ".up.weight")
             factors |= {(SlotKind.STREAM, name): Factors(*pair) for name, pair in pairs.items()}
-        return cls(folder, settings, has_lora, identifiers, factors)
+        return cls(folder, opened.settings, opened.has_lora, identifiers, factors)
 
 
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:

@@ -131,7 +131,6 @@ class BundleWriter:
         self.overwrite = overwrite
         check_out(self.out, overwrite)
         self._stage: Stage | None = None
-        self._declared: set[str] = set()
         self._roles: dict[str, str] = {}
 
     def __enter__(self) -> BundleWriter:
@@ -156,23 +155,20 @@ class BundleWriter:
 
     @property
     def folder(self) -> Path:
-        """The temporary folder. Every file in it must be declared before ``commit``."""
+        """The temporary folder; every file in it belongs to the bundle."""
         return self._open_stage.path
 
-    def declare(self, name: str, role: str | None = None) -> None:
-        """Declare that a file, or a folder with its contents, belongs to the bundle. Raises ConfigError."""
-        check_rule("a bundle's file", name, PATH)
-        if name in OWN_FILES:
-            raise ConfigError(f"{name} is written by commit")
-        if role is not None:
-            check_rule("a role", role, ROLE)
-            if self._roles.setdefault(role, name) != name:
-                raise ConfigError(f"role {role!r} is given to {self._roles[role]} and to {name}")
-        self._declared.add(name)
+    def declare(self, name: str, role: str) -> None:
+        """Give a file or folder of the bundle a role. Raises ConfigError."""
+        check_rule("a role", role, ROLE)
+        if self._roles.setdefault(role, name) != name:
+            raise ConfigError(f"role {role!r} is given to {self._roles[role]} and to {name}")
 
     def path_for(self, name: str, role: str | None = None) -> Path:
-        """Declare a file or folder and return the path to write it to; the parent exists."""
-        self.declare(name, role)
+        """The path to write a file or folder to, with a role or without; the parent exists. Raises ConfigError."""
+        check_rule("a bundle's file", name, PATH)
+        if role is not None:
+            self.declare(name, role)
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -208,17 +204,11 @@ class BundleWriter:
     def commit(self, manifest: Manifest) -> Bundle:
         """List and hash what was written into ``manifest``, and make the bundle visible.
 
-        Raises SSDeviceError for files that were written but not declared, or declared but not written.
+        Raises ConfigError if roles or apps refer to a file that was not written.
         """
         stage = self._open_stage
         with disk_errors(self.out):
             found = list_files(stage.path, MAX_FILES)
-            for name in sorted(self._declared):
-                if name not in found and not any(path.startswith(f"{name}/") for path in found):
-                    raise SSDeviceError(f"{name} was to be written into the bundle, and was not")
-            for path in found:
-                if not any(path == name or path.startswith(f"{name}/") for name in self._declared):
-                    raise SSDeviceError(f"{path!r} was written into the bundle, but not declared")
             files = {path: FileEntry(size, file_sha256(stage.path / path, size) or "") for path, size in found.items()}
             manifest = dataclasses.replace(
                 manifest, files=dict(sorted(files.items())), roles=dict(sorted(self._roles.items()))

@@ -7,8 +7,9 @@ system than yours, so a warning says what to measure there; it is not a verdict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ssdevice.mil.plan import CONST
 from ssdevice.mil.reader import Package, constants
@@ -40,58 +41,57 @@ class Warning:
     source: str
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Weights of one format, such as "float16" or "int4, blocks of 32": number of tensors and bytes on disk."""
+def audit(package: Package) -> dict[str, Any]:
+    """A package as plain values. Raises BundleError if a weight cannot be found.
 
-    form: str
-    tensors: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A function: its number of operations, kind -> count, query rows of its largest attention (for a step its tree and
-    streams), and bytes of the weights that it reads, which it takes if functions are loaded without sharing."""
-
-    operations: int
-    kinds: dict[str, int]
-    rows: int
-    weights: int
-
-
-@dataclass(frozen=True)
-class Audit:
-    """A package's contents. ``memory``: bytes of all weights, each counted once, of all states, and both together."""
-
-    specification_version: int
-    functions: dict[str, Held]
-    weights: tuple[Weights, ...]
-    memory: dict[str, int]
-    warnings: tuple[Warning, ...]
-
-
-def audit(package: Package) -> Audit:
-    """Describe a package. Raises BundleError if a weight cannot be found."""
-    functions, warnings = {}, []
+    ``functions``: by name the number of ``operations``, ``kinds`` with their counts, query ``rows`` of the largest
+    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads, which it takes if functions
+    are loaded without sharing. ``weights``: by ``form``, such as "float16" or "int4, blocks of 32", the number of
+    ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all weights, each counted once, of all states, and both
+    together. ``warnings``: see ``_grouped``.
+    """
+    functions, warnings = dict[str, Any](), list[Warning]()
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
         kinds = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
         states.update((state, kind) for state, kind in function.inputs if kind.state)
         rows = max((_query_rows(operation) for operation in function.operations), default=0)
         loaded = sum(places(package, function).values())
-        functions[name] = Held(kinds.total(), dict(kinds.most_common()), rows, loaded)
+        counts = {"operations": kinds.total(), "kinds": dict(kinds.most_common())}
+        functions[name] = {**counts, "rows": rows, "weights": loaded}
         warnings += list(_warnings(function))
     weights = _weights(package)
-    stored, state = sum(group.bytes for group in weights), sum(_bytes(kind) for kind in states.values())
+    stored, state = sum(group["bytes"] for group in weights), sum(_bytes(kind) for kind in states.values())
     if len(functions) > 1:
         text = (
             f"{len(functions)} functions share {stored} bytes of weights on disk; loaded together they may take up to "
-            f"{sum(held.weights for held in functions.values())}: memory has been seen to grow with every function"
+            f"{sum(held['weights'] for held in functions.values())}: memory has been seen to grow with every function"
         )
         warnings.append(Warning("functions-memory", "all functions", "weights", text, SHARED))
-    memory = {"weights": stored, "state": state, "estimate": stored + state}
-    return Audit(package.specification_version, functions, weights, memory, tuple(warnings))
+    return {
+        "specification_version": package.specification_version,
+        "functions": functions,
+        "weights": weights,
+        "memory": {"weights": stored, "state": state, "estimate": stored + state},
+        "warnings": _grouped(warnings),
+    }
+
+
+def _grouped(warnings: Sequence[Warning]) -> list[dict[str, Any]]:
+    """Warnings grouped by code: the text of the first, the count, and the functions concerned."""
+    groups: dict[str, list[Warning]] = {}
+    for warning in warnings:
+        groups.setdefault(warning.code, []).append(warning)
+    return [
+        {
+            "code": code,
+            "count": len(members),
+            "functions": list(dict.fromkeys(warning.function for warning in members)),
+            "first": f"{members[0].subject}: {members[0].message}",
+            "source": members[0].source,
+        }
+        for code, members in groups.items()
+    ]
 
 
 def places(package: Package, function: Function) -> dict[BlobRef, int]:
@@ -108,7 +108,7 @@ def _bytes(kind: TensorType) -> int:
     return 0 if kind.dtype is None else -(-kind.count * kind.dtype.bits // 8)
 
 
-def _weights(package: Package) -> tuple[Weights, ...]:
+def _weights(package: Package) -> list[dict[str, Any]]:
     """Every place in the weight files once, under the format of the weight it belongs to."""
     forms: dict[BlobRef, str] = {}
     sizes: dict[BlobRef, int] = {}
@@ -126,14 +126,14 @@ def _weights(package: Package) -> tuple[Weights, ...]:
                 if name == DATA.get(operation.kind) or value.data not in forms:
                     forms.setdefault(value.data, value.type.dtype.name)
                     main.add(value.data)
-    return tuple(
-        Weights(
-            name,
-            sum(1 for place in main if forms[place] == name),
-            sum(sizes[place] for place, form in forms.items() if form == name),
-        )
+    return [
+        {
+            "form": name,
+            "tensors": sum(1 for place in main if forms[place] == name),
+            "bytes": sum(sizes[place] for place, form in forms.items() if form == name),
+        }
         for name in sorted({*forms.values()})
-    )
+    ]
 
 
 def _stored(operation: Operation, name: str) -> Value | None:

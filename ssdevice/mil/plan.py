@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 import ssdevice.mil.operations  # noqa: F401  (registers the kernels)
 from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array
-from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, Node, UnsupportedOpError
+from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
 from ssdevice.mil.schema import Argument, Function, Operation, TensorType, Value
 
 FP16 = "fp16"
@@ -117,22 +118,20 @@ class Compiler:
 
     def _run(self, operation: Operation, kernel: Kernel) -> Run:
         """The kernel's function for an operation, with outputs of their declared types."""
-        constants = {
-            name: self._known(arguments[0]) for name, arguments in operation.inputs.items() if len(arguments) == 1
-        }
-        node = Node(self._where(operation), constants)
-        try:
-            run = kernel.build(node)
-        except (IndexError, TypeError, ValueError) as error:
-            raise ExecutionError(f"{node.where}: {error}") from error
+        where, operands = self._where(operation), [operand.rstrip("?*") for operand in kernel.operands]
+        constants = {}
+        for name in operation.inputs.keys() - operands:
+            argument = self._parameter(operation, name)
+            value = self._constants.get(argument) if isinstance(argument, str) else self._pool.load(argument)
+            if name not in kernel.parameters or value is None:
+                when = "" if value is not None else " that is only known at run time"
+                raise UnsupportedOpError(f"{where}: a parameter {name!r}{when} is not supported")
+            constants[name] = plain(value)
+        run = partial(kernel.function, **constants)
         return _finished(
             _on_wide(run) if kernel.sums else run,
-            [self._finish(kind, kernel, node.where) for _, kind in operation.outputs],
+            [self._finish(kind, kernel, where) for _, kind in operation.outputs],
         )
-
-    def _known(self, argument: Argument) -> Constant | None:
-        """A constant; None for a value that is only known at run time."""
-        return self._constants.get(argument) if isinstance(argument, str) else self._pool.load(argument)
 
     def _sources(self, operation: Operation, kernel: Kernel) -> list[Argument]:
         """The operands in order."""

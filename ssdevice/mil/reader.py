@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from ssdevice import strict_json
+from ssdevice.bundle.integrity import MAX_MANIFEST_BYTES, parse_strict, read_bounded
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.mil.blob import BlobFile
 from ssdevice.mil.dtypes import Array, decode
-from ssdevice.mil.schema import BlobRef, Function, Model, ModelFileError, Operation, TensorType, Value, parse_model
+from ssdevice.mil.schema import BlobRef, Function, ModelFileError, Operation, TensorType, Value, parse_model
 
 MANIFEST = "Manifest.json"
 DATA = "Data"
 MODEL_PATH = "@model_path/"  # in a program: the folder that holds the model file
-MAX_MANIFEST_BYTES = 1 << 20
 MAX_PROGRAM_BYTES = 1 << 30
 
 
@@ -25,10 +24,10 @@ class Package:
     ``functions`` maps names to functions. Weights are memory-mapped; ``constant`` reads one.
     """
 
-    def __init__(self, path: Path, model: Model, folder: Path) -> None:
+    def __init__(self, path: Path, version: int, functions: Mapping[str, Function], folder: Path) -> None:
         self.path = path
-        self.functions = dict(model.functions)
-        self.specification_version = model.version
+        self.functions = dict(functions)
+        self.specification_version = version
         self._folder = folder
         self._blobs: dict[str, BlobFile] = {}
 
@@ -42,17 +41,11 @@ class Package:
         path = Path(path)
         model_file = _root_model(path)
         try:
-            if model_file.stat().st_size > MAX_PROGRAM_BYTES:
-                raise BundleError(f"{model_file}: larger than {MAX_PROGRAM_BYTES} bytes")
-            data = model_file.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{model_file}: cannot be read: {error.strerror or error}") from None
-        try:
-            model = parse_model(data)
+            version, functions = parse_model(read_bounded(model_file, MAX_PROGRAM_BYTES))
         except ModelFileError as error:
             raise BundleError(f"{model_file}: not a usable model file: {error}") from None
-        package = cls(path, model, model_file.parent)
-        for function in model.functions.values():
+        package = cls(path, version, functions, model_file.parent)
+        for function in functions.values():
             for operation in function.operations:
                 for value in constants(operation):
                     if isinstance(value.data, BlobRef):
@@ -120,15 +113,8 @@ def _root_model(path: Path) -> Path:
     manifest = path / MANIFEST
     if not path.is_dir():
         raise BundleError(f"{path} is not a folder; a Core ML package is a folder with {MANIFEST}")
-    try:
-        if manifest.stat().st_size > MAX_MANIFEST_BYTES:
-            raise BundleError(f"{manifest}: larger than {MAX_MANIFEST_BYTES} bytes")
-        data = manifest.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{manifest}: cannot be read: {error.strerror or error}") from None
-    content = strict_json.parse(data, str(manifest), BundleError)
-    items = content.get("itemInfoEntries") if isinstance(content, dict) else None
-    root = content.get("rootModelIdentifier") if isinstance(content, dict) else None
+    content = parse_strict(read_bounded(manifest, MAX_MANIFEST_BYTES), str(manifest))
+    items, root = content.get("itemInfoEntries"), content.get("rootModelIdentifier")
     if not isinstance(items, dict) or not isinstance(root, str) or root not in items:
         raise BundleError(f"{manifest}: names no root model (rootModelIdentifier among itemInfoEntries)")
     files = {}

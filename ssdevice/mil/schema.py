@@ -83,16 +83,11 @@ class Function:
     operations: tuple[Operation, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A model file: its specification version and all functions by name."""
+def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:
+    """The specification version and the functions of the ML program in a ``.mlmodel`` file.
 
-    version: int
-    functions: Mapping[str, Function]
-
-
-def parse_model(data: bytes) -> Model:
-    """The ML program in a ``.mlmodel`` file. Raises ModelFileError for anything else, ModuleNotFoundError."""
+    Raises ModelFileError for anything else, ModuleNotFoundError without coremltools.
+    """
     model = model_class()
     try:
         parsed = model.FromString(data)
@@ -103,7 +98,7 @@ def parse_model(data: bytes) -> Model:
     functions = {name: _function(name, body) for name, body in parsed.mlProgram.functions.items()}
     if not functions:
         raise ModelFileError("its program has no functions")
-    return Model(parsed.specificationVersion, functions)
+    return parsed.specificationVersion, functions
 
 
 def _function(name: str, body: Any) -> Function:

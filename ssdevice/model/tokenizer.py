@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, check_no_pointer, first_line
+from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, first_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -208,5 +208,5 @@ def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
 def _ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
     try:
         return tokenizer.chat_ids(Chat(tuple(conversation)))
-    except ConfigError:  # the template refuses it
+    except TemplateRefusal:
         return None

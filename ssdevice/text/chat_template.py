@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice.config import read_json
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import ConfigError, InputError, TemplateRefusal
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frames, Message, frames_of
 from ssdevice.text.renderer import Renderer
 
@@ -105,7 +105,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation; ``values``: of ``names``.
 
-        Raises ConfigError with the reason if the template refuses it, InputError for values that it does not read.
+        Raises TemplateRefusal with the reason if the template refuses it, InputError for values that it does not read.
         """
         needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
         for name in sorted(needed | ({*(values or {})} - self.names)):
@@ -114,7 +114,7 @@ class ChatTemplate:
         ((text, reason),) = self._ask([(messages, add_generation_prompt)], values)["texts"]
         if text is None:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(f"the chat template refuses a conversation of {roles}: {reason}")
+            raise TemplateRefusal(f"the chat template refuses a conversation of {roles}: {reason}")
         return str(text)
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[str | None]:

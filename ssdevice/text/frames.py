@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ssdevice.errors import ConfigError, InputError, SSDeviceError
+from ssdevice.errors import InputError, SSDeviceError, TemplateRefusal
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and, with tools, more."""
@@ -71,7 +71,7 @@ class Frames:
     closed: str = ""
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises ConfigError for roles that have no frame where they stand.
+        """The text of a conversation. Raises TemplateRefusal for roles that have no frame where they stand.
 
         Raises InputError for a user's message without words: templates differ in what they make of it.
         """
@@ -81,7 +81,8 @@ class Frames:
             role, content = message["role"], message["content"]
             frame = places.get(role)
             if frame is None:
-                raise ConfigError(f"the chat template takes no {role} message as message {number} of a conversation")
+                place = f"message {number} of a conversation"
+                raise TemplateRefusal(f"the chat template takes no {role} message as {place}")
             if role == "user" and not content.strip():
                 raise InputError(f"message {number} of the conversation is empty")
             if role != "system":
@@ -93,7 +94,7 @@ class Frames:
                 continue
             text += frame.around(content)
         if messages and messages[-1]["role"] == "system":
-            raise ConfigError("a conversation does not end with its system message")
+            raise TemplateRefusal("a conversation does not end with its system message")
         return text + (self.answer if add_generation_prompt else self.closed)
 
 

@@ -8,6 +8,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ssdevice.errors import ConfigError
+from ssdevice.text.tokenizer_limits import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,7 +51,8 @@ class TokenTexts:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, none of them silent."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        with tokenizer_errors("decode the answer"):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class TextStream:

@@ -14,6 +14,7 @@ from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
 from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
+from ssdevice.text.tokenizer_limits import check_growth, tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -209,16 +210,16 @@ class ChatTokenizer:
             raise ContextOverflowError(
                 f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
             )
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
-        except Exception as error:  # the library raises plain Exception where a tokenizer.json lacks what it needs
-            raise InputError(f"the tokenizer cannot encode the prompt: {error}") from error
+        with tokenizer_errors("encode the prompt"):
+            try:
+                return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+            except (UnicodeEncodeError, TypeError) as error:
+                raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        with tokenizer_errors("decode the answer"):
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
         """A new TextStream over this tokenizer."""
@@ -253,6 +254,7 @@ def load_tokenizer(content: bytes, where: str) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any malformed file
         raise ConfigError(f"{where}: not a tokenizer this version of tokenizers can read ({error})") from error
+    check_growth(tokenizer, where)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -56,7 +56,7 @@ def test_what_nobody_takes_into_account_is_refused_on_every_path(option: str, va
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
 def test_starts_that_leave_the_base_alone_are_taken(start: Any, tmp_path: Path) -> None:
-    assert AdapterWeights.read(write(tmp_path, init_lora_weights=start, use_rslora=True)).lora_rank == 2
+    assert AdapterWeights.read(write(tmp_path, init_lora_weights=start, use_rslora=True)).rank() == 2
 
 
 def test_every_option_of_the_installed_peft_is_in_the_list() -> None:

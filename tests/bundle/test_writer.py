@@ -115,26 +115,20 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names(tmp_path) == []
 
 
-def test_files_must_be_declared_and_written(tmp_path: Path) -> None:
+def test_what_was_written_is_listed_and_roles_and_apps_have_their_files(tmp_path: Path) -> None:
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer)
-        (writer.folder / "left-over").write_bytes(b"")
-        with pytest.raises(SSDeviceError, match="'left-over' was written into the bundle, but not declared"):
-            writer.commit(sample_manifest())
-        (writer.folder / "left-over").unlink()
         path = writer.path_for("late/one.bin", "late")
-        with pytest.raises(SSDeviceError, match="late/one.bin was to be written into the bundle, and was not"):
+        with pytest.raises(ConfigError, match="'late/one.bin' is not in files"):
             writer.commit(sample_manifest())
         path.write_bytes(b"1")
-        for name, role in (
-            ("../up", None),
-            ("/abs", None),
-            ("manifest.json", None),
-            ("ok", "No Role"),
-            ("other", "model"),
-        ):
+        for name, role in (("../up", None), ("/abs", None), ("ok", "No Role"), ("other", "model")):
             with pytest.raises(ConfigError):
-                writer.declare(name, role)
+                writer.path_for(name, role)
+        (writer.folder / "manifest.json").write_bytes(b"{}")
+        with pytest.raises(ConfigError, match="'manifest.json' may not be listed"):
+            writer.commit(sample_manifest())
+        (writer.folder / "manifest.json").unlink()
         (writer.folder / "link").symlink_to("/etc/passwd")
         with pytest.raises(BundleError, match="symbolic link"):
             writer.commit(sample_manifest())

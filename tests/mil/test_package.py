@@ -152,9 +152,9 @@ def _undefined(operations: Any) -> None:
 
 
 DAMAGE = {
-    "no manifest": (lambda p: (p / "Manifest.json").unlink(), "Manifest.json: cannot be read"),
+    "no manifest": (lambda p: (p / "Manifest.json").unlink(), "Manifest.json: no such file"),
     "manifest is no JSON": (lambda p: (p / "Manifest.json").write_text("{"), "not JSON"),
-    "manifest is a list": (lambda p: (p / "Manifest.json").write_text("[]"), "names no root model"),
+    "manifest is a list": (lambda p: (p / "Manifest.json").write_text("[]"), "not a JSON object"),
     "no root": (edit_manifest(lambda m: m.pop("rootModelIdentifier")), "names no root model"),
     "path leaves": (_path("../../../etc/passwd"), "leaves the package"),
     "path is absolute": (_path("/etc/passwd"), "leaves the package"),

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 
-from ssdevice.errors import InputError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.crosscheck.prompts import compare_prompts, special_names
 from ssdevice.model.tokenizer import open_tokenizer
+from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.tokenizer import ChatTokenizer
+from tests.text.families import ONE_QUESTION
 from tests.text.test_tokenizer import CHATML, NAMED, TEMPLATES, TOKENIZERS, write_folder
 
 pytest.importorskip("transformers", reason="the reference for prompts")
@@ -116,6 +118,18 @@ def test_another_template_is_named(tmp_path: Path, template: str, message: str) 
     wrong = open_tokenizer(write_folder(tmp_path / "wrong", TOKENIZERS["byte_level"], template))
     with pytest.raises(InputError, match=message):
         compare_prompts(wrong, folder)
+
+
+def test_a_renderer_that_ends_is_no_refusal_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path, TOKENIZERS["byte_level"], ONE_QUESTION["counted"])
+    tokenizer = open_tokenizer(folder)
+
+    def killed(*_: object, **__: object) -> None:
+        raise ConfigError("the chat template broke the process that renders it (exit code -9)")
+
+    monkeypatch.setattr(ChatTemplate, "render", killed)
+    with pytest.raises(ConfigError, match=r"^the chat template broke .* \(exit code -9\)$"):
+        compare_prompts(tokenizer, folder)
 
 
 def test_every_listed_token_is_asked(tmp_path: Path) -> None:
