@@ -102,17 +102,15 @@ class InternalCacheForm(nn.Module):
 
     def past(self) -> list[KeyValue]:
         """Per layer (keys, values) ``[1, kv_heads, capacity, head_dim]`` in float32."""
-        return [
-            (self._float(self.keys[i][None]), self._float(self.values[i][None])) for i in range(self.geometry.layers)
-        ]
+        return self._each(lambda state: state)
 
     def rows_at(self, at: Tensor) -> list[KeyValue]:
         """Per layer (keys, values) ``[1, kv_heads, n, head_dim]`` in float32 of the positions ``at [n]``."""
+        return self._each(lambda state: state.index_select(1, at))
 
-        def gather(state: Tensor) -> Tensor:
-            return self._float(state.index_select(1, at)[None])
-
-        return [(gather(self.keys[i]), gather(self.values[i])) for i in range(self.geometry.layers)]
+    def _each(self, view: Callable[[Tensor], Tensor]) -> list[KeyValue]:
+        states = [(self.keys[i], self.values[i]) for i in range(self.geometry.layers)]
+        return [(self._float(view(keys)[None]), self._float(view(values)[None])) for keys, values in states]
 
     def commit(self, rows: Sequence[KeyValue], length: Tensor) -> None:
         """Write the new rows ``[1, kv_heads, n, head_dim]`` of every layer."""

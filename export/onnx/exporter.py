@@ -15,13 +15,7 @@ from torch import nn
 from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
-from ssdevice.contract import (
-    CHOOSING,
-    FUNCTIONS,
-    CacheForm,
-    FunctionSpec,
-    TensorSpec,
-)
+from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.app_checks import check_slots
 from ssdevice.export.app_functions import jobs
@@ -54,7 +48,6 @@ FLOATS, HALVES = "float32", "float16"
 """Types of the cache: attention rounds a call's own rows to it as well, so that later calls see the same."""
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
 ONE_THREAD = EngineOptions(threads=1)
-FILES = {name: f"{name}.onnx" for name in FUNCTIONS + CHOOSING}
 JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
 BOUNDS = {Quant.FP32: FLOAT32, Quant.INT8: QUANTIZED, Quant.INT4: QUANTIZED}
 
@@ -125,10 +118,11 @@ Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
 def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """A graph of every function."""
     specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
-    for number, (name, spec) in enumerate(specs.items()):
-        job.report("write the graphs", number, len(specs), name)
-        writer.write(trace(job, spec), spec, folder / FILES[name])
-    return (*(TargetFile(name, FILES[name]) for name in specs), TargetFile(WEIGHTS, WEIGHTS_FILE)), {}
+    files = [TargetFile(name, f"{name}.onnx") for name in specs]
+    for number, (file, spec) in enumerate(zip(files, specs.values(), strict=True)):
+        job.report("write the graphs", number, len(specs), spec.name)
+        writer.write(trace(job, spec), spec, folder / file.path)
+    return (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)), {}
 
 
 def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssdevice.export.onnx.editor import Editor, constant_of, producer, shape_of, sizes_of, source_of
-from ssdevice.runtime.onnx.kernels import (
-    ADD_NORM,
-    DOMAIN,
-    INT8_ARGMAX,
-    INT8_EMBEDDING,
-    INT8_LINEAR,
-    TIED_EMBEDDING,
-)
+from ssdevice.runtime.onnx.kernels import ADD_NORM, DOMAIN, INT8_ARGMAX, INT8_EMBEDDING, INT8_LINEAR, TIED_EMBEDDING
 
 WIDEST = 16384
 """Inputs that ``Int8Argmax`` takes, at most."""

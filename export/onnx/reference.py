@@ -20,7 +20,7 @@ from ssdevice.model.attention import Attending, Attention
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import LowRank, StreamRowAdapter
+from ssdevice.model.streams import StreamRowAdapter, low_rank_factors
 
 
 @contextmanager
@@ -44,18 +44,14 @@ def simulated(
             undo.callback(setattr, backbone, "operators", operators)
             backbone.operators = replace(operators, attention=rounding)
         done: set[int] = set()
-        downs: set[int] = set()
-        floats: set[int] = set()
-        if slotted:
-            downs, floats = _slots(model)
-        elif model.streams is not None:
-            floats = {id(factor) for term in model.streams.own_terms() for factor in term.children()}
+        own = model.streams.own_terms() if model.streams is not None else []
+        downs, floats = _slots(model) if slotted else (set(), {part for term in own for part in term.children()})
         for part in model.modules():
-            if not isinstance(part, (nn.Linear, nn.Embedding)) or id(part) in floats:
+            if not isinstance(part, (nn.Linear, nn.Embedding)) or part in floats:
                 continue
-            if part.weight.numel() < SMALL and id(part) not in downs:
+            if part.weight.numel() < SMALL and part not in downs:
                 continue
-            whole = quant is Quant.INT8 or part in eight_bits or id(part) in downs
+            whole = quant is Quant.INT8 or part in eight_bits or part in downs
             if isinstance(part, nn.Linear):
                 undo.enter_context(part.register_forward_pre_hook(partial(_rounded, None if whole else BLOCK)))
             weight = part.weight
@@ -78,22 +74,17 @@ def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> 
     return attend(replace(asked, keys=keys, values=values))
 
 
-def _slots(model: StreamModel) -> tuple[set[int], set[int]]:
-    """Factors that a slot holds in eight bits and those it holds in float32, by id."""
+def _slots(model: StreamModel) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Factors that a slot holds in eight bits, and those that it holds in float32."""
     quantized = {
-        id(part.adapter)
+        part.adapter
         for part in model.modules()
         if isinstance(part, (LoraLinear, StreamRowAdapter))
         and isinstance(part.base, nn.Linear)
         and part.base.weight.numel() >= SMALL
     }
-    downs: set[int] = set()
-    floats: set[int] = set()
-    for term in model.modules():
-        if isinstance(term, LowRank):
-            (downs if id(term) in quantized else floats).add(id(term.down))
-            floats.add(id(term.up))
-    return downs, floats
+    downs: set[nn.Module] = {term.down for term in quantized}
+    return downs, low_rank_factors(model) - downs
 
 
 def _rounded(block: int | None, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:

@@ -20,16 +20,7 @@ import onnx_ir as ir
 
 from ssdevice.adapters.slots import Slot, SlotKind
 from ssdevice.contract import TensorSpec
-from ssdevice.export.onnx.editor import (
-    CONTRIB,
-    Editor,
-    constant_of,
-    only_user,
-    producer,
-    role_of,
-    shape_of,
-    source_of,
-)
+from ssdevice.export.onnx.editor import CONTRIB, Editor, constant_of, only_user, producer, role_of, shape_of, source_of
 from ssdevice.export.onnx.linears import LINEAR, Linear, Term, row_form
 from ssdevice.model.roles import Part as ModelPart
 from ssdevice.model.roles import Role

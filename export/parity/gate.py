@@ -27,14 +27,7 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array, as_stored
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown
-from ssdevice.export.parity.reference import (
-    Drafts,
-    Driver,
-    TorchDriver,
-    force_drafts,
-    random_prompt,
-    run_prefill,
-)
+from ssdevice.export.parity.reference import Drafts, Driver, TorchDriver, force_drafts, random_prompt, run_prefill
 from ssdevice.export.parity.spread import DRAWS, Spread
 from ssdevice.export.plan import AppPlan
 from ssdevice.model.mapped import released_after

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,11 +64,12 @@ def test_views_that_cancel_leave_nothing() -> None:
     check(Called(there_and_back), {"x": random(5, 12)}, Reshape=0, Transpose=0, Relu=1)
 
 
-def test_rows_of_all_layers_are_gathered_once() -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_rows_of_all_layers_are_gathered_once(kv_heads: int) -> None:
     """Keys as heads, the accepted path gathered per layer, heads as rows again, layers stacked."""
 
     def rows(path: Tensor, *layers: Tensor) -> tuple[Tensor]:
-        heads = [layer.view(1, 5, 2, 4).transpose(1, 2).index_select(2, path) for layer in layers]
+        heads = [layer.view(1, 5, kv_heads, -1).transpose(1, 2).index_select(2, path) for layer in layers]
         return (torch.cat([one.transpose(1, 2).flatten(2) for one in heads]),)
 
     layers = {f"x{i}": random(1, 5, 8, seed=i) for i in range(3)}
