@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
@@ -105,7 +106,7 @@ def make_manifest(
     mode = streams.mode if streams is not None else None
     apps = tuple(make_app(plan, result, app) for app in plan.apps)
     return Manifest(
-        tools={"ssdevice": __version__, **(result.tools or {})},
+        tools={"ssdevice": __version__, **{name: version(name) for name in result.tools}},
         model=ModelIdentity(
             model_type=identity.model_type,
             parameters=sum(plan.parameters.values()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
-from ssdevice.export.app_functions import app_results, function_names, jobs
+from ssdevice.export.app_functions import app_results, check_each, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
@@ -24,7 +23,7 @@ from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResu
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
-from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
+from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.memory import free_memory
@@ -91,9 +90,8 @@ class CoreMLExporter(Exporter):
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, chosen.compute_units)
         files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
-        tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
@@ -114,7 +112,7 @@ class CoreMLExporter(Exporter):
             golden.extend(cases(one, EngineDriver(engine)))
             return found
 
-        facts = check_each(job.plan.merged, jobs(job), check_app)
+        facts = check_each(job, check_app)
         write_golden(job.plan, golden, folder / GOLDEN)
         return facts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
@@ -63,7 +62,7 @@ class CoreMLDelegateExporter(Exporter):
             *delegated,
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        tools = {name: version(name) for name in (*TOOLS, "coremltools")}
+        tools = (*TOOLS, "coremltools")
         return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

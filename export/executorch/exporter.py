@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
@@ -16,9 +15,10 @@ from torch import nn
 from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
 from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.app_checks import check_slots
+from ssdevice.export.app_functions import check_each
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
@@ -27,11 +27,11 @@ from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_value
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
-from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
-from ssdevice.export.variants import write_slots
+from ssdevice.export.variants import check_slots, write_slots
 from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
@@ -113,9 +113,7 @@ class ExecutorchExporter(Exporter):
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *delegated,
         ]
-        tools = {name: version(name) for name in TOOLS}
-        form = CacheForm.INTERNAL, CACHE_DTYPE
-        return TargetResult(tuple(files), *form, tuple(notes), tools, apps, followed)
+        return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
@@ -123,33 +121,16 @@ class ExecutorchExporter(Exporter):
         Separate apps are compared one by one, each with its own reference.
         """
         plan, file = job.plan, folder / PROGRAM_FILE
-        if plan.merged:
-            return _compare(job, file, plan, self.reference)
+        quant, options = plan.options.quant, EngineOptions()
 
-        def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
-            kept = result.apps[app.name]
-            adapter = folder / kept.files[0] if kept.files else None
-            return _compare(alone, file, plan, None, tuple(kept.functions), adapter)
+        def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
+            kept = result.apps.get(app.name, AppResult(AdapterKind.MERGED))
+            slots = AdapterSlots(folder / kept.files[0]) if kept.files else None
+            model = self.reference or quantized(one.loaded.model, quant).model
+            reference = replace(one, loaded=replace(one.loaded, model=model))
+            names = tuple(kept.functions) or plan.function_names
+            engine = ExecutorchEngine(file, plan.geometry, names, options, adapter=slots)
+            with held_values(model, folder), EngineDriver(engine) as driver:
+                return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
 
-        return check_each(False, ((app, job.for_app(app)) for app in plan.apps), check_app)
-
-
-def _compare(
-    job: ExportJob,
-    file: Path,
-    whole: ExportPlan,
-    known: StreamModel | None = None,
-    names: tuple[str, ...] = (),
-    adapter: Path | None = None,
-) -> dict[str, float]:
-    """Run the gate for one app. ``whole``: the plan of the program, which may have more streams than the app.
-
-    ``known``: the job's model with the program's weights, if it is there already.
-    """
-    quant = whole.options.quant
-    model = known if known is not None else quantized(job.loaded.model, quant).model
-    reference = replace(job, loaded=replace(job.loaded, model=model))
-    slots = AdapterSlots(adapter) if adapter is not None else None
-    engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
-    with held_values(model, file.parent), EngineDriver(engine) as driver:
-        return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
+        return check_each(job, check_app)

@@ -15,7 +15,7 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.caches import emptied_caches
-from ssdevice.export.executorch.graph import delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import untouch
 from ssdevice.export.executorch.speed import faster
@@ -33,7 +33,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
     form, arguments = form_of(name, spec, model, plan)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Products():
             return tidy(torch.export.export(form, arguments, strict=False))
     except UserError as error:
         reason = str(error).splitlines()[0]

@@ -15,7 +15,7 @@ Two checks must pass (docs/parity.md):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -29,7 +29,6 @@ from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown
 from ssdevice.export.parity.reference import Drafts, Driver, TorchDriver, force_drafts, random_prompt, run_prefill
 from ssdevice.export.parity.spread import DRAWS, Spread
-from ssdevice.export.plan import AppPlan
 from ssdevice.model.mapped import released_after
 from ssdevice.progress import Report
 from ssdevice.tree import Tree
@@ -136,22 +135,6 @@ def check(
         facts = follow(job, shown, bounds)
         shown.close()
         return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
-
-
-def check_each(
-    merged: bool,
-    apps: Iterable[tuple[AppPlan, ExportJob]],
-    check_app: Callable[[AppPlan, ExportJob], Mapping[str, float]],
-) -> dict[str, float]:
-    """The check of every app, each with a reference of its own; unless ``merged``, facts and refusals name the app."""
-    facts: dict[str, float] = {}
-    for app, job in apps:
-        try:
-            found = check_app(app, job)
-        except ParityError as error:
-            raise error if merged else ParityError(f"app {app.name!r}: {error}") from error
-        facts |= found if merged else {f"{app.name}.{name}": value for name, value in found.items()}
-    return facts
 
 
 def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_STEPS) -> dict[str, float]:

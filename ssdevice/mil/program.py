@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array
-from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, Plan, check_type, round_half
+from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, ConstantPool, Plan, check_type, round_half
 from ssdevice.mil.reader import Package
 from ssdevice.mil.registry import ExecutionError
 from ssdevice.mil.schema import Function, Operation, TensorType
