@@ -46,12 +46,13 @@ class TargetOptions:
         group = parser.add_argument_group(f"{cls.owner} own options")
         for name, text in cls.texts.items():
             flag, default = _flag(name), getattr(cls, name)
+            kind: Any = type(default)
             if default is False:
                 group.add_argument(flag, action="store_true", help=text)
-            elif "_missing_" in vars(type(default)):  # it understands other texts than its values
+            elif "_missing_" in vars(kind):  # it understands other texts than its values
                 group.add_argument(flag, metavar="NAME", help=f"{text} (default {default})")
             else:
-                group.add_argument(flag, choices=[*type(default)], help=f"{text} (default {default})")
+                group.add_argument(flag, choices=list(kind), help=f"{text} (default {default})")
 
     @classmethod
     def parse(cls, args: Namespace) -> Self | None:

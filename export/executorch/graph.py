@@ -32,7 +32,7 @@ PROVENANCE = ("from_node", "nn_module_stack", "source_fn_stack", "stack_trace", 
 """Metadata that no pass of the lowering reads, but that every pass copies and nests more deeply."""
 
 
-class Products(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class Products(TorchFunctionMode):
     """In this context means of rows and layer norms are products with a column of 1/D: the delegate has neither."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
