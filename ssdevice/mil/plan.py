@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-import ssdevice.mil.operations  # noqa: F401  (registers the kernels)
 from ssdevice.mil.dtypes import Array
+from ssdevice.mil.operations import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
 from ssdevice.mil.reader import Package
-from ssdevice.mil.registry import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
 from ssdevice.mil.schema import Argument, Function, Operation, TensorType, Value
 
 FP16 = "fp16"

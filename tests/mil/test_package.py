@@ -18,9 +18,9 @@ pytest.importorskip("coremltools", reason="Core ML packages are made with coreml
 
 from ssdevice.errors import BundleError, SSDeviceError
 from ssdevice.mil import schema
+from ssdevice.mil.operations import UnsupportedOpError
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package, constants
-from ssdevice.mil.registry import UnsupportedOpError
 from ssdevice.mil.schema import BlobRef
 from tests.mil.builder import convert, coremltools
 
