@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("coremltools", reason="the reference is coremltools")
 
-import ssdevice.mil.plan  # noqa: F401  (registers the kernels)
 from ssdevice.mil.dtypes import BY_NAME, decode
 from ssdevice.mil.operations import KERNELS, ExecutionError
 
