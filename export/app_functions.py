@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.contract import ONE_ROW
-from ssdevice.errors import ParityError
 from ssdevice.export.exporter import AppResult, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 
@@ -52,15 +51,3 @@ def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
     yield first, replace(job, plan=job.plan.of(first))
     for app in others:
         yield app, job.for_app(app)
-
-
-def check_each(job: ExportJob, check_app: Callable[[AppPlan, ExportJob], Mapping[str, float]]) -> dict[str, float]:
-    """The check of every app, each with a reference of its own; unless they are merged, facts and refusals name it."""
-    facts: dict[str, float] = {}
-    for app, one in jobs(job):
-        try:
-            found = check_app(app, one)
-        except ParityError as error:
-            raise error if job.plan.merged else ParityError(f"app {app.name!r}: {error}") from error
-        facts |= found if job.plan.merged else {f"{app.name}.{name}": value for name, value in found.items()}
-    return facts

@@ -11,13 +11,13 @@ from torch.nn.utils import parametrize
 
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.app_functions import app_results, check_each, function_names, jobs
+from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset, trace
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
-from ssdevice.export.parity.gate import FLOAT_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant

@@ -11,7 +11,7 @@ from torch import nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
-from ssdevice.export.app_functions import app_results, check_each, function_names, jobs
+from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, growth
 from ssdevice.export.coreml.compact import compact
@@ -23,7 +23,7 @@ from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResu
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
-from ssdevice.export.parity.gate import HALF_JITTER, check
+from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.memory import free_memory

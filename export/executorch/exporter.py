@@ -18,7 +18,6 @@ from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.app_functions import check_each
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
@@ -27,7 +26,7 @@ from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_value
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
-from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant

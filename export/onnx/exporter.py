@@ -16,7 +16,6 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.app_functions import check_each
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
@@ -31,7 +30,7 @@ from ssdevice.export.onnx.reference import simulated
 from ssdevice.export.onnx.regions import join_regions
 from ssdevice.export.onnx.shown import OnnxShown, Written, written
 from ssdevice.export.onnx.slots import SlotBook
-from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check
+from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
 from ssdevice.export.variants import OpenIdentifiers, check_slots, template, variants_of, write_slots
