@@ -71,14 +71,6 @@ class ExportJob:
 
 
 @dataclass(frozen=True)
-class TargetFile:
-    """A file or folder that a target wrote into the bundle: its role and its path there (POSIX, relative)."""
-
-    role: str
-    path: str
-
-
-@dataclass(frozen=True)
 class AppResult:
     """How a target stores a separate app: the ``files`` in ``folder`` that its engine loads, and the contract's
     functions -> the target's names for this app, if they differ."""
@@ -91,13 +83,14 @@ class AppResult:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What a target wrote. ``notes``: how it differs from the request, one sentence each, for the manifest.
+    """What a target wrote. ``files``: the role of every file or folder -> its path in the bundle (POSIX, relative).
 
-    ``tools``: packages whose versions the manifest has. ``apps``: every app by name, in a plan that is not merged.
-    ``followed``: what the parity gate found in programs before they were lowered, see ``parity.traced``.
+    ``notes``: how it differs from the request, one sentence each, for the manifest. ``tools``: packages whose versions
+    the manifest has. ``apps``: every app by name, in a plan that is not merged. ``followed``: what the parity gate
+    found in programs before they were lowered, see ``parity.traced``.
     """
 
-    files: tuple[TargetFile, ...]
+    files: Mapping[str, str]
     cache: CacheForm
     cache_dtype: str
     notes: tuple[str, ...] = ()

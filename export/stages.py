@@ -73,8 +73,8 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         parity = {**result.followed, **target.gate(job, writer.folder, result)}
         report("export", 100, 100, "done")
         writer.add_file(TOKENIZER_FILE, plan.tokenizer.tokenizer_json, TOKENIZER_ROLE)
-        for file in result.files:
-            writer.declare(file.path, file.role)
+        for role, path in result.files.items():
+            writer.declare(path, role)
         return writer.commit(make_manifest(plan, result, parity, notes))
 
 

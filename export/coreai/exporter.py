@@ -16,7 +16,7 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.conversion import Asset, trace
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
@@ -68,8 +68,7 @@ class CoreAIExporter(Exporter):
         asset.save(folder / ASSET)
         notes += _notes(plan)
         apps = app_results(plan, table)
-        files = (TargetFile(MODEL, ASSET),)
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
+        return TargetResult({MODEL: ASSET}, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``Exporter``."""

@@ -19,7 +19,7 @@ from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, save
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
@@ -89,7 +89,7 @@ class CoreMLExporter(Exporter):
         if plan.options.quant is not Quant.FP16:
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, chosen.compute_units)
-        files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
+        files = {MODEL: PACKAGE, SETTINGS: SETTINGS_FILE, "golden": GOLDEN}
         apps = app_results(plan, table)
         return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps)
 

@@ -17,7 +17,7 @@ from ssdevice.export.executorch.coreml_lowering import partitioner, trace
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS
 from ssdevice.export.executorch.lowering import constants_of, lower, traced
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
@@ -61,9 +61,8 @@ class CoreMLDelegateExporter(Exporter):
             *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
             *delegated,
         )
-        files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        tools = (*TOOLS, "coremltools")
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, followed=followed)
+        form, tools = (CacheForm.INTERNAL, CACHE_DTYPE), (*TOOLS, "coremltools")
+        return TargetResult({PROGRAM: PROGRAM_FILE}, *form, tuple(notes), tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""

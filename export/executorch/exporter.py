@@ -25,7 +25,7 @@ from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.stored import check_stored
-from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import follow_traced
@@ -72,7 +72,7 @@ class ExecutorchExporter(Exporter):
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)
-        files = [TargetFile(PROGRAM, PROGRAM_FILE)]
+        files = {PROGRAM: PROGRAM_FILE}
         apps: dict[str, AppResult] = {}
         shown: Mapping[str, NDArray[np.float32]] = {}
         source = job.loaded.model
@@ -80,7 +80,7 @@ class ExecutorchExporter(Exporter):
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
             source, layout = slot_model(job, list(weights.values()))
             apps = write_slots(plan, layout, folder, ADAPTER_FILE, write_tensors)
-            files.append(TargetFile(LAYOUT_ROLE, LAYOUT_FILE))
+            files[LAYOUT_ROLE] = LAYOUT_FILE
             if (adapter := weights.get(check_apps(plan).name)) is not None:
                 shown = fill(adapter, layout.variants[0], plan.geometry.gamma, layout.hidden)
 
@@ -112,7 +112,7 @@ class ExecutorchExporter(Exporter):
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *delegated,
         ]
-        return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.

@@ -18,7 +18,7 @@ from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
@@ -92,7 +92,7 @@ class OnnxExporter(Exporter):
         of the exported forms afterwards: nothing holds weights twice.
         """
         plan, quant = job.plan, job.plan.options.quant
-        whole = {file.role: file.path for file in result.files if file.role != WEIGHTS}
+        whole = {role: path for role, path in result.files.items() if role != WEIGHTS}
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             kept = AppResult(AdapterKind.MERGED, functions=whole) if plan.merged else result.apps[app.name]
@@ -107,24 +107,25 @@ class OnnxExporter(Exporter):
         return check_each(job, check_app)
 
 
-Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]
-"""The files of a bundle, and how it stores each separate app."""
+Files = tuple[dict[str, str], dict[str, AppResult]]
+"""The files of a bundle by role, and how it stores each separate app."""
 
 
 def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """A graph of every function."""
     specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
-    files = [TargetFile(name, f"{name}.onnx") for name in specs]
-    for number, (file, spec) in enumerate(zip(files, specs.values(), strict=True)):
-        job.report("write the graphs", number, len(specs), spec.name)
-        writer.write(trace(job, spec), spec, folder / file.path)
-    return (*files, TargetFile(WEIGHTS, WEIGHTS_FILE)), {}
+    files = {WEIGHTS: WEIGHTS_FILE}
+    for number, (name, spec) in enumerate(specs.items()):
+        job.report("write the graphs", number, len(specs), name)
+        files[name] = f"{name}.onnx"
+        writer.write(trace(job, spec), spec, folder / files[name])
+    return files, {}
 
 
 def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
     plan = job.plan
-    files = [TargetFile(WEIGHTS, WEIGHTS_FILE), TargetFile(LAYOUT_ROLE, LAYOUT_FILE)]
+    files = {WEIGHTS: WEIGHTS_FILE, LAYOUT_ROLE: LAYOUT_FILE}
     wanted = variants_of(plan.apps, plan.function_names)
     steps = sum(len(added) for _, added in wanted)
     made: list[Variant] = []
@@ -138,14 +139,14 @@ def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
             writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
-            files.append(TargetFile(f"{name}:{variant.name}", file))
+            files[f"{name}:{variant.name}"] = file
         plain.setdefault(variant.lora, book.slots)
         functions, slots = app_functions(variant, plan.function_names), tuple(book.slots.values())
         identifiers = IDENTIFIERS if variant.streams is not None else ""
         made.append(replace(variant, functions=functions, slots=slots, identifiers=identifiers))
     layout = SlotLayout(plan.identity.hidden_size, tuple(made))
     write = partial(write_adapter, base_sha256=plan.identity.sha256)
-    return tuple(files), write_slots(plan, layout, folder, ADAPTER_FILE, write)
+    return files, write_slots(plan, layout, folder, ADAPTER_FILE, write)
 
 
 class GraphWriter:

@@ -85,7 +85,7 @@ def test_the_gate_refuses_an_asset_of_other_weights() -> None:
     exporter = CoreAIExporter()
     job = ExportJob.of(make_plan(options(QUICK, exported.folder), exporter), lambda *_: None)
     job.loaded.model.backbone.layers[0].mlp.down_proj.weight.data *= 1.01
-    result = TargetResult((), exported.manifest.cache, CACHE_DTYPE)
+    result = TargetResult({}, exported.manifest.cache, CACHE_DTYPE)
     with pytest.raises(ParityError, match="committed rows"):
         exporter.gate(job, exported.folder, result)
 

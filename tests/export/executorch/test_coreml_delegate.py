@@ -117,7 +117,7 @@ def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
     plan = make_plan(wanted, target)
     job = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
     shutil.copy(bundle(*QUICK).file(PROGRAM), tmp_path / "model.pte")
-    made = TargetResult((), bundle(*QUICK).manifest.cache, "float32")
+    made = TargetResult({}, bundle(*QUICK).manifest.cache, "float32")
     assert target.gate(job, tmp_path, made)["counts"] == plan.geometry.tree.emitted
     other = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
     weight = next(p for name, p in other.loaded.model.named_parameters() if name.endswith("down_proj.weight"))

@@ -15,14 +15,14 @@ from ssdevice.contract import CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch import exporter as target
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, ExecutorchExporter
-from ssdevice.export.exporter import FOLDED, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import FOLDED, ExportJob, TargetResult
 from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM
 from tests.export.executorch import programs
 
-RESULT = TargetResult((TargetFile(PROGRAM, PROGRAM_FILE),), CacheForm.INTERNAL, CACHE_DTYPE)
+RESULT = TargetResult({PROGRAM: PROGRAM_FILE}, CacheForm.INTERNAL, CACHE_DTYPE)
 
 
 @pytest.fixture

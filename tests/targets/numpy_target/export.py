@@ -11,7 +11,7 @@ from ssdevice.bundle.manifest import Precision
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import ExportOptions
 from ssdevice.export.target import ExportTarget
 
@@ -39,8 +39,7 @@ class NumPyExporter(Exporter):
         arrays = {name: value.detach().numpy() for name, value in weights.items()}
         arrays |= {"epsilon": backbone.config.rms_norm_eps, "first_msa": job.loaded.model.first_msa}
         np.savez(folder / "weights.npz", **arrays)
-        file = TargetFile("weights", "weights.npz")
-        return TargetResult((file,), CacheForm.INTERNAL, "float32", tools=("numpy",))
+        return TargetResult({"weights": "weights.npz"}, CacheForm.INTERNAL, "float32", tools=("numpy",))
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         from ssdevice.export.driver import EngineDriver
