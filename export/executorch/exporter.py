@@ -28,7 +28,7 @@ from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
-from ssdevice.export.parity.traced import follow_traced
+from ssdevice.export.parity.traced import Recorder, follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.export.variants import check_slots, write_slots
 from ssdevice.memory import free_memory
@@ -100,12 +100,13 @@ class ExecutorchExporter(Exporter):
             # Apps differ only in what their slots hold, so one of them shows what is computed.
             with held_values(model, folder), filled(model, shown):
                 followed = follow_traced(reference, specs, programs, bounds, partial(report, len(specs)))
+            products = {name: Recorder(program).weights() for name, program in programs.items()}
             programs |= set_adapter(model)
             delegated = lower(programs, partitioner(), constants, file, report, dict(slots_of(model)))
         del programs
         free_memory()
         with held_values(model, folder):
-            check_stored(file, model, plan, specs)
+            check_stored(file, model, products)
         notes = [
             *rounded.notes,
             *job.notes,

@@ -31,23 +31,16 @@ NOISY = ("executorch", "torch.export", "torchao", "root")
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
     """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
-    form, arguments = form_of(name, spec, model, plan)
+    logits = plan.options.chosen(ExecutorchOptions).logits
+    form = VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval()
     try:
         with torch.no_grad(), Products():
-            return tidy(torch.export.export(form, arguments, strict=False))
+            return tidy(torch.export.export(form, example_inputs(spec), strict=False))
     except UserError as error:
         reason = str(error).splitlines()[0]
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
         ) from error
-
-
-def form_of(
-    name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan
-) -> tuple[VisibleForm, tuple[torch.Tensor, ...]]:
-    """The module of one function that is traced, and inputs for it."""
-    logits = plan.options.chosen(ExecutorchOptions).logits
-    return VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval(), example_inputs(spec)
 
 
 @contextmanager

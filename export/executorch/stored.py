@@ -8,18 +8,14 @@ ExecuTorch's program.fbs and XNNPACK's schema.fbs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdevice.contract import FunctionSpec
 from ssdevice.errors import ParityError
-from ssdevice.export.executorch.lowering import form_of
-from ssdevice.export.plan import ExportPlan
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.file import Data, Graph, Table, payload_of, read_program
@@ -35,13 +31,17 @@ SAME = 1e-6
 Array = NDArray[np.float32]
 
 
-def check_stored(file: Path, model: StreamModel, plan: ExportPlan, specs: Mapping[str, FunctionSpec]) -> None:
+def check_stored(file: Path, model: StreamModel, products: Mapping[str, Sequence[str]]) -> None:
     """Compare the products that a program delegates with the linears of the model that was lowered.
 
-    Linears may be missing: they can be slots, or outside of delegates. Raises ParityError, and BundleError for a
-    damaged file.
+    ``products``: by function, the weights that it multiplies with, each as often as it does. They may be missing in the
+    delegates: they can be slots, or outside. Raises ParityError, and BundleError for a damaged file.
     """
-    called = {name: _called(name, spec, model, plan) for name, spec in specs.items()}
+    owners = {name: model.get_submodule(name.removesuffix(".weight")) for names in products.values() for name in names}
+    called = {
+        function: [(name, owner) for name in names if isinstance(owner := owners[name], nn.Linear)]
+        for function, names in products.items()
+    }
 
     def compare(data: Data, program: Table) -> None:
         for method, stored in _methods(data, program):
@@ -49,21 +49,6 @@ def check_stored(file: Path, model: StreamModel, plan: ExportPlan, specs: Mappin
                 _compare(method, called[method], stored)
 
     read_program(file, compare)
-
-
-def _called(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> list[tuple[str, nn.Linear]]:
-    """The linears that a function calls, each as often as it does, with their names."""
-    form, arguments = form_of(name, spec, model, plan)
-    found: list[tuple[str, nn.Linear]] = []
-    linears = [(path, part) for path, part in form.named_modules() if isinstance(part, nn.Linear)]
-    hooks = [entry[1].register_forward_pre_hook(lambda *_, entry=entry: found.append(entry)) for entry in linears]
-    try:
-        with torch.no_grad():
-            form(*arguments)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[Array]) -> None:

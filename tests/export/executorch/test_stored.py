@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("executorch")
 
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import CacheForm
+from ssdevice.contract import PREFILL, CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch.exporter import PROGRAM_FILE
+from ssdevice.export.executorch.lowering import quick, trace
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.stored import check_stored
+from ssdevice.export.parity.traced import Recorder
 from ssdevice.export.plan import Quant
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE
@@ -55,9 +57,12 @@ def check(fault: Callable[[StreamModel], None] | None, out: Path) -> None:
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, out)
     file = programs.bundle(Quant.INT8).folder / PROGRAM_FILE
     model = quantized(job.loaded.model, Quant.INT8).model
+    spec = job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
+    with quick():
+        products = {PREFILL: Recorder(trace(PREFILL, spec, model, job.plan)).weights()}
     if fault is not None:
         fault(model)
-    check_stored(file, model, job.plan, job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE))
+    check_stored(file, model, products)
 
 
 def test_the_weights_of_a_right_program_are_the_models(tmp_path: Path) -> None:
