@@ -57,44 +57,20 @@ class Weight:
     lookup: bool = False
 
 
-def matrices(program: Any) -> list[Weight]:
-    """The constant matrices that linears or lookups read, in the program of a converted function."""
-    found = []
-    for operation in _constants(program):
-        output = operation.outputs[0]
-        uses = {
-            (reader.op_type, parameter)
-            for reader in output.child_ops
-            for parameter, value in reader.inputs.items()
-            if value is output
-        }
-        if output.rank == 2 and uses & {LOOKUP, ("linear", "weight")}:
-            found.append(Weight(output.name, output.shape, LOOKUP in uses))
-    return found
+def _matrix(output: Any) -> Weight | None:
+    """A constant matrix that linears or lookups of a program read; None for another constant."""
+    uses = {
+        (reader.op_type, parameter)
+        for reader in output.child_ops
+        for parameter, value in reader.inputs.items()
+        if value is output
+    }
+    read = output.rank == 2 and uses & {LOOKUP, ("linear", "weight")}
+    return Weight(output.name, output.shape, LOOKUP in uses) if read else None
 
 
-def _constants(program: Any) -> list[Any]:
-    (function,) = program.functions.values()
-    tensors = (operation for operation in function.operations if operation.op_type == "const")
-    return [operation for operation in tensors if isinstance(operation.outputs[0].val, np.ndarray)]
-
-
-def plan_weights(
-    weights: Sequence[Weight], quant: Quant, per_channel: bool, vocab: int
-) -> tuple[dict[str, Scheme], tuple[str, ...]]:
-    """The scheme of every weight by its name, and notes on deviations. ``vocab``: rows of the embedding."""
-    schemes: dict[str, Scheme] = {}
-    notes = []
-    for weight in weights:
-        schemes[weight.name] = scheme = _scheme(weight, quant, per_channel, vocab)
-        if scheme is Scheme.INT4_BLOCK and weight.shape[1] % BLOCK:
-            schemes[weight.name] = Scheme.INT8
-            source = weight.name.removesuffix(HALF).removeprefix(PREFIX)
-            notes.append(f"{source} has {weight.shape[1]} inputs, not a multiple of {BLOCK}: {Scheme.INT8}, not int4")
-    return schemes, tuple(notes)
-
-
-def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Scheme:
+def scheme_of(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Scheme:
+    """How a weight is stored. ``vocab``: rows of the embedding."""
     positions = weight.lookup and weight.shape[0] != vocab  # a table of positions must be exact
     own = any(part in weight.name for part in APP_PARTS)
     if quant is Quant.FP16 or positions or own or math.prod(weight.shape) < SMALLEST:
@@ -103,7 +79,9 @@ def _scheme(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Sche
         return Scheme.INT8  # also a head that shares its weight with the embedding, so that there is one copy
     if quant is Quant.PALETTE4:
         return Scheme.PALETTE4
-    return Scheme.INT4_CHANNEL if per_channel else Scheme.INT4_BLOCK
+    if per_channel:
+        return Scheme.INT4_CHANNEL
+    return Scheme.INT8 if weight.shape[1] % BLOCK else Scheme.INT4_BLOCK
 
 
 LINEAR: Mapping[Scheme, tuple[int, list[int]]] = {
@@ -117,7 +95,7 @@ Compressed = dict[Hashable, Any]
 
 
 def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
-    """What ``compress`` rounds a linear of the layers to in int4; None: ``plan_weights`` stores it otherwise."""
+    """What ``compress`` rounds a linear of the layers to in int4; None: ``scheme_of`` stores it otherwise."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
         return None
@@ -126,24 +104,26 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
 
 def compress_for(plan: ExportPlan, program: Any, known: Compressed) -> tuple[str, ...]:
     """Store the weights of a function's program in the plan's precision; returns notes on deviations from it."""
-    options = plan.options
-    per_channel = options.chosen(CoreMLOptions).per_channel
-    schemes, notes = plan_weights(matrices(program), options.quant, per_channel, plan.geometry.vocab)
-    compress(program, schemes, known)
-    return notes
+    per_channel = plan.options.chosen(CoreMLOptions).per_channel
+    return compress(program, plan.options.quant, per_channel, plan.geometry.vocab, known)
 
 
-def compress(program: Any, schemes: Mapping[str, Scheme], known: Compressed) -> None:
-    """Store the weights of a function's program by these schemes. Raises SSDeviceError if coremltools cannot."""
+def compress(program: Any, quant: Quant, per_channel: bool, vocab: int, known: Compressed) -> tuple[str, ...]:
+    """``compress_for`` with these of its plan's values. Raises SSDeviceError if coremltools cannot."""
     from coremltools.converters.mil import Builder as mb
 
+    notes = []
     (function,) = program.functions.values()
     with function:
-        for constant in _constants(program):
+        for constant in [operation for operation in function.operations if operation.op_type == "const"]:
             before = constant.outputs[0]
-            if before.val.size < SMALLEST:
+            if not isinstance(before.val, np.ndarray) or before.val.size < SMALLEST:
                 continue
-            scheme = schemes.get(before.name, Scheme.FLOAT16)
+            weight = _matrix(before)
+            scheme = Scheme.FLOAT16 if weight is None else scheme_of(weight, quant, per_channel, vocab)
+            if quant is Quant.INT4 and scheme is Scheme.INT8 and weight is not None and not weight.lookup:
+                name, inputs = weight.name.removesuffix(HALF).removeprefix(PREFIX), weight.shape[1]
+                notes.append(f"{name} has {inputs} inputs, not a multiple of {BLOCK}: {Scheme.INT8}, not int4")
             key = (scheme, str(before.dtype), before.shape, sha256(np.ascontiguousarray(before.val).data).digest())
             if scheme is Scheme.FLOAT16:
                 values = known.setdefault(key, before.val)
@@ -164,6 +144,7 @@ def compress(program: Any, schemes: Mapping[str, Scheme], known: Compressed) -> 
                 anchor_op=constant, old_var=before, new_var=after, no_check_var_types=True
             )
             function.remove_ops([constant])
+    return tuple(notes)
 
 
 def _compressed(values: Any, scheme: Scheme) -> Any:

@@ -9,7 +9,7 @@ from ssdevice.errors import ConfigError  # noqa: E402
 from ssdevice.export.mlprogram import ops as coreml_ops  # noqa: E402
 from ssdevice.export.mlprogram.half import HalfNorm, half_norm, half_precision  # noqa: E402
 from ssdevice.export.mlprogram.options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
-from ssdevice.export.mlprogram.weights import Scheme, Weight, plan_weights  # noqa: E402
+from ssdevice.export.mlprogram.weights import Scheme, Weight, scheme_of  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from tests.model.tiny import MODELS, tiny_model  # noqa: E402
@@ -28,6 +28,7 @@ def weight(shape: tuple[int, int], lookup: bool = False, name: str = "p_module_m
         (weight((64, 64)), Quant.INT8, False, Scheme.INT8),
         (weight((64, 64)), Quant.INT4, False, Scheme.INT4_BLOCK),
         (weight((64, 48)), Quant.INT4, True, Scheme.INT4_CHANNEL),
+        (weight((64, 48)), Quant.INT4, False, Scheme.INT8),
         (weight((64, 64)), Quant.PALETTE4, False, Scheme.PALETTE4),
         (weight((100, 64), lookup=True), Quant.INT4, False, Scheme.INT8),
         (weight((100, 64), lookup=True), Quant.PALETTE4, False, Scheme.INT8),
@@ -37,13 +38,7 @@ def weight(shape: tuple[int, int], lookup: bool = False, name: str = "p_module_m
     ],
 )
 def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, scheme: Scheme):
-    assert plan_weights([made], quant, per_channel, vocab=100)[0] == {made.name: scheme}
-
-
-def test_a_width_that_blocks_do_not_divide_is_noted():
-    schemes, notes = plan_weights([weight((64, 48))], Quant.INT4, False, vocab=100)
-    assert list(schemes.values()) == [Scheme.INT8]
-    assert notes == ("w has 48 inputs, not a multiple of 32: int8 per channel, not int4",)
+    assert scheme_of(made, quant, per_channel, vocab=100) is scheme
 
 
 @pytest.mark.parametrize("length", [0, 3, 9])

@@ -12,7 +12,7 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.coreml.convert import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
-from ssdevice.export.mlprogram.weights import compress, matrices, plan_weights
+from ssdevice.export.mlprogram.weights import compress
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
@@ -80,9 +80,7 @@ def program(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWr
     if name != STEP and schedule is not Schedule.DEFERRED:
         return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)
     made = convert(name, model(mode), GEOMETRY, schedule, write)
-    schemes, notes = plan_weights(matrices(made), quant, per_channel, VOCAB)
-    assert notes == ()
-    compress(made, schemes, {})
+    assert compress(made, quant, per_channel, VOCAB, {}) == ()
     return made
 
 
