@@ -31,6 +31,19 @@ def functional(program: ExportedProgram) -> ExportedProgram:
             outputs.append(OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(value.name), states[state.name]))
             written.append(value)
             graph.erase_node(node)
+        elif node.target is aten.to.dtype:
+            source, dtype = node.args[:2]
+            if source.meta["val"].dtype == dtype and output not in node.users:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+            else:
+                node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+        elif node.target in (aten.reshape.default, aten.flatten.using_ints):
+            node.target, node.args = aten.view.default, (node.args[0], list(node.meta["val"].shape))
+        elif node.target is aten.chunk.default:
+            source, dim = node.args[0], node.args[2] if len(node.args) > 2 else 0
+            sizes = [part.shape[dim] for part in node.meta["val"]]
+            node.target, node.args = aten.split_with_sizes.default, (source, sizes, dim)
         elif node.target is aten.clamp_.default:  # olmo's, on a linear's result, which has no views
             node.target = aten.clamp.default
             node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
