@@ -14,11 +14,10 @@ from torch.export import ExportedProgram
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.executorch.caches import emptied_caches
 from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import untouch
-from ssdevice.export.executorch.speed import faster
+from ssdevice.export.executorch.speed import emptied_caches, faster
 from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet

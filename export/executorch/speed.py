@@ -1,4 +1,4 @@
-"""Faster lowering: skips work that ExecuTorch 1.4 does for other kinds of models.
+"""Faster lowering: skips work that ExecuTorch 1.4 does for other kinds of models, and forgets what it has lowered.
 
 The resulting program has the same operators. A lowering is a long row of passes over a graph of thousands of operators.
 Most of them trace the graph anew, at about a millisecond for each operator, whether or not they change anything. Some
@@ -16,9 +16,10 @@ from unittest.mock import patch
 
 import torch.fx.traceback
 from torch._C import DispatchKey
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten
 
 from ssdevice.export.executorch.partitions import partitions_merged_by_masks
@@ -78,6 +79,34 @@ def faster() -> Iterator[None]:
         partitions_merged_by_masks(),
     ):
         yield
+
+
+@contextmanager
+def emptied_caches() -> Iterator[None]:
+    """In this context nothing that is lowered is remembered longer than it is needed, and with it its graphs.
+
+    ExecuTorch compares each graph with its partitioned copy and remembers all pairs of nodes that it compared, and
+    the last node that a partition cannot have, to log it.
+    """
+    from executorch.exir.backend import backend_api, utils
+
+    compare = backend_api.is_identical_graph
+
+    def identical(one: Any, other: Any) -> Any:
+        try:
+            return compare(one, other)
+        finally:
+            utils.is_same_node.cache_clear()
+
+    try:
+        with (
+            patch.object(backend_api, "is_identical_graph", identical),
+            patch.object(utils.WhyNoPartition, "__call__", lambda *_, **__: None),
+        ):
+            yield
+    finally:
+        FakeTensorMode.cache_clear()
+        proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()  # of the last trace
 
 
 @contextmanager

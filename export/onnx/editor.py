@@ -38,7 +38,7 @@ class Editor:
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
         self._made = 0
 
-    def constant(self, array: np.ndarray[Any, Any], name: str | None = None, role: Role | None = None) -> ir.Value:
+    def constant(self, array: np.ndarray[Any, Any], name: str | None = None) -> ir.Value:
         """An initializer with this content; small equal ones without a name are shared."""
         key = (array.tobytes() if name is None else b"", str(array.dtype), array.shape)
         if name is None and key in self._constants:
@@ -48,17 +48,15 @@ class Editor:
             return known
         chosen = name or self._name("const")
         value = ir.val(chosen, const_value=ir.Tensor(array, name=chosen))
-        if role is not None:
-            value.meta[ROLE] = role
         self.graph.register_initializer(value)
         if name is None:
             self._constants[key] = value
         return value
 
-    def named(self, name: str, content: Callable[[], np.ndarray[Any, Any]], role: Role | None = None) -> ir.Value:
+    def named(self, name: str, content: Callable[[], np.ndarray[Any, Any]]) -> ir.Value:
         """The initializer of this name, which is made for the first node that reads it."""
         known = self.graph.initializers.get(name)
-        return known if known is not None else self.constant(content(), name, role)
+        return known if known is not None else self.constant(content(), name)
 
     def ints(self, *values: int) -> ir.Value:
         """An int64 vector."""

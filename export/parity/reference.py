@@ -178,9 +178,9 @@ def random_prompt(g: Geometry, length: int) -> list[int]:
     return [int(i) for i in draw.integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
 
 
-def run_prefill(driver: Driver, tokens: Sequence[int], chunk: int, length: int = 0) -> tuple[int, Drafts]:
-    """Prefill of tokens that follow ``length`` committed ones, chunk by chunk."""
+def run_prefill(driver: Driver, tokens: Sequence[int], chunk: int) -> tuple[int, Drafts]:
+    """Prefill of a prompt, chunk by chunk."""
     result: tuple[int, Drafts] = (0, [])
     for at in range(0, len(tokens), chunk):
-        result = driver.prefill(tokens[at : at + chunk], length + at)
+        result = driver.prefill(tokens[at : at + chunk], at)
     return result

@@ -14,8 +14,8 @@ pytest.importorskip("executorch", reason="needs the executorch extra")
 from executorch.exir.backend import backend_api, utils
 
 from ssdevice.config import Mode, Schedule
-from ssdevice.export.executorch.caches import emptied_caches
 from ssdevice.export.executorch.exporter import ExecutorchExporter
+from ssdevice.export.executorch.speed import emptied_caches
 from ssdevice.export.plan import Quant
 from tests.export.executorch import programs
 
