@@ -69,10 +69,10 @@ def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 @kernel("cast", "x")
 def _cast(x: Tensor, *, dtype: str) -> Tensor:
     # Floats are float32 here; every output is rounded to its declared type, which does the narrowing to float16.
-    target = BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))
-    if target is None:
+    wanted = BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))
+    if wanted is None:
         raise ExecutionError(f"type {dtype!r} is not supported")
-    return x.astype(target.held, copy=False)
+    return x.astype(wanted.held, copy=False)
 
 
 # Products of matrices.
