@@ -100,7 +100,7 @@ class ExecutorchExporter(Exporter):
             # Apps differ only in what their slots hold, so one of them shows what is computed.
             with held_values(model, folder), filled(model, shown):
                 followed = follow_traced(reference, specs, programs, bounds, partial(report, len(specs)))
-            products = {name: Recorder(program).weights() for name, program in programs.items()}
+            products = {name: [weight for weight, *_ in Recorder(made).linears] for name, made in programs.items()}
             programs |= set_adapter(model)
             delegated = lower(programs, partitioner(), constants, file, report, dict(slots_of(model)))
         del programs

@@ -18,7 +18,7 @@ import torch.fx.traceback
 from torch._C import DispatchKey
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Interpreter, Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten
 
@@ -75,7 +75,6 @@ def faster() -> Iterator[None]:
         _decomposed_once(),
         _results_kept(),
         _weights_shared(),
-        _code_when_called(),
         partitions_merged_by_masks(),
     ):
         yield
@@ -216,27 +215,5 @@ def _weights_shared() -> Iterator[None]:
     with (
         patch.object(backend_api, "copy", SimpleNamespace(deepcopy=copied, copy=copy.copy)),
         patch.object(NamedDataStore, "add_named_data", shared),
-    ):
-        yield
-
-
-@contextmanager
-def _code_when_called() -> Iterator[None]:
-    """A graph becomes Python code when it is called, not whenever it changes: passes interpret it."""
-    generate = GraphModule.recompile
-
-    def later(self: GraphModule) -> None:
-        spec = getattr(self.graph._codegen, "pytree_info", None)
-        if spec is not None:
-            self._in_spec, self._out_spec = spec.in_spec, spec.out_spec
-        type(self).forward = forward
-
-    def forward(self: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        generate(self)  # which puts the code in the place of this function
-        return self.forward(*args, **kwargs)
-
-    with (
-        patch.object(GraphModule, "recompile", later),
-        patch.object(GraphModule, "__str__", lambda _: "a graph"),  # for messages that nobody reads
     ):
         yield

@@ -105,10 +105,6 @@ class Recorder(fx.Interpreter):
         self.wanted = {node for _, rows, result in self.linears for node in (rows, result)}
         self.seen: dict[fx.Node, Array] = {}
 
-    def weights(self) -> list[str]:
-        """The model's names of the matrices of all products, in order."""
-        return [name for name, _, _ in self.linears]
-
     def call(self, integers: list[Tensor], state: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Product]]:
         """The program's outputs, and its products in order. Writes the tensors of ``state``, by their names."""
         signature, program = self.program.graph_signature, self.program

@@ -74,17 +74,3 @@ def test_partitions_merge_where_a_walk_through_the_graph_says_so() -> None:
                 one.nodes.update(other.nodes)
             answers.add(merged)
     assert answers == {True, False}
-
-
-def test_a_graph_is_code_when_it_is_called() -> None:
-    with faster():
-        graph = Graph()
-        x = graph.placeholder("x")
-        last = graph.output(graph.call_function(torch.neg, (x,)))
-        module = GraphModule(nn.Module(), graph)
-        assert "_code" not in vars(module)
-        assert module(torch.ones(1)).item() == -1
-        last.args = (x,)
-        module.recompile()
-        assert module(torch.ones(1)).item() == 1
-    assert module(torch.ones(1)).item() == 1
