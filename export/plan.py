@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
-from ssdevice.bundle.manifest import NAME, Precision
+from ssdevice.bundle.manifest import LONGER, NAME, Precision
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Schedule
 from ssdevice.contract import (
@@ -207,6 +207,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
+    base = load_base(
+        folder, values=False
+    )  # before whole files are hashed, of which a header says that they are damaged
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
@@ -236,12 +239,12 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=chunk,
         hidden=int(config.hidden_size) if options.choose else 0,
     )
-    schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
+    schedule = _schedule(options, target, apps)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, base.parameters,
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
-        (*check_settings(tokenizer, folder, options.choose), *base.notes, *notes),
+        (*check_settings(tokenizer, folder, options.choose), *_longer(options.context, config), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
@@ -250,6 +253,12 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         check_app(plan.of(app))
     target.check(plan)
     return plan
+
+
+def _longer(context: int, config: Any) -> tuple[str, ...]:
+    """A note for a context beyond the positions that the model was made for; if they are a table, it is refused."""
+    known = getattr(config, "max_position_embeddings", None)
+    return () if known is None or context <= known else (f"{LONGER}: {context} tokens, {known} positions",)
 
 
 def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
