@@ -200,6 +200,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     from ssdevice.export.calibration.job import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
     from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
+    from ssdevice.model.stored import stored_tensors
     from ssdevice.model.tokenizer import shared_tokenizer
     from ssdevice.text.tokenizer import check_instruction
 
@@ -207,9 +208,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
-    base = load_base(
-        folder, values=False
-    )  # before whole files are hashed, of which a header says that they are damaged
+    stored_tensors(folder)  # before whole files are hashed, of which a header says that they are damaged
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
@@ -239,7 +238,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         chunk=chunk,
         hidden=int(config.hidden_size) if options.choose else 0,
     )
-    schedule = _schedule(options, target, apps)
+    schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, base.parameters,
