@@ -18,7 +18,7 @@ from torch import nn
 from ssdevice.errors import ParityError
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.file import Data, Graph, Table, payload_of, read_program
+from ssdevice.runtime.executorch.file import Data, Graph, Table, read_program
 
 FULLY_CONNECTED = 2
 """Member of the union XNodeUnion."""
@@ -77,7 +77,7 @@ def _same(stored: Array, linear: nn.Linear) -> bool:
 def _methods(data: Data, program: Table) -> Iterator[tuple[str, Iterator[Array]]]:
     """Every method's weights ``[N, K]``, dequantized."""
     for plan in program.tables(1):
-        graphs = (Graph(payload_of(data, program, entry), data, program) for entry in plan.tables(7))
+        graphs = (Graph(entry, data, program) for entry in plan.tables(7))
         yield plan.text(0), (weight for graph in graphs for weight in _weights(graph))
 
 

@@ -96,7 +96,7 @@ class _Plan:
         """
         if entry.text(0) == program.COREML:
             return []
-        graph = program.Graph(program.payload_of(self.data, self.root, entry), self.data, self.root)
+        graph = program.Graph(entry, self.data, self.root)
         for number in range(1, len(graph.constants)):  # the first stands for no constant
             graph.place(number)
         tensors = {name: tensor for name, (tensor, _) in graph.values.items()}

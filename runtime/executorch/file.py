@@ -190,11 +190,12 @@ def named_segments(program: Table) -> dict[str, Table]:
 
 
 class Graph:
-    """A graph of XNNPACK, the ``payload`` of a delegate. ``values``: tensors and how they are quantized, by number."""
+    """A graph of XNNPACK, the data of a delegate ``entry``. ``values``: tensors and how they are quantized, by number."""
 
-    def __init__(self, payload: bytes, data: Data, program: Table) -> None:
+    def __init__(self, entry: Table, data: Data, program: Table) -> None:
+        payload = payload_of(data, program, entry)
         if payload[4:8] != XNNPACK:
-            raise ValueError(f"a delegate that begins like {payload[4:8]!r}, not as those of XNNPACK")
+            raise ValueError(f"a delegate of {entry.text(0)[:60]!r} that begins like {payload[4:8]!r}")
         at, size, self.first = struct.unpack_from("<III", payload, 10)
         graph = payload[at : at + size]
         if graph[4:8] not in GRAPHS:
