@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from time import sleep
 
-from ssdevice.bench.beside import by_token
 from ssdevice.bench.machine import Load, LoadWatch
 from ssdevice.bench.runner import WARM_UP_PROMPTS, BenchOptions, Measured, take_turns
 from ssdevice.bench.statistics import Interval
-from ssdevice.errors import InputError
 from ssdevice.peers.arm import PEERS, Arm, Setup, Skip, UnavailableError
 from ssdevice.peers.remote import SETTLE_SECONDS, Worker
 from ssdevice.progress import Report, track
@@ -49,15 +47,14 @@ class Comparison:
         return row.measured.differing(plain.measured)
 
     @property
-    def fastest_plain_peer(self) -> Row | None:
-        """The plain arm of another engine that decodes fastest; None if there is none."""
+    def baseline(self) -> Row:
+        """The plain arm of another engine that decodes fastest, or that of the first bundle if there is none."""
         plain = [row for row in self.rows if not row.arm.ours and row.arm.plain is None]
-        return max(plain, key=lambda row: row.measured.tokens_per_second.median, default=None)
+        return max(plain, key=lambda row: row.measured.tokens_per_second.median, default=self.rows[0])
 
-    def over_fastest(self, row: Row) -> Interval | None:
-        """How many times as fast by token an arm is as the fastest plain peer."""
-        fastest = self.fastest_plain_peer
-        return by_token(row.measured, fastest.measured) if fastest is not None else None
+    def over_baseline(self, row: Row) -> Interval | None:
+        """How many times as fast by token an arm is as the baseline; None for itself."""
+        return row.measured.over(self.baseline.measured) if row is not self.baseline else None
 
 
 def offers(setup: Setup, without: Sequence[str], report: Report) -> list[Arm | Skip]:
@@ -74,10 +71,8 @@ def compare(
     """Answer every prompt (token ids) with every arm, ``options.rounds`` times.
 
     Arms of peers that cannot be opened are skipped. Raises UnavailableError for a bundle that cannot be opened,
-    SSDeviceError for an engine that fails later, InputError without prompts.
+    SSDeviceError for an engine that fails later.
     """
-    if not prompts:
-        raise InputError("there are no prompts to compare engines on")
     skipped = [found for found in offered if isinstance(found, Skip)]
     arms = [found for found in offered if isinstance(found, Arm)]
     workers: list[Worker] = []

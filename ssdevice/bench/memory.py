@@ -27,7 +27,7 @@ class ProcessMemory:
 
 
 def measure_memory(
-    bundle: Path, app: str | None, mode: str, options: EngineOptions, prompt: Sequence[int], max_tokens: int
+    bundle: Path, app: str | None, options: EngineOptions, mode: str, prompt: Sequence[int], max_tokens: int
 ) -> ProcessMemory:
     """The memory of a fresh process that opens a bundle and answers a prompt twice. Raises SSDeviceError."""
     asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]

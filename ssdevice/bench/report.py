@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -48,6 +48,7 @@ def as_json(
     speedup = result.speedup
     differing = {name: result.differing(name) for name in result.modes}
     return {
+        "title": "{bundle}: {precision} {target}, app {app}".format(**setting),
         **setting,
         "tree": geometry.tree.to_json(),
         "gamma": geometry.gamma,
@@ -111,32 +112,6 @@ TITLES = {
 }
 
 
-def title(report: Json, bundle: str) -> str:
-    """What was measured, with the name or the path of the bundle."""
-    return f"{bundle}: {report['precision']} {report['target']}, app {report['app']}"
-
-
-def processor(machine: Json) -> str:
-    """The processor in words: name, cores and the instructions that matter."""
-    return f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})"
-
-
-def heading(report: Json, words: str) -> list[str]:
-    """The first lines of a report: its title, and whether its times count."""
-    lines = [f"## {words}", ""]
-    if not report["valid"]:
-        lines += [f"**Not valid:** {why_not_valid(report)}", ""]
-    return lines
-
-
-def why_not_valid(report: Json) -> str:
-    """Why the times of a report with ``valid: false`` do not count."""
-    return (
-        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
-        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
-    )
-
-
 def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
     """The bounds of an interval in brackets, after ``label``; empty if it has none."""
     low, high = interval["low"], interval["high"]
@@ -149,39 +124,83 @@ def prompts_of(report: Json) -> str:
     return f"{count(report['prompts'], 'prompt')} of {report['data']}{long}"
 
 
+def conditions(report: Json) -> str:
+    """How the numbers of a report came about, in words."""
+    chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items())
+    machine, threads = report["machine"], report["threads"]
+    used = count(threads, "thread") if threads else "the engine's threads"
+    return (
+        f"{prompts_of(report)}, {chosen or 'greedy'}, at most {count(report['max_tokens'], 'token')}, "
+        f"{count(report['rounds'], 'round')}, {used}, context {report['context']}, "
+        f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})."
+    )
+
+
+def described(report: Json) -> str:
+    """The bundle of a report of ``as_json``, in words."""
+    own, kernels = report["app_bytes"], "our kernels" if report["kernels"] else "the engine's kernels"
+    return (
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB"
+        f"{f', {own / 1e6:.1f} MB of them only for the app' if own else ''}, "
+        f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
+        f"{report['schedule']} schedule, {kernels}."
+    )
+
+
+def why_not_valid(report: Json) -> str:
+    """Why the times of a report with ``valid: false`` do not count."""
+    return (
+        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
+        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
+    )
+
+
+def heading(report: Json) -> list[str]:
+    """The first lines of a report: its title, whether its times count, and how they came about."""
+    invalid = [] if report["valid"] else [f"**Not valid:** {why_not_valid(report)}", ""]
+    return [f"## {report['title']}", "", *invalid, conditions(report)]
+
+
+def table(*rows: Sequence[str]) -> list[str]:
+    """A table in Markdown; the first row is its head."""
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return ["", head, "|---" * len(rows[0]) + "|", *rest, ""]
+
+
+def quartiles(arm: Json) -> str:
+    """Those of an arm's tokens per second over the rounds."""
+    return "{q1:.1f}..{q3:.1f}".format(**arm["spread"]["tokens_per_second"])
+
+
+COLUMNS = (
+    "", "tokens/s", "quartiles", "tokens/step", "ms/step", "host µs/step", "TTFT ms", "prefill tokens/s", "resident MB",
+    "peak MB",
+)  # fmt: skip
+
+
 def as_markdown(report: Json) -> str:
     """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
-    lines = heading(report, title(report, report["bundle"]))
-    threads = count(report["threads"], "thread") if report["threads"] else "the engine's threads"
-    threads += ", our kernels" if report["kernels"] else ""
-    lines += [
-        f"{prompts_of(report)}, at most {count(report['max_tokens'], 'token')}, "
-        f"{count(report['rounds'], 'round')}, {threads}, {processor(report['machine'])}.",
-        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
-        f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
-        f"{report['schedule']} schedule, context {report['context']}.",
-        "",
-        "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s "
-        "| resident MB | peak MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, mode in report["arms"].items():
-        rounds = mode["spread"]["tokens_per_second"]
-        memory = " | ".join(
-            f"{mode[key]:.0f}" if mode[key] is not None else "" for key in ("resident_mb", "peak_rss_mb")
-        )
-        lines.append(
-            f"| {TITLES[name]} | {mode['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
-            f"| {mode['tokens_per_step']:.2f} | {mode['native_ms_per_step']:.2f} | {mode['host_us_per_step']:.0f} "
-            f"| {mode['ttft_ms']:.1f} | {mode['prefill_tokens_per_second']:.0f} | {memory} |"
-        )
-    lines.append("")
+    lines = [*heading(report), described(report), *table(COLUMNS, *(_cells(*each) for each in report["arms"].items()))]
     if report["speedup"] is not None:
         interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
         lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
     lines.append(_equality(report))
-    lines += _acceptance(report) + _quality(report["quality"])
+    if SPECULATIVE in report["arms"]:
+        lines += _acceptance(report)
+    for name, columns in report["quality"].items():
+        if name != "metric":
+            values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
+            lines += ["", f"Quality, {TITLES[name]}: {', '.join(values)}."]
     return "\n".join(lines)
+
+
+def _cells(name: str, arm: Json) -> list[str]:
+    memory = [f"{arm[key]:.0f}" if arm[key] is not None else "" for key in ("resident_mb", "peak_rss_mb")]
+    return [
+        TITLES[name], f"{arm['tokens_per_second']:.1f}", quartiles(arm), f"{arm['tokens_per_step']:.2f}",
+        f"{arm['native_ms_per_step']:.2f}", f"{arm['host_us_per_step']:.0f}", f"{arm['ttft_ms']:.1f}",
+        f"{arm['prefill_tokens_per_second']:.0f}", *memory,
+    ]  # fmt: skip
 
 
 def _equality(report: Json) -> str:
@@ -196,25 +215,9 @@ def _equality(report: Json) -> str:
 
 
 def _acceptance(report: Json) -> list[str]:
-    speculative = report["arms"].get(SPECULATIVE)
-    if speculative is None:
-        return []
-    histogram = speculative["accepted_histogram"]
-    total = max(sum(histogram), 1)
-    shares = ", ".join(f"{n}: {count / total:.0%}" for n, count in enumerate(histogram, 1))
-    lines = ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", ""]
-    table = report["acceptance_by_stream_and_rank"]
-    lines.append("| stream | " + " | ".join(f"rank {r}" for r in range(report["k"])) + " |")
-    lines.append("|---|" + "---|" * report["k"])
-    lines += [f"| {j} | " + " | ".join(f"{share:.1%}" for share in row) + " |" for j, row in enumerate(table, 1)]
-    return lines
-
-
-def _quality(quality: Json) -> list[str]:
-    lines: list[str] = []
-    for name, columns in quality.items():
-        if name == "metric":
-            continue
-        values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
-        lines += ["", f"Quality, {TITLES[name]}: " + ", ".join(values) + "."]
-    return lines
+    histogram = report["arms"][SPECULATIVE]["accepted_histogram"]
+    shares = ", ".join(f"{n}: {steps / max(sum(histogram), 1):.0%}" for n, steps in enumerate(histogram, 1))
+    held = report["acceptance_by_stream_and_rank"]
+    rows = [[str(stream), *(f"{share:.1%}" for share in ranks)] for stream, ranks in enumerate(held, 1)]
+    columns = ["stream", *(f"rank {rank}" for rank in range(report["k"]))]
+    return ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", *table(columns, *rows)[:-1]]

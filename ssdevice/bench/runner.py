@@ -65,9 +65,22 @@ class Measured:
             if any(answers[at].tokens != expected.tokens for answers in self.rounds)
         ]
 
-    def per_round(self, value: Callable[[Sequence[Generation]], float]) -> Spread:
-        """Spread over rounds of ``value``, which maps the answers of a round to a number."""
-        return spread([value(answers) for answers in self.rounds])
+    def over(self, other: Measured) -> Interval | None:
+        """Time of ``other`` over time of this by emitted token; None if no prompt took a step in both.
+
+        Answers may differ, so tokens are compared and not answers, prompt by prompt.
+        """
+        pairs = [
+            (theirs.decode_seconds / sum(theirs.accepted), mine.decode_seconds / sum(mine.accepted))
+            for answers in zip(self.rounds, other.rounds, strict=True)
+            for mine, theirs in zip(*answers, strict=True)
+            if mine.steps and theirs.steps
+        ]
+        return speedup(*zip(*pairs, strict=True)) if pairs else None
+
+    def per_round(self, value: Callable[[Generation], float]) -> Spread:
+        """Spread over rounds of ``value``, which maps the total of a round to a number."""
+        return spread([value(Generation.total(answers)) for answers in self.rounds])
 
     def seconds(self) -> list[float]:
         """Decoding time of each prompt that took a step: the median over rounds."""
@@ -83,41 +96,37 @@ class Measured:
     @property
     def tokens_per_second(self) -> Spread:
         """Tokens emitted by steps over the time of steps, without prefill."""
-        return self.per_round(lambda answers: _ratio(_emitted(answers), sum(a.decode_seconds for a in answers)))
+        return self.per_round(lambda total: total.tokens_per_second)
 
     @property
     def tokens_per_step(self) -> float:
         """β over all prompts: tokens emitted by steps (after truncation) over steps."""
-        return _per_step(self.answers, _emitted(self.answers))
+        return Generation.total(self.answers).tokens_per_step
 
     @property
     def ttft_ms(self) -> Spread:
         """Median over prompts of the time to the first token."""
-        return self.per_round(lambda answers: median(a.prefill_seconds * 1e3 for a in answers))
+        return spread([median(a.prefill_seconds * 1e3 for a in answers) for answers in self.rounds])
 
     @property
     def prefill_tokens_per_second(self) -> Spread:
         """Prompt tokens over the time to the first token."""
-        return self.per_round(
-            lambda answers: _ratio(sum(a.prompt_tokens for a in answers), sum(a.prefill_seconds for a in answers))
-        )
+        return self.per_round(lambda total: total.prompt_tokens / total.prefill_seconds)
 
     @property
     def host_us_per_step(self) -> Spread:
         """Microseconds of a step outside the target's runtime: loop, cache and text."""
-        return self.per_round(
-            lambda answers: _per_step(answers, sum(a.decode_seconds - a.native_seconds for a in answers) * 1e6)
-        )
+        return self.per_round(lambda total: total.host_us_per_step)
 
     @property
     def ms_per_step(self) -> Spread:
         """Milliseconds of a step, with the host's work; 0 without steps."""
-        return self.per_round(lambda answers: _per_step(answers, sum(a.decode_seconds for a in answers) * 1e3))
+        return self.per_round(lambda total: total.decode_seconds * 1e3 / max(1, total.steps))
 
     @property
     def native_ms_per_step(self) -> Spread:
         """Milliseconds of a step inside the target's runtime."""
-        return self.per_round(lambda answers: _per_step(answers, sum(a.native_seconds for a in answers) * 1e3))
+        return self.per_round(lambda total: total.native_seconds * 1e3 / max(1, total.steps))
 
 
 @dataclass(frozen=True)
@@ -172,36 +181,20 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
     Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all of them
     alike. Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
     """
-    (result,) = measure_beside([session], examples, options, report)
-    return result
-
-
-def measure_beside(
-    sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
-) -> list[BenchResult]:
-    """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
-    readers = [(each.tokenizer, each.instruction, each.engine.geometry.context) for each in sessions]
-    kept, prompts = fitting(examples, readers, options.skip_long)
-    modes = [
-        {
-            name: Measured(name)
-            for name in available_modes(session.engine.functions, session.streams)
-            if options.sampling is None or name != PLAIN_STEP
-        }
-        for session in sessions
-    ]
-    lanes = [(i, name) for i, names in enumerate(modes) for name in names]
-    acceptance = [Acceptance() for _ in sessions]
+    context = session.engine.geometry.context
+    kept, prompts = fitting(examples, session.tokenizer, session.instruction, context, options.skip_long)
+    names = available_modes(session.engine.functions, session.streams)
+    modes = [Measured(name) for name in names if options.sampling is None or name != PLAIN_STEP]
+    acceptance = Acceptance()
     for ids in prompts[:WARM_UP_PROMPTS]:
-        for i, name in lanes:
-            timed_answer(sessions[i], ids[i], name, options)
+        for mode in modes:
+            timed_answer(session, ids, mode.name, options)
     watch = LoadWatch()
-    for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
-        i, name = lanes[lane]
-        counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-        modes[i][name].add(number, timed_answer(sessions[i], prompts[at][i], name, options, counts))
-    load, skipped = watch.load(), len(examples) - len(kept)
-    return [BenchResult(kept, found, counts, load, skipped) for found, counts in zip(modes, acceptance, strict=True)]
+    for number, at, lane in take_turns(options.rounds, len(prompts), len(modes), report):
+        mode = modes[lane]
+        counts = acceptance if number == 0 and mode.name == SPECULATIVE else None
+        mode.add(number, timed_answer(session, prompts[at], mode.name, options, counts))
+    return BenchResult(kept, {mode.name: mode for mode in modes}, acceptance, watch.load(), len(examples) - len(kept))
 
 
 def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:
@@ -230,15 +223,3 @@ def timed_answer(
     if acceptance is not None:
         acceptance.add(session.last.tokens[first - 1 :], steps)
     return session.last
-
-
-def _emitted(answers: Sequence[Generation]) -> int:
-    return sum(sum(a.accepted) for a in answers)
-
-
-def _per_step(answers: Sequence[Generation], total: float) -> float:
-    return _ratio(total, sum(a.steps for a in answers))
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else 0.0

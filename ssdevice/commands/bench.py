@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,6 @@ from ssdevice.errors import InputError
 
 if TYPE_CHECKING:
     from ssdevice.bench.runner import BenchOptions, BenchResult
-    from ssdevice.data import Example
     from ssdevice.runtime.sampling.options import Sampling
     from ssdevice.runtime.session import Session
 
@@ -38,10 +35,9 @@ PROFILE_PROMPTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bench BUNDLE [BESIDE] --data FILE``."""
+    """``ssdevice bench BUNDLE --data FILE``."""
     add = parser.add_argument
     add_bundle(parser)
-    add("beside", type=Path, nargs="?", metavar="BESIDE", help="another bundle, measured in turn with the first")
     add_measuring(parser)
     add("--metric", choices=METRICS, help="of quality (default: by the data)")
     add("--profile", action="store_true", help="instead, show where the time of a call goes")
@@ -79,6 +75,11 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
+    from ssdevice.bench.quality import check_metric
+    from ssdevice.bench.report import as_markdown
+    from ssdevice.bench.runner import measure
+    from ssdevice.commands.progress import Progress
+
     sampling_of(args)
     _check_options(args)
     examples = read_examples(args.data, args.limit, require_completion=False)
@@ -88,45 +89,22 @@ def run(args: argparse.Namespace) -> int:
         with open_session(args, profile=True) as session:
             show(profile(session, examples[:PROFILE_PROMPTS], args.max_tokens), as_json=False)
         return 0
-    folders = [args.bundle] if args.beside is None else [args.bundle, args.beside]
-    finish(args, *_measure(args, folders, examples, bench_options(args)))
+    check_metric(examples, args.metric)
+    with open_session(args) as session, Progress(args.quiet) as progress:
+        options = replace(bench_options(args), sampling=sampling_of(args, session.bundle))
+        report = _report(args, session, measure(session, examples, options, progress.report), options)
+    finish(args, report, as_markdown(report))
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
     check_measuring(args)
-    if args.profile and args.beside is not None:
-        raise InputError(f"--profile takes one bundle; leave out {args.beside}")
     if args.profile:
         measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
         refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
         choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
         refuse_ignored(args, "--profile chooses tokens greedily", *choices)
-
-
-def _measure(
-    args: argparse.Namespace, folders: Sequence[Path], examples: Sequence[Example], options: BenchOptions
-) -> tuple[dict[str, Any], str]:
-    """The report of one bundle, or of two beside each other, and the same as Markdown."""
-    from ssdevice.bench import beside
-    from ssdevice.bench.quality import check_metric
-    from ssdevice.bench.report import as_markdown
-    from ssdevice.bench.runner import measure_beside
-    from ssdevice.commands.progress import Progress
-
-    check_metric(examples, args.metric)
-    with ExitStack() as stack:
-        sessions = [stack.enter_context(open_session(args, folder=folder)) for folder in folders]
-        options = replace(options, sampling=sampling_of(args, sessions[0].bundle))
-        progress = stack.enter_context(Progress(args.quiet))
-        results = measure_beside(sessions, examples, options, progress.report)
-        reports = [_report(args, *measured, options) for measured in zip(folders, sessions, results, strict=True)]
-    report, texts = reports[0], [as_markdown(one) for one in reports]
-    if len(reports) > 1:
-        report["beside"] = beside.compare(*results) | {"report": reports[1]}
-        texts[-1] += "\n\n" + beside.as_markdown(report["beside"], *map(str, folders))
-    return report, "\n\n".join(texts)
 
 
 def finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
@@ -150,9 +128,7 @@ def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
     return {name: value for name, value in to_json(sampling).items() if value != plain[name]} if sampling else None
 
 
-def _report(
-    args: argparse.Namespace, folder: Path, session: Session, result: BenchResult, options: BenchOptions
-) -> dict[str, Any]:
+def _report(args: argparse.Namespace, session: Session, result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     from ssdevice.bench.machine import installed
     from ssdevice.bench.memory import measure_memory
     from ssdevice.bench.report import as_json, quality_of
@@ -160,10 +136,10 @@ def _report(
     assert session.bundle is not None
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
-    engine = engine_options(args)
-    memory = {name: measure_memory(folder, args.app, name, engine, first, options.max_tokens) for name in result.modes}
+    opened, most = (args.bundle, args.app, engine_options(args)), options.max_tokens
+    memory = {name: measure_memory(*opened, name, first, most) for name in result.modes}
     setting = {
-        "bundle": str(folder),
+        "bundle": str(args.bundle),
         "app": args.app or manifest.default_app,
         "target": manifest.target,
         "precision": manifest.precision.value,

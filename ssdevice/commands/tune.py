@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
             for number, bundle in enumerate(bundles)
         ]
         first = sessions[0]
-        reader = (first.tokenizer, first.instruction, first.engine.geometry.context)
-        prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
+        context = first.engine.geometry.context
+        _, prompts = fitting(examples, first.tokenizer, first.instruction, context, file=args.data)
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
             timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
@@ -191,7 +191,7 @@ def _trials(
     plan = plans[0][0]
     if table is not None:
         table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)
-    fitting(examples, [(plan.tokenizer, plan.apps[0].instruction, plan.geometry.context)], file=args.data)
+    fitting(examples, plan.tokenizer, plan.apps[0].instruction, plan.geometry.context, file=args.data)
     return [export_plan(plan, target, progress.report) for plan, target in plans]
 
 

@@ -116,12 +116,10 @@ class _Checks:
         folder, other = self._reference(), _other_bundle(args, bundle)
         with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
             engine, tokenizer = session.engine, session.tokenizer
+            context = engine.geometry.context
+            prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
             if examples:
-                reader = (tokenizer, session.instruction, engine.geometry.context)
-                prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
-            else:
-                room = engine.geometry.context - 1
-                prompts = [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[:limit]]
+                _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
             if VERIFY not in engine.functions:
                 refuse_ignored(args, "this app's host has no choice (export --choose host) or no drafts", "--seeds")
             shown, precision = self._engine_with_logits(bundle), bundle.manifest.precision
