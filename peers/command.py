@@ -6,20 +6,25 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ssdevice.adapters.base_files import weights_sha256
+from ssdevice.bench.comparable import check_base, check_same
+from ssdevice.bench.prompts import fitting
+from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import App
 from ssdevice.bundle.staging import check_writable
 from ssdevice.commands.bench import add_measuring, bench_options, check_measuring, finish
 from ssdevice.commands.opening import add_engine, add_signature, engine_options, open_bundle, positive, refuse_ignored
+from ssdevice.commands.progress import Progress
 from ssdevice.commands.sampling import HELP, flag
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
-from ssdevice.peers.arm import PEERS, SAMPLING, Setup
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import App
-    from ssdevice.peers.arm import Arm, Skip
+from ssdevice.peers import ours, two_models
+from ssdevice.peers.arm import PEERS, SAMPLING, Arm, Setup, Skip
+from ssdevice.peers.compare import compare, offers
+from ssdevice.peers.table import as_json, as_markdown
+from ssdevice.runtime.opened import tokenizer_of
+from ssdevice.runtime.sampling.options import Sampling
 
 GGUF = "model.gguf"
 LOOKUP = (2, 10)
@@ -58,14 +63,6 @@ def run(args: argparse.Namespace) -> int:
     Prompts are those of the first bundle's app: its chat template and its instruction, for every engine alike. Raises
     InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
     """
-    from ssdevice.bench.comparable import check_same
-    from ssdevice.bench.prompts import fitting
-    from ssdevice.commands.progress import Progress
-    from ssdevice.peers import ours, two_models
-    from ssdevice.peers.compare import compare, offers
-    from ssdevice.peers.table import as_json, as_markdown
-    from ssdevice.runtime.opened import tokenizer_of
-
     pythons = _check_options(args)
     examples, options = read_examples(args.data, args.limit, require_completion=False), bench_options(args)
     bundles = [open_bundle(args, folder) for folder in args.bundles]
@@ -114,8 +111,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> dict[str, str]:
     """The interpreters by peer. Raises InputError, before any work, for options that cannot be carried out."""
-    from ssdevice.runtime.sampling.options import Sampling
-
     check_measuring(args)
     Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
     if args.model is None:
@@ -142,9 +137,6 @@ def _named_python(text: str) -> tuple[str, str]:
 
 
 def _check_weights(bundles: Sequence[Bundle], model: Path | None) -> None:
-    from ssdevice.adapters.base_files import weights_sha256
-    from ssdevice.bench.comparable import check_base
-
     what, sha256 = f"the base of {bundles[0].folder}", bundles[0].manifest.model.sha256
     if model is not None:
         if not model.is_dir():

@@ -52,7 +52,6 @@ class BundleEngine:
         self._sampling = Sampling(**sampling) if sampling else None
         self._session = Session.open(bundle, app=app, options=EngineOptions(**options))
         self._mode = mode
-        assert self._session.bundle is not None
         manifest = self._session.bundle.manifest
         self.version = f"ssdevice {__version__}, {manifest.target}"
         self.weights = manifest.precision.value

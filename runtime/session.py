@@ -152,7 +152,7 @@ class Session(OpenBundle):
 
     def sampling(self, **asked: Any) -> Sampling:
         """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
-        return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
+        return Sampling.sampled(self._bundle.manifest.sampling if self._bundle is not None else None, **asked)
 
     def cancel(self) -> None:
         """End the answer under way after the call of the model that is made now. Any thread may call this."""

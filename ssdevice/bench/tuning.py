@@ -10,7 +10,6 @@ from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.machine import cpu_name, instructions
 from ssdevice.bench.modes import answer, forcer, lead, plain_of
 from ssdevice.bench.runner import BenchOptions, Measured, take_turns, timed_answer
-from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
@@ -69,7 +68,7 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
 
 
 def measure_costs(
-    bundles: Sequence[tuple[Session, Manifest]],
+    sessions: Sequence[Session],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     options: EngineOptions,
@@ -81,10 +80,10 @@ def measure_costs(
     schedules, the least counts. The table describes this device and the first bundle. Raises InputError if no answer
     has a second token.
     """
-    session, first = bundles[0]
+    session, first = sessions[0], sessions[0].bundle.manifest
     counted = BenchOptions(max_tokens=max_tokens)
-    lanes = [(each, Measured(SPECULATIVE)) for each, _ in bundles]
-    lanes += [(each, Measured("plain")) for each, _ in bundles if PLAIN in each.engine.functions][:1]
+    lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
+    lanes += [(each, Measured("plain")) for each in sessions if PLAIN in each.engine.functions][:1]
     for each, measured in lanes:
         timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
@@ -98,8 +97,8 @@ def measure_costs(
     if not all(costs):
         raise InputError("no answer has a second token, so there is no step to time")
     steps: dict[tuple[int, Schedule], float] = {}
-    for (each, manifest), cost in zip(bundles, costs, strict=False):
-        key = each.engine.geometry.tree.size, manifest.schedule
+    for each, cost in zip(sessions, costs, strict=False):
+        key = each.engine.geometry.tree.size, each.bundle.manifest.schedule
         steps[key] = min(steps.get(key, float("inf")), cost)
     return CostTable(
         device=cpu_name(),
@@ -112,7 +111,7 @@ def measure_costs(
         gamma=first.geometry.gamma,
         msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
-        plain_ms=costs[-1] if len(lanes) > len(bundles) else None,
+        plain_ms=costs[-1] if len(lanes) > len(sessions) else None,
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice.bundle.staging import write_json
 from ssdevice.commands.opening import add_bundle, check_new_file, open_session, refuse_ignored
@@ -18,10 +18,8 @@ from ssdevice.config import read_json
 from ssdevice.errors import InputError
 from ssdevice.progress import count
 from ssdevice.runtime.overflow import DROP_OLDEST, OVERFLOWS
+from ssdevice.runtime.session import Session
 from ssdevice.text.messages import SYSTEM, USER, WAITING, checked
-
-if TYPE_CHECKING:
-    from ssdevice.runtime.session import Session
 
 PROMPT, DRAFTED = "> ", "green"
 HELP = """\

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import Manifest
 from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.errors import needs_extra
 from ssdevice.runtime.target import runtime_target
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import Manifest
+from ssdevice.text.tokenizer import TOKENIZER_ROLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
-    from ssdevice.bundle.folder import Bundle
-
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
     with needs_extra(target.extra):
@@ -86,8 +83,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
-    from ssdevice.text.tokenizer import TOKENIZER_ROLE
-
     geometry = manifest.geometry.geometry
     tokenizer = manifest.roles.get(TOKENIZER_ROLE)
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice.commands.opening import add_bundle, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_answers, sampling_of
@@ -16,12 +16,10 @@ from ssdevice.config import read_json
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.session import Session
 from ssdevice.text.messages import checked
-
-if TYPE_CHECKING:
-    from ssdevice.runtime.generation import Generation
-    from ssdevice.runtime.sampling.options import Sampling
-    from ssdevice.runtime.session import Session
 
 STDIN = "-"
 

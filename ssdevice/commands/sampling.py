@@ -7,16 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice import strict_json
+from ssdevice.bundle.folder import Bundle
 from ssdevice.commands.opening import add_engine, positive, refuse_ignored
 from ssdevice.errors import InputError
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.sampling.options import Sampling
-    from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.options import DRAWING, Sampling
+from ssdevice.runtime.structure.options import Structure
 
 HELP = {
     "temperature": (float, "0 chooses the likeliest token; above, tokens are sampled"),
@@ -57,8 +55,6 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sampling_of``."""
-    from ssdevice.runtime.sampling.options import DRAWING
-
     group = parser.add_argument_group(
         "choice of tokens",
         "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
@@ -85,8 +81,6 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
     Raises InputError for a value out of range, and for options that would have no effect.
     """
-    from ssdevice.runtime.sampling.options import DRAWING, Sampling
-
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
     given["structure"] = _structure_of(args)
@@ -103,8 +97,6 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
 
 def _structure_of(args: argparse.Namespace) -> Structure | None:
-    from ssdevice.runtime.structure.options import Structure
-
     if args.json_schema is not None:
         return _named(args.json_schema, Structure.json_schema)
     if args.grammar is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.staging import check_writable
-from ssdevice.commands.opening import add_threads, positive, quiet_frameworks, refuse_ignored, use_threads, whole
+from ssdevice.commands.opening import add_threads, positive, prepare_frameworks, refuse_ignored, whole
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
 
@@ -104,11 +104,10 @@ def run(args: argparse.Namespace) -> int:
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     check_writable(args.out, "--out")
-    use_threads(args.threads)
     options = _options(args)
     _check_effect(args, options)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
-    quiet_frameworks()
+    prepare_frameworks(args.threads)
     try:
         with disk_errors(args.out), Progress(args.quiet or worker) as progress:
             result = train(options, progress.report)

@@ -46,7 +46,6 @@ def application(session: Session, *, waiting: int, hosts: Collection[str] | None
 
 class _Endpoints:
     def __init__(self, decoder: Decoder) -> None:
-        assert decoder.session.bundle is not None
         self.decoder = decoder
         self.bundle = decoder.session.bundle
         self.created = int(self.bundle.folder.stat().st_mtime)
