@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
+from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.crosscheck.check import SKIPPED, check_export
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
@@ -120,7 +120,7 @@ def make_manifest(
         schedule=plan.schedule,
         cache=result.cache,
         cache_dtype=CacheDtype(result.cache_dtype),
-        geometry=GeometrySpec.of(g),
+        geometry=g,
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
         chat=plan.tokenizer.chat,

@@ -34,11 +34,12 @@ The inputs for adapters, in graphs that several apps share, are not part of this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssdevice.errors import ConfigError
-from ssdevice.tree import Tree
+from ssdevice.rules import Ruled, within
+from ssdevice.tree import MAX_NODES, Tree
 
 # Functions.
 STEP = "step"
@@ -117,37 +118,37 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(Ruled):
     """The constants of an export.
 
     ``layers``, ``kv_heads``, ``head_dim``, ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k``
-    candidates each for ``tree``. ``context``: tokens that a conversation may hold. ``chunk``: C, prompt tokens per
-    prefill call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses. Raises ConfigError
-    for sizes that contradict each other.
+    candidates each for ``tree``, in JSON a list of the rank paths below the root, breadth first. ``context``: tokens
+    that a conversation may hold. ``chunk``: C, prompt tokens per prefill call. ``hidden``: D, the width of a state; 0
+    without functions for a caller that chooses. Raises ConfigError for sizes out of their bounds, or that contradict
+    each other.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    gamma: int
-    k: int
-    tree: Tree
-    context: int
-    chunk: int
-    hidden: int = 0
+    layers: int = field(metadata=within(1, 1024))
+    kv_heads: int = field(metadata=within(1, 4096))
+    head_dim: int = field(metadata=within(1, 8192))
+    vocab: int = field(metadata=within(1, 1 << 24))
+    gamma: int = field(metadata=within(0, 32))
+    k: int = field(metadata=within(1, MAX_NODES))
+    tree: Tree = field(
+        metadata={
+            "maxItems": MAX_NODES - 1,
+            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
+        }
+    )
+    context: int = field(metadata=within(1, MAX_CONTEXT))
+    chunk: int = field(metadata=within(1, 1 << 16))
+    hidden: int = field(default=0, metadata=within(0, 1 << 20))
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "vocab", "context", "chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        if self.hidden < 0:
-            raise ConfigError(f"hidden is {self.hidden}, expected 0 or more")
-        if self.gamma < 0 or self.k < 1 or self.k > self.vocab:
-            raise ConfigError(f"γ = {self.gamma}, k = {self.k}: expected γ ≥ 0 and 1 ≤ k ≤ {self.vocab}")
+        super().__post_init__()
+        if self.k > self.vocab:
+            raise ConfigError(f"k is {self.k}, the model has {self.vocab} tokens")
         self.tree.check(self.gamma, self.k)
-        if self.context > MAX_CONTEXT:
-            raise ConfigError(f"context {self.context} is more than {MAX_CONTEXT}")
         if self.context <= self.tree.size:
             raise ConfigError(f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes")
 

@@ -5,32 +5,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ssdevice.bench.comparable import check_same
 from ssdevice.bundle.staging import write_json
 from ssdevice.config import Schedule, load_strict, read_json, to_json
 from ssdevice.errors import ConfigError
+from ssdevice.rules import ABOVE_0, Ruled, within
 from ssdevice.tree import MAX_NODES
 
 
 @dataclass(frozen=True)
-class StepCost:
+class StepCost(Ruled):
     """Mean milliseconds of a step of ``nodes`` tree nodes, streams included, in a schedule."""
 
-    nodes: int
+    nodes: int = field(metadata=within(2, MAX_NODES))
     schedule: Schedule
-    ms: float
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.nodes <= MAX_NODES:
-            raise ConfigError(f"nodes is {self.nodes}, expected 2..{MAX_NODES}")
-        _check_time("ms", self.ms)
+    ms: float = field(metadata=ABOVE_0)
 
 
 @dataclass(frozen=True)
-class CostTable:
+class CostTable(Ruled):
     """Costs on one device with one setting.
 
     ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
@@ -48,15 +44,14 @@ class CostTable:
     gamma: int
     msa_layers: int
     steps: tuple[StepCost, ...]
-    plain_ms: float | None
+    plain_ms: float | None = field(metadata=ABOVE_0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.steps:
             raise ConfigError("steps: none, so there is no tree to choose")
         if len({(step.nodes, step.schedule) for step in self.steps}) < len(self.steps):
             raise ConfigError("steps: a size appears twice in one schedule")
-        if self.plain_ms is not None:
-            _check_time("plain_ms", self.plain_ms)
 
     @classmethod
     def read(cls, file: Path) -> CostTable:
@@ -76,8 +71,3 @@ class CostTable:
             ("γ", self.gamma, gamma),
             ("number of MSA layers", self.msa_layers, msa_layers),
         )
-
-
-def _check_time(name: str, value: float) -> None:
-    if value <= 0:
-        raise ConfigError(f"{name} is {value}, expected milliseconds above 0")

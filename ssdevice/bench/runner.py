@@ -12,8 +12,8 @@ from ssdevice.bench.prompts import fitting
 from ssdevice.bench.statistics import Interval, Spread, speedup, spread
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError
 from ssdevice.progress import Report
+from ssdevice.rules import POSITIVE, Ruled
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
 from ssdevice.runtime.sampling.options import Sampling
@@ -23,20 +23,16 @@ WARM_UP_PROMPTS = 2
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Ruled):
     """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context.
 
     ``sampling``: how tokens are chosen; None: greedily.
     """
 
-    rounds: int = 3
-    max_tokens: int = 128
+    rounds: int = field(default=3, metadata=POSITIVE)
+    max_tokens: int = field(default=128, metadata=POSITIVE)
     skip_long: bool = False
     sampling: Sampling | None = None
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.max_tokens < 1:
-            raise ConfigError(f"{self.rounds} rounds of {self.max_tokens} tokens: both must be 1 or more")
 
 
 @dataclass

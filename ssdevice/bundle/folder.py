@@ -19,7 +19,6 @@ from ssdevice.bundle.integrity import (
     MAX_MANIFEST_BYTES,
     PATH,
     SIGNATURE_FILE,
-    check_rule,
     file_sha256,
     list_files,
     parse_strict,
@@ -30,6 +29,7 @@ from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
+from ssdevice.rules import check_rule
 
 OWN_FILES = (MANIFEST_FILE, SIGNATURE_FILE)
 
@@ -73,7 +73,7 @@ class Bundle:
     @property
     def geometry(self) -> Geometry:
         """The constants of the export."""
-        return self.manifest.geometry.geometry
+        return self.manifest.geometry
 
     @cached_property
     def functions(self) -> Mapping[str, FunctionSpec]:

@@ -6,23 +6,20 @@ bound, written as field metadata in the terms of JSON Schema. The checks here an
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from itertools import zip_longest
 
 from ssdevice import targets
-from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, Ruled, check_paths, parse_strict, repeated_name, within
+from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict, repeated_name
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import (
     CHOOSING,
     DRAFT,
     FUNCTIONS,
-    MAX_CONTEXT,
     PLAIN,
     PREFILL,
     STEP,
@@ -33,8 +30,8 @@ from ssdevice.contract import (
     functions,
 )
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
+from ssdevice.rules import Rule, Ruled, within
 from ssdevice.text.chat_template import ChatFormat
-from ssdevice.tree import MAX_NODES, Tree
 
 SCHEMA_VERSION = 1
 MAX_FILES = 4096
@@ -100,44 +97,6 @@ class ModelIdentity(Ruled):
     hidden_size: int = field(metadata=within(1, 1 << 20))
     vocab: int = field(metadata=within(1, 1 << 24))
     sha256: str = field(metadata=SHA256)
-
-
-@dataclass(frozen=True)
-class GeometrySpec(Ruled):
-    """``contract.Geometry`` as plain values. ``tree`` lists the rank paths below the root, breadth first."""
-
-    layers: int = field(metadata=within(1, 1024))
-    kv_heads: int = field(metadata=within(1, 4096))
-    head_dim: int = field(metadata=within(1, 8192))
-    vocab: int = field(metadata=within(1, 1 << 24))
-    gamma: int = field(metadata=within(0, 32))
-    k: int = field(metadata=within(1, MAX_NODES))
-    tree: tuple[tuple[int, ...], ...] = field(
-        metadata={
-            "maxItems": MAX_NODES - 1,
-            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
-        }
-    )
-    context: int = field(metadata=within(1, MAX_CONTEXT))
-    chunk: int = field(metadata=within(1, 1 << 16))
-    hidden: int = field(default=0, metadata=within(0, 1 << 20))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.geometry
-
-    @classmethod
-    def of(cls, geometry: Geometry) -> GeometrySpec:
-        """The plain values of a geometry."""
-        values = {f.name: getattr(geometry, f.name) for f in dataclasses.fields(cls)}
-        return cls(**{**values, "tree": geometry.tree.paths[1:]})
-
-    @cached_property
-    def geometry(self) -> Geometry:
-        """The geometry. Raises ConfigError if its numbers contradict each other."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # Not Tree.of, which accepts paths that repeat or are out of order.
-        return Geometry(**{**values, "tree": Tree(((), *self.tree))})
 
 
 @dataclass(frozen=True)
@@ -210,7 +169,7 @@ class Manifest(Ruled):
     schedule: Schedule
     cache: CacheForm
     cache_dtype: CacheDtype
-    geometry: GeometrySpec
+    geometry: Geometry
     msa_layers: int = field(metadata=within(0, 1023))
     functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS + CHOOSING)})
     chat: ChatFormat
@@ -252,7 +211,7 @@ class Manifest(Ruled):
         self._check_apps()
 
     def _check_functions(self) -> None:
-        expected = functions(self.geometry.geometry, self.cache, self.cache_dtype)
+        expected = functions(self.geometry, self.cache, self.cache_dtype)
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
             raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")

@@ -83,7 +83,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
-    geometry = manifest.geometry.geometry
+    geometry = manifest.geometry
     tokenizer = manifest.roles.get(TOKENIZER_ROLE)
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)

@@ -14,6 +14,7 @@ from ssdevice.bundle.staging import check_writable
 from ssdevice.commands.opening import add_threads, positive, prepare_frameworks, refuse_ignored, whole
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
+from ssdevice.rules import check_rule
 
 if TYPE_CHECKING:
     from ssdevice.train.options import TrainOptions
@@ -92,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
     with needs_extra("train"):
         from ssdevice.train import checkpoint
         from ssdevice.train.trainer import train
-    from ssdevice.bundle.integrity import check_rule
     from ssdevice.bundle.manifest import NAME
     from ssdevice.bundle.staging import disk_errors
     from ssdevice.commands.progress import Progress
