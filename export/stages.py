@@ -16,7 +16,7 @@ from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
-from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
+from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdevice.adapters.base_files import weights_sha256
-from ssdevice.bench.comparable import check_base, check_same
 from ssdevice.bench.prompts import fitting
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import App
@@ -70,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
     if drafter is not None:
         mine, expected = (each.manifest.model.vocab for each in (drafter, bundles[0]))
-        check_same(f"--draft-model {args.draft_model}", "the bundle", ("vocabulary", mine, expected))
+        if mine != expected:
+            raise InputError(f"--draft-model {args.draft_model} has {mine} tokens, the bundle {expected}")
     first = bundles[0]
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
@@ -143,7 +143,7 @@ def _check_weights(bundles: Sequence[Bundle], model: Path | None) -> None:
             raise InputError(f"--model {model}: no such folder; expected a Hugging Face model folder")
         what, sha256 = f"--model {model}", weights_sha256(model)
     for bundle in bundles:
-        check_base(what, sha256, bundle)
+        bundle.check_base(what, sha256)
 
 
 def _note(app: App) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ssdevice.bench.comparable import check_same
 from ssdevice.bundle.staging import write_json
 from ssdevice.config import Schedule, load_strict, read_json, to_json
-from ssdevice.errors import ConfigError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.rules import ABOVE_0, Ruled, within
 from ssdevice.tree import MAX_NODES
 
@@ -71,3 +70,13 @@ class CostTable(Ruled):
             ("γ", self.gamma, gamma),
             ("number of MSA layers", self.msa_layers, msa_layers),
         )
+
+
+def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
+    """Raise InputError for the first of ``facts`` in which ``what`` differs from ``reference``.
+
+    ``facts``: a name, and its value in each of the two.
+    """
+    for name, mine, expected in facts:
+        if mine != expected:
+            raise InputError(f"{what}: its {name} is {mine}, that of {reference} is {expected}")

@@ -14,12 +14,11 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PLAIN
 from ssdevice.errors import InputError
 from ssdevice.progress import Report, track
-from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions
 from ssdevice.runtime.loop import SPECULATIVE
 from ssdevice.runtime.session import Session
-from ssdevice.tree import Tree
+from ssdevice.tree import MISS, Tree, count_paths, tokens_per_step
 
 DIGITS = 4  # of milliseconds
 

@@ -128,6 +128,11 @@ def read_bounded(file: Path, limit: int) -> bytes:
         raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
 
 
+def manifest_bytes(folder: Path) -> bytes:
+    """The content of a bundle's manifest. Raises BundleError."""
+    return read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+
+
 def file_sha256(file: Path, size: int) -> str | None:
     """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
     digest = hashlib.sha256()

@@ -12,23 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
-from ssdevice import targets
+from ssdevice import contract, targets
 from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict, repeated_name
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
-from ssdevice.contract import (
-    CHOOSING,
-    DRAFT,
-    FUNCTIONS,
-    PLAIN,
-    PREFILL,
-    STEP,
-    VERIFY,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
 from ssdevice.rules import Rule, Ruled, within
 from ssdevice.text.chat_template import ChatFormat
@@ -51,6 +39,7 @@ ROLE: Rule = {
     "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$",
     "description": "a word in lower case, such as tokenizer, or with a name, such as adapter:sql",
 }
+EVERY_FUNCTION = contract.FUNCTIONS + contract.CHOOSING
 COUNT: Rule = within(0, MAX_FILE_BYTES)
 SHORT: Rule = {"maxLength": 200}
 TEXT: Rule = {"maxLength": 1 << 16}
@@ -126,10 +115,9 @@ class App(Ruled):
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
-        every = FUNCTIONS + CHOOSING
         for name in self.functions:
-            if name not in every:
-                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(every)})")
+            if name not in EVERY_FUNCTION:
+                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(EVERY_FUNCTION)})")
 
     @property
     def answers_as_base(self) -> bool:
@@ -171,7 +159,7 @@ class Manifest(Ruled):
     cache_dtype: CacheDtype
     geometry: Geometry
     msa_layers: int = field(metadata=within(0, 1023))
-    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS + CHOOSING)})
+    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(EVERY_FUNCTION)})
     chat: ChatFormat
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
@@ -211,12 +199,12 @@ class Manifest(Ruled):
         self._check_apps()
 
     def _check_functions(self) -> None:
-        expected = functions(self.geometry, self.cache, self.cache_dtype)
+        expected = contract.functions(self.geometry, self.cache, self.cache_dtype)
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
             raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")
-        deciding = {STEP, PLAIN} & set(names)
-        if PREFILL not in names or not deciding or (STEP in names and not self.geometry.gamma):
+        deciding = {contract.STEP, contract.PLAIN} & set(names)
+        if contract.PREFILL not in names or not deciding or (contract.STEP in names and not self.geometry.gamma):
             raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
         _check_pair("functions", names, self.mode)
         for spec in self.functions:
@@ -265,8 +253,8 @@ class Manifest(Ruled):
 
 def _check_pair(what: str, names: Collection[str], mode: Mode | None) -> None:
     """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to the front."""
-    if mode is not None and (VERIFY in names) != (DRAFT in names):
-        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {VERIFY} and {DRAFT} need each other")
+    if mode is not None and (contract.VERIFY in names) != (contract.DRAFT in names):
+        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each other")
 
 
 def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:

@@ -35,49 +35,31 @@ def run(args: argparse.Namespace) -> int:
 def describe(bundle: Bundle) -> dict[str, Any]:
     """What bundles of all targets have, as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
+
+    def told(of: object, *names: str) -> dict[str, Any]:
+        return {name: to_json(getattr(of, name)) for name in names}
+
     return {
         "bundle": str(bundle.folder),
-        "target": manifest.target,
-        "precision": manifest.precision.value,
-        "model": {
-            "family": manifest.model.model_type,
-            "parameters": manifest.model.parameters,
-            "layers": manifest.model.layers,
-            "hidden_size": manifest.model.hidden_size,
-            "vocab": manifest.model.vocab,
-            "sha256": manifest.model.sha256,
-        },
-        "mode": manifest.mode.value if manifest.mode else None,
-        "schedule": manifest.schedule.value,
-        "gamma": geometry.gamma,
-        "k": geometry.k,
-        "msa_layers": manifest.msa_layers,
-        "tree": geometry.tree.to_json(),
+        **told(manifest, "target", "precision"),
+        "model": told(manifest.model, "model_type", "parameters", "layers", "hidden_size", "vocab", "sha256"),
+        **told(manifest, "mode", "schedule", "msa_layers"),
+        **told(geometry, "gamma", "k", "tree", "context", "chunk"),
         "tree_size": geometry.tree.size,
-        "context": geometry.context,
-        "chunk": geometry.chunk,
         "functions": [spec.name for spec in manifest.functions],
         "apps": [
             {
-                "name": app.name,
+                **told(app, "name", "kind", "mode", "rank", "instruction"),
                 "default": app.name == manifest.default_app,
-                "kind": app.kind.value,
-                "mode": app.mode.value if app.mode else None,
-                "rank": app.rank,
-                "instruction": app.instruction,
                 "bytes": sum(manifest.files[path].size for path in app.files),
             }
             for app in manifest.apps
         ],
         "stop_ids": list(manifest.chat.stop_ids),
-        "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": manifest.total_bytes,
-        "calibrated_rows": manifest.calibrated_rows,
         "memory": memory(manifest),
-        "parity": manifest.parity,
-        "notes": list(manifest.notes),
-        "tools": manifest.tools,
+        **told(manifest, "calibrated_rows", "sampling", "parity", "notes", "tools"),
     }
 
 

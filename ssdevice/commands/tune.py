@@ -12,8 +12,7 @@ from typing import Any
 
 from ssdevice import targets
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.comparable import check_same
-from ssdevice.bench.cost_table import CostTable
+from ssdevice.bench.cost_table import CostTable, check_same
 from ssdevice.bench.prompts import fitting
 from ssdevice.bench.tuning import Choice, choices, measure_costs, observe
 from ssdevice.bundle.folder import Bundle

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bench.comparable import check_same
 from ssdevice.bench.equality import Comparison
 from ssdevice.bench.modes import against_bundle, compare_modes
 from ssdevice.bench.prompts import fitting
@@ -167,7 +166,6 @@ def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
     if args.against is None:
         return None
     other = opening.open_bundle(args, args.against)
-    mine, theirs = bundle.manifest.model.sha256, other.manifest.model.sha256
-    check_same(f"--against {args.against}", str(bundle.folder), ("base model", theirs, mine))
+    bundle.check_base(f"the base of --against {args.against}", other.manifest.model.sha256)
     other.app(args.app)
     return other

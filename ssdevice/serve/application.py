@@ -19,8 +19,7 @@ from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.session import Session
 from ssdevice.serve import metrics
 from ssdevice.serve.decoder import Decoder
-from ssdevice.serve.guard import HEALTH, Guard, content_of
-from ssdevice.serve.refusal import Refusal
+from ssdevice.serve.guard import HEALTH, Guard, Refusal, content_of
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 

@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError, TemplateRefusal
-from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frames, Message, frames_of
+from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frame, Frames, Message, Trim, frames_of
 from ssdevice.text.renderer import Renderer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -21,6 +24,8 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 MAX_TEMPLATE_CHARS = 1 << 20
+PLAIN_PROMPT = "the model has no chat template: a prompt is given to it as it is, after an app's instruction"
+PROBE = "probe"
 OWN_NAMES = ("messages", "add_generation_prompt")
 """What every template is given."""
 OF_TOOLS = {"tool_calls", "reasoning_content"}
@@ -135,6 +140,28 @@ def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
     """The frames of a template, and whether it reads more than they are given."""
     rendered = ChatTemplate(ChatFormat(template, {}, (), json.loads(names)))
     return frames_of(template, rendered.constants, rendered.render_all), bool(rendered.names or rendered.keys)
+
+
+def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
+    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text.
+
+    Every message is on a line of its own, but an answer directly behind its prompt: the model goes on with the text.
+    Special tokens that the tokenizer puts before a text (mostly ``bos_token``) are in the frames. Those that it puts
+    behind are not. Raises ConfigError if no frames give these ids.
+    """
+    whole = tokenizer.encode(PROBE)
+    words = [i for i, special in enumerate(whole.special_tokens_mask) if not special] or [0]
+    opening = "".join(whole.tokens[: words[0]])
+    # Tokenizers that begin a text with a space do so only at its very beginning, which a special token takes from them.
+    for space, trim in (("", Trim.NONE), (" ", Trim.SPACE)):
+        ids = tokenizer.encode(f"{opening}{space}{PROBE}", add_special_tokens=False).ids
+        if ids and ids == whole.ids[: words[-1] + 1]:
+            first, line = Frame(opening + space, "", trim), Frame("\n", "")
+            return Frames(first, system=first, after_system=line, user=line, assistant=Frame("", ""), answer="")
+    raise ConfigError(
+        f"{folder}: no chat template, and none can be made that begins a prompt as its tokenizer does; write the "
+        f"model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
+    )
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

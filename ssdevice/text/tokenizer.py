@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text.chat_template import TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate
+from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
-from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 from ssdevice.text.tokenizer_limits import check_growth, tokenizer_errors
 

@@ -25,7 +25,7 @@ from ssdevice.model.streams import Streams
 from ssdevice.model.tokenizer import FILES, check_vocabulary, open_tokenizer, tokenizer_folder
 from ssdevice.progress import Report
 from ssdevice.runtime.notice import say_once
-from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
+from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample
 from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate

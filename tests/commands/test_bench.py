@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import LOADED, Load, LoadWatch
-from ssdevice.bench.runner import BenchOptions, BenchResult, measure
+from ssdevice.bench.runner import Acceptance, BenchOptions, BenchResult, measure
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError
 from ssdevice.runtime.generation import accepted_path

@@ -17,9 +17,8 @@ from ssdevice.bench.tuning import choices, observe
 from ssdevice.commands.tune import WIDTH, _tree
 from ssdevice.config import Schedule, to_json
 from ssdevice.errors import ConfigError, InputError
-from ssdevice.ranks import tokens_per_step
 from ssdevice.runtime.loop import speculative
-from ssdevice.tree import Tree
+from ssdevice.tree import Tree, tokens_per_step
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
 from tests.runtime.scripted import ScriptedCache, ScriptedEngine, cache_of, continuation, make_geometry

@@ -29,7 +29,7 @@ from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
-from ssdevice.text.plain_prompt import NOTE
+from ssdevice.text.chat_template import PLAIN_PROMPT as NOTE
 from tests.export.models import write_adapter
 from tests.export.onnx import forms
 

@@ -9,8 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.structure.calls import call_structure
-from ssdevice.runtime.structure.grammar import open_grammar
+from ssdevice.runtime.structure.grammar import call_structure, open_grammar
 from ssdevice.text.tools import ToolStyle, answer_text, parse_calls, tool_of
 from tests.runtime.structure.letters import letters
 
