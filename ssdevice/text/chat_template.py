@@ -166,15 +166,10 @@ def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither names one."""
-    generation = read_object(folder / GENERATION_CONFIG_FILE)
-    config = read_object(folder / CONFIG_FILE)
-    text_config = config.get("text_config")
-    for file, entries in (
-        (GENERATION_CONFIG_FILE, generation),
-        (CONFIG_FILE, config),
-        (CONFIG_FILE, text_config if isinstance(text_config, dict) else {}),
-    ):
-        ids = entries.get("eos_token_id")
+    generation, config = (read_object(folder / file) for file in (GENERATION_CONFIG_FILE, CONFIG_FILE))
+    inner = config.get("text_config")
+    for file, entries in ((GENERATION_CONFIG_FILE, generation), (CONFIG_FILE, config), (CONFIG_FILE, inner)):
+        ids = entries.get("eos_token_id") if isinstance(entries, dict) else None
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(i) is int and i >= 0 for i in ids):
