@@ -18,10 +18,9 @@ from ssdevice.commands.progress import Progress
 from ssdevice.commands.sampling import HELP, flag
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
-from ssdevice.peers import ours, two_models
+from ssdevice.peers import ours
 from ssdevice.peers.arm import PEERS, SAMPLING, Arm, Setup, Skip
-from ssdevice.peers.compare import compare, offers
-from ssdevice.peers.table import as_json, as_markdown
+from ssdevice.peers.compare import as_json, as_markdown, compare, offers
 from ssdevice.runtime.opened import tokenizer_of
 from ssdevice.runtime.sampling.options import Sampling
 
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         label = f"ssdevice {folder.resolve().name if len(names) == len(bundles) else folder}"
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
         if drafter is not None:
-            offered += two_models.offers(bundle, drafter, engine_options(args), setup, label)
+            offered += ours.drafted_offers(bundle, drafter, engine_options(args), setup, label)
         notes.append(f"{label}: {_note(bundle.app(args.app))}")
     with Progress(args.quiet) as progress:
         if args.model is not None:

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ssdevice import arguments
+from ssdevice.bundle.folder import Bundle
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.saved import restore, save
 from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ class OpenBundle:
         Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
         bundle or app.
         """
-        from ssdevice.bundle.folder import Bundle
-
         app = arguments.text("app", app) if app is not None else None
         options = EngineOptions() if options is None else options
         if not isinstance(options, EngineOptions):
@@ -80,8 +77,6 @@ class OpenBundle:
             session._bundle, session._options, session.app = opened, options, found.name
             session._apps[found.name] = OpenApp(engine, session._conversation, found.instruction)
             if resume is not None:
-                from ssdevice.runtime.saved import restore
-
                 session._chat = restore(resume, opened, found.name, session._conversation)
         return session
 
@@ -139,8 +134,6 @@ class OpenBundle:
         What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
         The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
         """
-        from ssdevice.runtime.saved import save
-
         save(file, self.bundle, self.app, self._conversation, self._chat)
 
     @cached_property

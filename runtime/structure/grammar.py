@@ -142,22 +142,18 @@ def _reason(message: str) -> str:
     return "nothing matches it" if reason.startswith("NoExtension") else reason[:200]
 
 
-def call_structure(
-    tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokenizer: ChatTokenizer, name: str | None = None
-) -> Structure:
-    """One call of one of the ``tools`` (OpenAI's form, see ``tool_of``) in a family's style; ``name``: of this one.
+def call_structure(tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokenizer: ChatTokenizer) -> Structure:
+    """One call of one of the ``tools`` (OpenAI's form, see ``tool_of``) in a family's style.
 
-    Raises InputError for tools that have no such form, for an unknown name, and for Gemma's style, which is no JSON.
+    Raises InputError for no tools, for tools that have no such form, and for Gemma's style, which is no JSON.
     """
     if style is ToolStyle.GEMMA:
         raise InputError("a call cannot be required from this family: it does not write calls in JSON")
     key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
     rules = []
-    functions = functions_of(tools)
-    chosen = functions if name is None else {name: functions[name]} if name in functions else {}
-    if not chosen:
-        raise InputError(f"no tool {name!r}; the request has {', '.join(functions) or 'none'}")
-    for number, (found, parameters) in enumerate(chosen.items()):
+    if not tools:
+        raise InputError("a call is required, but there are no tools")
+    for number, (found, parameters) in enumerate(functions_of(tools).items()):
         # Small models invent more arguments where a schema does not say that there are none.
         closed = {"additionalProperties": False} if "properties" in parameters else {}
         schema = json.dumps({**closed, **parameters, "x-guidance": SPACING})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from ssdevice.bench.report import TITLES, Json, bounds, conditions, described, quartiles, why_not_valid
+from ssdevice.bench.report import TITLES, Json, bounds, conditions, described, differences, quartiles, why_not_valid
 from ssdevice.bundle.staging import write_json, write_text
 from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE
 
@@ -19,7 +19,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
     """Write ``index.html`` and ``report.json`` into a folder, which is made. ``command``: the words that measured it.
 
-    ``report``: from ``bench.report.as_json``, or from ``peers.table.as_json``.
+    ``report``: from ``bench.report.as_json``, or from ``peers.compare.as_json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DATA, report)
@@ -74,9 +74,7 @@ def _losses(report: Json, base: Json | None) -> list[str]:
         if slower:
             count = len(arm["prompt_tokens_per_second"])
             lines.append(f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts")
-    for name, prompts in report.get("differing_prompts", {}).items():
-        first = f"the first is prompt {min(prompts) + 1}"
-        lines.append(f"{_words(name)} gave other tokens on {len(prompts)} prompts; {first}")
+    lines += differences(report) if "bundle" in report else []
     return lines + [f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
-from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
@@ -42,7 +41,7 @@ def as_json(
     options: BenchOptions,
     result: BenchResult,
     quality: Json,
-    memory: Mapping[str, ProcessMemory],
+    memory: Mapping[str, Mapping[str, float]],
 ) -> Json:
     """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
     speedup = result.speedup
@@ -61,7 +60,7 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "arms": {name: _mode(mode, result, geometry, memory.get(name)) for name, mode in result.modes.items()},
+        "arms": {name: _mode(mode, result, geometry, memory[name]) for name, mode in result.modes.items()},
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
@@ -74,14 +73,13 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: ProcessMemory | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, float]) -> Json:
     found = arm_as_json(mode)
     found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
-        "resident_mb": round(memory.resident_mb, 1) if memory is not None else None,
-        "peak_rss_mb": round(memory.peak_mb, 1) if memory is not None else None,
+        **memory,
         "steps": sum(answer.steps for answer in mode.answers),
     }
     found["spread"]["native_ms_per_step"] = asdict(mode.native_ms_per_step)
@@ -184,7 +182,9 @@ def as_markdown(report: Json) -> str:
     if report["speedup"] is not None:
         interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
         lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
-    lines.append(_equality(report))
+    differing = "; ".join(differences(report))
+    same = f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
+    lines.append(f"**{differing}**. `ssdevice verify` tells near-ties from faults." if differing else same)
     if SPECULATIVE in report["arms"]:
         lines += _acceptance(report)
     for name, columns in report["quality"].items():
@@ -195,23 +195,19 @@ def as_markdown(report: Json) -> str:
 
 
 def _cells(name: str, arm: Json) -> list[str]:
-    memory = [f"{arm[key]:.0f}" if arm[key] is not None else "" for key in ("resident_mb", "peak_rss_mb")]
     return [
         TITLES[name], f"{arm['tokens_per_second']:.1f}", quartiles(arm), f"{arm['tokens_per_step']:.2f}",
         f"{arm['native_ms_per_step']:.2f}", f"{arm['host_us_per_step']:.0f}", f"{arm['ttft_ms']:.1f}",
-        f"{arm['prefill_tokens_per_second']:.0f}", *memory,
+        f"{arm['prefill_tokens_per_second']:.0f}", f"{arm['resident_mb']:.0f}", f"{arm['peak_rss_mb']:.0f}",
     ]  # fmt: skip
 
 
-def _equality(report: Json) -> str:
-    if report["equal"]:
-        return f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
-    counts = ", ".join(f"{name}: {len(prompts)}" for name, prompts in report["differing_prompts"].items())
-    first = min(min(prompts) for prompts in report["differing_prompts"].values())
-    return (
-        f"**Modes differ** on some of {report['prompts']} prompts ({counts}; the first is prompt {first + 1}); "
-        "`ssdevice verify` tells near-ties from faults."
-    )
+def differences(report: Json) -> list[str]:
+    """Which modes gave other tokens than plain decoding, and where, one sentence each."""
+    return [
+        f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
+        for name, prompts in report["differing_prompts"].items()
+    ]
 
 
 def _acceptance(report: Json) -> list[str]:

@@ -19,6 +19,7 @@ from ssdevice.progress import count
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
+from ssdevice.strict_json import utf8
 from ssdevice.text.messages import checked
 
 STDIN = "-"
@@ -130,9 +131,6 @@ def _examples(args: argparse.Namespace) -> list[Example]:
 def _stdin() -> str:
     if sys.stdin is None:
         raise InputError("standard input is closed")
-    try:
-        prompt = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
+    prompt = utf8(sys.stdin.buffer.read(), "standard input")
     # The last line break comes from the shell or editor; it is not part of the prompt.
     return prompt.removesuffix("\n").removesuffix("\r")

@@ -12,9 +12,8 @@ from typing import Any
 
 from ssdevice import targets
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.cost_table import CostTable, check_same
 from ssdevice.bench.prompts import fitting
-from ssdevice.bench.tuning import Choice, choices, measure_costs, observe
+from ssdevice.bench.tuning import Choice, CostTable, check_same, choices, measure_costs, observe
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.staging import write_text
 from ssdevice.commands import opening

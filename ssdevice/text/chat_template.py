@@ -8,15 +8,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError, TemplateRefusal
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frame, Frames, Message, Trim, frames_of
 from ssdevice.text.renderer import Renderer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
@@ -14,9 +16,6 @@ from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 from ssdevice.text.tokenizer_limits import check_growth, tokenizer_errors
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_ROLE = "tokenizer"
@@ -169,7 +168,10 @@ class ChatTokenizer:
         opening, found, closing = text.rpartition(PROBE)
         end = _first_special(self.tokenizer, closing) if found else None
         if end is None:
-            raise ConfigError("the chat template does not end a user's turn with a special token")
+            raise ConfigError(
+                "the chat template does not end a user's turn with a special token, so the model cannot write prompts "
+                "(--self-prompt); give --data with --self-distill instead"
+            )
         return self.encode(opening), end
 
     @cached_property
@@ -247,8 +249,6 @@ def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
 
 def load_tokenizer(content: bytes, where: str) -> Tokenizer:
     """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
-    from tokenizers import Tokenizer
-
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for any malformed file

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ssdevice.errors import ConfigError, InputError, first_line
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MAX_GROWTH = 1024
 """Those of models make a text 1 to about 100 times longer at most, by their tables of Unicode characters."""

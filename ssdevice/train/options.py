@@ -25,6 +25,8 @@ class Objective(StrEnum):
 
 ANSWER_TOKENS = 192
 EPOCHS = 5
+UNFINISHED = ".training"
+"""Folder in ``out`` that holds an unfinished run."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ssdevice.bench.machine import Load
-from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.page import page, write_page
 from ssdevice.bench.report import TITLES, as_json
 from ssdevice.bench.runner import BenchOptions, BenchResult, measure
@@ -62,7 +61,7 @@ def report() -> dict[str, Any]:
         "app_bytes": 2_500_000, "model_mb": 103.0, "versions": {"onnxruntime": "1.31.1"},
         "sampling": None,
     }  # fmt: skip
-    memory = {name: ProcessMemory(209, 333) for name in result.modes}
+    memory = {name: {"resident_mb": 209.0, "peak_rss_mb": 333.0} for name in result.modes}
     return as_json(setting, session.engine.geometry, options, result, {}, memory)
 
 
@@ -104,7 +103,7 @@ def test_losses_are_shown_as_losses(report: dict[str, Any]) -> None:
     words = Checker(text).words
     assert '<div class="bad"><b>0.70x</b>' in text and '<tr class="bad"><td>speculative</td>' in text
     assert "speculative is slower than the fastest plain one on 2 of 3 prompts" in words
-    assert "speculative gave other tokens on 1 prompts; the first is prompt 2" in words and "Not valid" in words
+    assert "speculative gave other tokens on 1 prompt; the first is prompt 2" in words and "Not valid" in words
 
 
 def test_other_engines(report: dict[str, Any]) -> None:

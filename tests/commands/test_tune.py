@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.modes import answer
-from ssdevice.bench.tuning import choices, observe
+from ssdevice.bench.tuning import CostTable, StepCost, choices, observe
 from ssdevice.commands.tune import WIDTH, _tree
 from ssdevice.config import Schedule, to_json
 from ssdevice.errors import ConfigError, InputError

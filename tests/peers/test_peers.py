@@ -16,10 +16,9 @@ from ssdevice.cli import main
 from ssdevice.errors import SSDeviceError
 from ssdevice.peers import genai, hf, llamacpp, ours
 from ssdevice.peers.arm import PEERS, Answer, Arm, Setup, Skip, UnavailableError
-from ssdevice.peers.compare import compare, offers
+from ssdevice.peers.compare import as_json, as_markdown, compare, offers
+from ssdevice.peers.ours import DraftModel
 from ssdevice.peers.remote import Worker
-from ssdevice.peers.table import as_json, as_markdown
-from ssdevice.peers.two_models import DraftModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import decode
 from ssdevice.text.stream import Emission
