@@ -32,12 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice peers BUNDLE.. [--model MODEL] --data FILE``."""
     add = parser.add_argument
     add("bundles", type=Path, nargs="+", metavar="BUNDLE", help="bundle folders")
-    add(
-        "--model",
-        type=Path,
-        metavar="MODEL",
-        help="their base, a Hugging Face folder: also measure other engines",
-    )
+    add("--model", type=Path, metavar="MODEL", help="their base, a Hugging Face folder: also measure other engines")
     add("--app", metavar="NAME", help="app of the bundles (default: the default app)")
     add_signature(parser)
     add_measuring(parser)

@@ -107,14 +107,17 @@ class TensorSpec:
     dtype: str
 
 
+Tensors = tuple[TensorSpec, ...]
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """Inputs, outputs and states of a function; inputs and outputs are in the order of the exported signature."""
 
     name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    states: tuple[TensorSpec, ...] = ()
+    inputs: Tensors
+    outputs: Tensors
+    states: Tensors = ()
 
 
 @dataclass(frozen=True)
@@ -171,16 +174,12 @@ class Geometry(Ruled):
 def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
     """The contract of an export: function name -> FunctionSpec. Integers are int32 everywhere."""
     g = geometry
-    drafts = (g.gamma, g.k)
 
-    def function(
-        name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], new_rows: int
-    ) -> FunctionSpec:
+    def function(name: str, inputs: Tensors, outputs: Tensors, new_rows: int) -> FunctionSpec:
         if cache is CacheForm.INTERNAL:
             shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
-            return FunctionSpec(
-                name, inputs, outputs, (TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype))
-            )
+            states = TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype)
+            return FunctionSpec(name, inputs, outputs, states)
         past = tuple(
             TensorSpec(past_name(layer), (PAST, g.row_width), cache_dtype)
             for layer in range(g.layers)
@@ -192,33 +191,23 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
     def int32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, "int32")
 
-    def seen(nodes: int) -> tuple[TensorSpec, ...]:
+    def seen(nodes: int) -> Tensors:
         return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(STATES, (nodes, g.hidden), "float32")
 
-    step_inputs = int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)
+    root, length, count, emitted = int32(ROOT, 1), int32(LENGTH, 1), int32(COUNT, 1), g.tree.emitted
+    drafts, next_drafts = int32(DRAFTS, g.gamma, g.k), int32(NEXT_DRAFTS, g.gamma, g.k)
+    chunk = int32(CHUNK, g.chunk), int32(VALID, 1), length
     specs = [
-        function(
-            STEP,
-            step_inputs,
-            (int32(TOKENS, g.tree.emitted), int32(COUNT, 1), int32(NEXT_DRAFTS, *drafts)),
-            g.tree.emitted,
-        ),
-        function(
-            PREFILL,
-            (int32(CHUNK, g.chunk), int32(VALID, 1), int32(LENGTH, 1)),
-            (int32(NEXT_ROOT, 1), int32(NEXT_DRAFTS, *drafts)),
-            g.chunk,
-        ),
-        function(PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), (int32(TOKENS, 1),), 1),
+        function(STEP, (root, drafts, length), (int32(TOKENS, emitted), count, next_drafts), emitted),
+        function(PREFILL, chunk, (int32(NEXT_ROOT, 1), next_drafts), g.chunk),
+        function(PLAIN, (root, length), (int32(TOKENS, 1),), 1),
     ]
     if g.hidden:
-        state = TensorSpec(LAST_STATE, (1, g.hidden), "float32")
-        chosen = (int32(PATH, g.tree.emitted), int32(COUNT, 1)) if cache is CacheForm.INTERNAL else ()
+        path = (int32(PATH, emitted), count) if cache is CacheForm.INTERNAL else ()
+        last = int32(TOKEN, 1), TensorSpec(LAST_STATE, (1, g.hidden), "float32"), length
         specs += [
-            function(
-                VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size
-            ),
-            function(VERIFY_PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), seen(1), 1),
-            function(DRAFT, (*chosen, int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
+            function(VERIFY, (root, drafts, length), seen(g.tree.size), g.tree.size),
+            function(VERIFY_PLAIN, (root, length), seen(1), 1),
+            function(DRAFT, (*path, *last), (next_drafts,), 0),
         ]
     return {spec.name: spec for spec in specs}

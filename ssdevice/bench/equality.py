@@ -57,6 +57,20 @@ class Answer:
         return self.show()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one of ``stop_ids``.
+
+    ``precision``: of the bundle that answers.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    stop_ids: Sequence[int]
+    max_tokens: int
+    precision: Precision
+    report: Report
+
+
 Answerer = Callable[[Case, Sequence[int]], Answer]
 """``(prompt, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the reference itself."""
 
@@ -211,3 +225,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int
             return i, a, b
     i = min(len(expected), len(found))
     return i, expected[i] if i < len(expected) else -1, found[i] if i < len(found) else -1
+
+
+def coarser(*precisions: Precision) -> Precision:
+    """That of several precisions whose logits may change most."""
+    return max(precisions, key=CEILINGS.__getitem__)

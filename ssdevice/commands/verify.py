@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.bench.equality import Comparison
+from ssdevice.bench.equality import Asked, Comparison, coarser
 from ssdevice.bench.modes import against_bundle, compare_modes
 from ssdevice.bench.prompts import fitting
 from ssdevice.bench.sampled import compare_sampled
@@ -112,16 +113,15 @@ class _Checks:
                 why = "this app's host has no choice (export --choose host) or no drafts"
                 opening.refuse_ignored(args, why, "--seeds")
             shown, precision = self._engine_with_logits(bundle), bundle.manifest.precision
-            result = compare_modes(engine, shown, prompts, tokenizer.stop_ids, self.most, precision, report)
+            asked = Asked(prompts, tokenizer.stop_ids, self.most, precision, report)
+            result = compare_modes(engine, shown, asked)
             self.add("equality", result)
             if VERIFY in engine.functions:
-                seeds = args.seeds or 0
-                self.add("sampled", compare_sampled(engine, tokenizer, prompts, self.most, precision, seeds, report))
+                self.add("sampled", compare_sampled(engine, tokenizer, asked, args.seeds or 0))
             if other is not None:
                 engines = open_engine(other, args.app, self.options), self._engine_with_logits(other)
-                stops, precisions = tokenizer.stop_ids, (precision, other.manifest.precision)
-                cases = prompts, result.answers
-                self.add("against", against_bundle(shown, *engines, *cases, stops, self.most, precisions, report))
+                asked = replace(asked, precision=coarser(precision, other.manifest.precision))
+                self.add("against", against_bundle(shown, *engines, asked, result.answers))
                 self.found["against"]["bundle"] = str(args.against)
             if folder is not None:
                 self._torch(folder, session, prompts, result.answers, report)

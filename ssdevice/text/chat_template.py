@@ -101,11 +101,7 @@ class ChatTemplate:
         """What it reads of messages that have to do with tools."""
 
     def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        values: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None
     ) -> str:
         """The text of a conversation; ``values``: of ``names``.
 

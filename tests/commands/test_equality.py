@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import Answer, Difference, Equality
+from ssdevice.bench.equality import Answer, Asked, Difference, Equality
 from ssdevice.bench.modes import FORCED, compare_modes, led
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
@@ -42,7 +42,7 @@ class Forgetful(ScriptedCache):
 
 def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Equality:
     engine = ScriptedEngine(make_geometry(TREE, context=90), random_drafter(0, 0.0), kind)
-    return compare_modes(engine, None, PROMPTS, (), 40, precision, lambda *_: None)
+    return compare_modes(engine, None, Asked(PROMPTS, (), 40, precision, lambda *_: None))
 
 
 def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:

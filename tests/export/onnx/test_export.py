@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.equality import Equality
+from ssdevice.bench.equality import Asked, Equality
 from ssdevice.bench.modes import FORCED, compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
@@ -307,7 +307,7 @@ def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, 
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    return compare_modes(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    return compare_modes(engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None))
 
 
 @pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
