@@ -138,11 +138,10 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
                 continue
         return _coerce(options[-1], value, where)
     if origin is tuple and isinstance(value, list):
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_coerce(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-        if len(args) != len(value):
-            raise ConfigError(f"{where}: expected {len(args)} values, found {len(value)}")
-        return tuple(_coerce(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        if len(kinds) != len(value):
+            raise ConfigError(f"{where}: expected {len(kinds)} values, found {len(value)}")
+        return tuple(_coerce(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]") for key, item in value.items()}
     if isinstance(hint, type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any
 
@@ -57,3 +57,13 @@ class Ruled:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             check_rule(item.name, getattr(self, item.name), item.metadata)
+
+
+def repeated_name(names: Iterable[str]) -> str | None:
+    """The first name that occurs a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

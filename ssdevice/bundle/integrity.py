@@ -16,7 +16,7 @@ from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.errors import BundleError, ConfigError
-from ssdevice.rules import Rule, check_rule
+from ssdevice.rules import Rule, check_rule, repeated_name
 
 MANIFEST_FILE = "manifest.json"
 SIGNATURE_FILE = "manifest.json.sig"
@@ -50,16 +50,6 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
     if twice:
         raise ConfigError(f"files: {twice!r} appears twice where case does not count, or is both a file and a folder")
     return frozenset(folders)
-
-
-def repeated_name(names: Iterable[str]) -> str | None:
-    """The first name that occurs a second time."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def parse_strict(data: bytes, where: str) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from enum import StrEnum
 from itertools import zip_longest
 
 from ssdevice import contract, targets
-from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict, repeated_name
+from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
 from ssdevice.contract import CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
-from ssdevice.rules import Rule, Ruled, within
+from ssdevice.rules import Rule, Ruled, repeated_name, within
 from ssdevice.text.chat_template import ChatFormat
 
 SCHEMA_VERSION = 1

@@ -152,7 +152,7 @@ class ChatTokenizer:
         whole_ids = self.encode(head + tail)
         # Encoded after the head, so that a tokenizer which begins every text with a space does not do so here.
         ids = whole_ids[len(head_ids) :] if whole_ids[: len(head_ids)] == head_ids else self.encode(tail)
-        if not self._closing_stops:
+        if not any(i in self.stop_ids for i in self.encode(self._closing)):
             return [*ids, self.stop_ids[0]]
         while ids[-1] not in self.stop_ids:
             ids.pop()
@@ -195,10 +195,6 @@ class ChatTokenizer:
     @cached_property
     def _closing(self) -> str:
         return _closing_of(self._template)
-
-    @cached_property
-    def _closing_stops(self) -> bool:
-        return any(i in self.stop_ids for i in self.encode(self._closing))
 
     def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
         """Ids of a text; raises InputError for halves of characters.
