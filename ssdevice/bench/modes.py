@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Asked, Comparison, Equality, Rows, compare
+from ssdevice.bench.equality import Answer, Asked, Comparison, Rows, compare
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import BundleError
@@ -63,9 +63,9 @@ def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], a
     return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance) if shown is not None else None
 
 
-def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Equality:
+def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Comparison:
     """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
-    result = Equality(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
+    result = Comparison(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
     conversation, base = engine.new_conversation(), plain_of(engine)
 
     greedy = partial(Greedy, conversation, shown, asked)
@@ -80,7 +80,7 @@ class Agreement(Comparison):
 
     def faults(self) -> list[str]:
         """Those of a comparison between float32 bundles; none for other precisions."""
-        return super().faults() if self.precision is Precision.FP32 else []
+        return self.unexcused() if self.precision is Precision.FP32 else []
 
 
 def against_bundle(

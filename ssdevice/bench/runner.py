@@ -44,9 +44,8 @@ class Acceptance:
                     break
                 self.judged[stream] += 1
                 true = tokens[at + stream - 1]
-                rank = next((r for r, token in enumerate(candidates) if token == true), None)
-                if rank is not None:
-                    self.held[stream, rank] += 1
+                if true in candidates:
+                    self.held[stream, candidates.index(true)] += 1
             at += count
 
     def histogram(self, emitted: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Answerer, Asked, Difference, Equality, Rows, compare, first_difference
+from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Difference, Rows, compare, first_difference
 from ssdevice.bench.modes import FORCED, answer, forcer
 from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
@@ -48,7 +48,7 @@ SampledCase = tuple[Sequence[int], Sampling, int]
 
 
 @dataclass
-class Sampled(Equality):
+class Sampled(Comparison):
     """The result of ``compare_sampled``, whose prompts are answers.
 
     ``other_bits``: mode -> how many log-probabilities of equal tokens have other bits than in plain decoding.

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.equality import Asked, Equality
+from ssdevice.bench.equality import Asked, Comparison
 from ssdevice.bench.modes import FORCED, compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
@@ -299,7 +299,7 @@ def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, wai
     assert main(["verify", str(bundle), "--data", str(rows), *compared, "--quiet"]) == 0
 
 
-def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Equality:
+def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Comparison:
     """All modes of an export with a chain of so many drafts, on random prompts."""
     flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", f"chain:{drafts}")
     assert main(export(base, folder, *flags)) == 0
