@@ -90,7 +90,6 @@ def as_json(
 ) -> Json:
     """The object that ``peers --json`` writes. ``notes``: what a reader of the table must know."""
     return {
-        "title": f"{setup.model}: engines beside each other",
         "ssdevice": __version__,
         "model": str(setup.model),
         "data": data,

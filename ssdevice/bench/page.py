@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from ssdevice.bench.report import TITLES, Json, bounds, conditions, described, differences, quartiles, why_not_valid
+from ssdevice.bench import report as reports
+from ssdevice.bench.report import TITLES, Json, quartiles
 from ssdevice.bundle.staging import write_json, write_text
 from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE
 
@@ -35,8 +36,9 @@ def page(report: Json, command: Sequence[str]) -> str:
     speeds = [speed or 0 for arm in report["arms"].values() for speed in arm["prompt_tokens_per_second"]]
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         report=report,
+        title=reports.title(report),
         base=base,
-        invalid=None if report["valid"] else why_not_valid(report),
+        invalid=None if report["valid"] else reports.why_not_valid(report),
         numbers=_numbers(report),
         losses=_losses(report, base),
         most=max(speeds, default=0) or 1,
@@ -56,7 +58,7 @@ def _numbers(report: Json) -> list[tuple[str, str, str]]:
     best = max(arms, key=lambda name: arms[name]["tokens_per_second"])
     numbers = [(f"{arms[best]['tokens_per_second']:.1f}", f"tokens/s, {_words(best)}", "")]
     if speedup is not None:
-        label = f"speed-up of speculation{bounds(speedup)}"
+        label = f"speed-up of speculation{reports.bounds(speedup)}"
         numbers.append((f"{speedup['estimate']:.2f}x", label, "bad" if speedup["estimate"] < 1 else ""))
     if SPECULATIVE in arms:
         numbers.append((f"{arms[SPECULATIVE]['tokens_per_step']:.2f}", "tokens per step (β)", ""))
@@ -74,7 +76,7 @@ def _losses(report: Json, base: Json | None) -> list[str]:
         if slower:
             count = len(arm["prompt_tokens_per_second"])
             lines.append(f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts")
-    lines += differences(report) if "bundle" in report else []
+    lines += reports.differences(report) if "bundle" in report else []
     return lines + [f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()]
 
 
@@ -84,8 +86,8 @@ def _facts(report: Json) -> dict[str, str]:
     versions = {"ssdevice": report["ssdevice"], "Python": machine["python"], **report.get("versions", {})}
     engines = sorted({arm["version"] for arm in report["arms"].values() if "version" in arm})
     return {
-        "measured": conditions(report),
-        "bundle": described(report) if "bundle" in report else "",
+        "measured": reports.conditions(report),
+        "bundle": reports.described(report) if "bundle" in report else "",
         "system": machine["system"],
         "versions": ", ".join([*(f"{name} {number}" for name, number in versions.items()), *engines]),
     }

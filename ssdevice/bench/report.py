@@ -47,7 +47,6 @@ def as_json(
     speedup = result.speedup
     differing = {name: result.differing(name) for name in result.modes}
     return {
-        "title": "{bundle}: {precision} {target}, app {app}".format(**setting),
         **setting,
         "tree": geometry.tree.to_json(),
         "gamma": geometry.gamma,
@@ -60,7 +59,7 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "arms": {name: _mode(mode, result, geometry, memory[name]) for name, mode in result.modes.items()},
+        "arms": {name: _mode(mode, result, geometry, memory.get(name)) for name, mode in result.modes.items()},
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
@@ -73,13 +72,13 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, float]) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, float] | None) -> Json:
     found = arm_as_json(mode)
     found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
-        **memory,
+        **(memory or {"resident_mb": None, "peak_rss_mb": None}),
         "steps": sum(answer.steps for answer in mode.answers),
     }
     found["spread"]["native_ms_per_step"] = asdict(mode.native_ms_per_step)
@@ -153,10 +152,17 @@ def why_not_valid(report: Json) -> str:
     )
 
 
+def title(report: Json) -> str:
+    """What was measured: a bundle, or engines with the same weights."""
+    if "bundle" not in report:
+        return f"{report['model']}: engines beside each other"
+    return "{bundle}: {precision} {target}, app {app}".format(**report)
+
+
 def heading(report: Json) -> list[str]:
     """The first lines of a report: its title, whether its times count, and how they came about."""
     invalid = [] if report["valid"] else [f"**Not valid:** {why_not_valid(report)}", ""]
-    return [f"## {report['title']}", "", *invalid, conditions(report)]
+    return [f"## {title(report)}", "", *invalid, conditions(report)]
 
 
 def table(*rows: Sequence[str]) -> list[str]:

@@ -110,7 +110,7 @@ def test_other_engines(report: dict[str, Any]) -> None:
     arm = report["arms"]["plain"] | {"version": "llama.cpp 1", "disk_mb": 98.0}
     common = {name: report[name] for name in ("prompts", "skipped_prompts", "data", "valid", "machine", "ssdevice")}
     common |= {name: report[name] for name in ("threads", "rounds", "max_tokens", "context", "sampling")}
-    peers = common | {"title": "smol", "arms": {HOSTILE: arm}, "baseline": HOSTILE, "skipped": {"hf": "gone"}}
+    peers = common | {"model": "smol", "arms": {HOSTILE: arm}, "baseline": HOSTILE, "skipped": {"hf": "gone"}}
     words = Checker(page(peers, COMMAND)).words
     assert HOSTILE in words and "hf was left out: gone" in words and "llama.cpp 1" in words
 
