@@ -197,11 +197,11 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError, which names the value that cannot be used.
     """
-    from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
-    from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
+    from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
     from ssdevice.model.tokenizer import shared_tokenizer
+    from ssdevice.text.tokenizer import check_instruction
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
@@ -247,7 +247,9 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     for app in apps:
-        check_app(plan.of(app))
+        gamma = plan.of(app).geometry.gamma or None
+        load(folder, app.folder, options.context, gamma, merged, identity=identity, values=False)
+        check_instruction(tokenizer, app.name, app.instruction, options.context)
     target.check(plan)
     return plan
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ExportOptions:
     adapters = tuple(opening.named_folder(text, "--adapter") for text in args.adapter)
-    chosen = tuple(kind.parse(args) for kind in all_options() if kind.given(args))
+    chosen = tuple(parsed for kind in all_options() if (parsed := kind.parse(args)) is not None)
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     given = {each.name: getattr(args, each.name) for each in fields(ExportOptions) if each.name in args}
