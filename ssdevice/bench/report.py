@@ -72,7 +72,7 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, float] | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, Any] | None) -> Json:
     found = arm_as_json(mode)
     found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
