@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -32,23 +33,19 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Refusal(SSDeviceError):
     """A request that is not answered. ``kind`` and ``code``: OpenAI's words; ``param``: the parameter at fault."""
 
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        *,
-        kind: str = INVALID,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind, self.code, self.param = kind, code, param
-        self.headers = headers
+    message: str
+    status: int = 400
+    kind: str = INVALID
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
