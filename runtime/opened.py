@@ -12,12 +12,14 @@ from typing import Any, Self
 
 from ssdevice import arguments
 from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.integrity import read_bounded
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.runtime.saved import restore, save
 from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
+from ssdevice.text.tokenizer_limits import MAX_BYTES
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class OpenBundle:
 
 def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
     """The tokenizer of a bundle, with its chat format."""
-    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
+    return ChatTokenizer.from_bytes(read_bounded(bundle.file(TOKENIZER_ROLE), MAX_BYTES), bundle.manifest.chat)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from ssdevice.adapters.settings import SETTINGS, read_settings
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.folder import Bundle
-from ssdevice.bundle.manifest import NOT_APPLIED, Precision
+from ssdevice.bundle.manifest import LONGER, NOT_APPLIED, Precision
 from ssdevice.bundle.staging import check_writable
 from ssdevice.errors import InputError
 from ssdevice.runtime.engine import EngineOptions
@@ -105,7 +105,7 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     """
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:
-        if note.startswith(NOT_APPLIED) and not args.quiet:
+        if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
     return Session.open(bundle, app=args.app, options=engine_options(args, profile))
 
