@@ -190,7 +190,7 @@ def named_segments(program: Table) -> dict[str, Table]:
 
 
 class Graph:
-    """A graph of XNNPACK, the data of a delegate ``entry``. ``values``: tensors and how they are quantized, by number."""
+    """A graph of XNNPACK, the data of a delegate. ``values``: tensors and how they are quantized, by number."""
 
     def __init__(self, entry: Table, data: Data, program: Table) -> None:
         payload = payload_of(data, program, entry)
