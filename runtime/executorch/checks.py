@@ -73,8 +73,7 @@ class _Plan:
         for number in (3, 4):  # inputs, outputs
             _within(f"{self.plan.text(0)}: a value", self.plan.integers(number), len(kinds))
         operators = [(entry.text(0), entry.text(1)) for entry in self.plan.tables(6)]
-        delegates = list(self.plan.tables(7))
-        outer = [self._delegate(entry) for entry in delegates]
+        outer = [self._delegate(entry) for entry in self.plan.tables(7)]
         for instruction in program.instructions(self.plan):
             kind, call = instruction.byte(0), instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
@@ -82,7 +81,7 @@ class _Plan:
             arguments = call.integers(1)
             _within(f"{self.plan.text(0)}: an argument", arguments, len(kinds))
             if kind == DELEGATE:
-                _within(f"{self.plan.text(0)}: a delegate", [call.integer(0)], len(delegates))
+                _within(f"{self.plan.text(0)}: a delegate", [call.integer(0)], len(outer))
                 self._delegated(outer[call.integer(0)], [values[place] for place in arguments])
                 continue
             _within(f"{self.plan.text(0)}: an operator", [call.integer(0)], len(operators))
@@ -100,8 +99,8 @@ class _Plan:
         for number in range(1, len(graph.constants)):  # the first stands for no constant
             graph.place(number)
         tensors = {name: tensor for name, (tensor, _) in graph.values.items()}
-        for tensor in tensors.values():
-            _within("a constant of XNNPACK", [tensor.integer(3)], max(len(graph.constants), 1))
+        places = [tensor.integer(3) for tensor in tensors.values()]
+        _within("a constant of XNNPACK", places, max(len(graph.constants), 1))
         names = [*graph.root.integers(4, "I"), *graph.root.integers(5, "I")]
         if missing := set(names) - set(tensors):
             raise ValueError(f"a graph of XNNPACK takes or gives the value {min(missing)}, which it does not have")

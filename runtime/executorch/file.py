@@ -214,8 +214,8 @@ class Graph:
         key, size = entry.text(2), entry.long(1)
         if key and key not in self.named:
             raise ValueError(f"a constant {key[:60]!r}, which the program does not have")
-        start, room = segment(self.data, self.named[key]) if key else (self.first + entry.long(0), 0)
-        room = room if key else len(self.payload) - start
+        own = self.first + entry.long(0)
+        start, room = segment(self.data, self.named[key]) if key else (own, len(self.payload) - own)
         if size > room:
             raise ValueError(f"a constant of {size} bytes, in its place are {max(room, 0)}")
         return self.data if key else self.payload, start, size
