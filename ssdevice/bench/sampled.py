@@ -98,7 +98,7 @@ def compare_sampled(
     cases = list(product(prompts, samplers, range(seeds)))
     if not seeds:
         cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(prompts)]
-    result = Sampled(precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels)
+    result = Sampled(precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
     conversation = engine.new_conversation()
 
     def sampled(advance: Advance | None) -> Answerer[SampledCase]:
@@ -133,7 +133,7 @@ def _sample(
     """A sampled answer with the rows of logits that its tokens were chosen from."""
     vocab, structure = conversation.geometry.vocab, sampling.structure
     grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
-    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar)
+    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar, conversation.engine.kernels)
     rows: list[Rows] = []
 
     def choose(logits: Rows) -> int:
