@@ -93,15 +93,15 @@ class AppResult:
 class TargetResult:
     """What a target wrote. ``notes``: how it differs from the request, one sentence each, for the manifest.
 
-    ``apps``: every app by name, in a plan that is not merged. ``followed``: what the parity gate found in programs
-    before they were lowered, see ``parity.traced``.
+    ``tools``: packages whose versions the manifest has. ``apps``: every app by name, in a plan that is not merged.
+    ``followed``: what the parity gate found in programs before they were lowered, see ``parity.traced``.
     """
 
     files: tuple[TargetFile, ...]
     cache: CacheForm
     cache_dtype: str
     notes: tuple[str, ...] = ()
-    tools: Mapping[str, str] | None = None
+    tools: tuple[str, ...] = ()
     apps: Mapping[str, AppResult] = field(default_factory=dict)
     followed: Mapping[str, float] = field(default_factory=dict)
 

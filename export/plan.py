@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.integrity import check_rule, repeated_name
-from ssdevice.bundle.manifest import NAME, Precision
+from ssdevice.bundle.manifest import LONGER, NAME, Precision
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Schedule
 from ssdevice.contract import (
@@ -197,16 +197,18 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError, which names the value that cannot be used.
     """
-    from ssdevice.export.app_checks import check_app
     from ssdevice.export.calibration.job import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
-    from ssdevice.model.loading import POSITION_MARGIN, load_base, read_config, resolve_folder
+    from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
+    from ssdevice.model.stored import stored_tensors
     from ssdevice.model.tokenizer import shared_tokenizer
+    from ssdevice.text.tokenizer import check_instruction
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
+    stored_tensors(folder)  # before whole files are hashed, of which a header says that they are damaged
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
@@ -241,15 +243,23 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     plan = ExportPlan(
         options, folder, identity, apps, merged, geometry, schedule, base.parameters,
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
-        (*check_settings(tokenizer, folder, options.choose), *base.notes, *notes),
+        (*check_settings(tokenizer, folder, options.choose), *_longer(options.context, config), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
     for app in apps:
-        check_app(plan.of(app))
+        gamma = plan.of(app).geometry.gamma or None
+        load(folder, app.folder, options.context, gamma, merged, identity=identity, values=False)
+        check_instruction(tokenizer, app.name, app.instruction, options.context)
     target.check(plan)
     return plan
+
+
+def _longer(context: int, config: Any) -> tuple[str, ...]:
+    """A note for a context beyond the positions that the model was made for; if they are a table, it is refused."""
+    known = getattr(config, "max_position_embeddings", None)
+    return () if known is None or context <= known else (f"{LONGER}: {context} tokens, {known} positions",)
 
 
 def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:

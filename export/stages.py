@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
@@ -57,28 +58,24 @@ def export_bundle(options: ExportOptions, report: Report) -> Bundle:
 def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
     """``export_bundle`` for a plan that was made before."""
     options, whole = plan.options, Whole(report)
-    begin = whole.begin
     with BundleWriter(options.out, overwrite=options.overwrite) as writer, fewer_collections():
-        tokenizer, examples = plan.tokenizer, plan.calibration
-        begin("load the model")
+        whole.begin("load the model")
         job = ExportJob.of(plan, whole)
-        begin("compare with transformers")
+        whole.begin("compare with transformers")
         notes = check_export(job) if options.cross_check else (SKIPPED,)
         job = target.prepare(job)
-        begin("calibrate")
-        job = smoothed_job(job, target, tokenizer)
-        if examples:
-            job = calibrated_job(job, target, examples, tokenizer)
-        begin("write the graphs")
+        whole.begin("calibrate")
+        job = calibrated_job(smoothed_job(job, target), target)
+        whole.begin("write the graphs")
         result = target.export(job, writer.folder)
         free_memory()  # the gate needs as much again
-        begin("check parity")
+        whole.begin("check parity")
         parity = {**result.followed, **target.gate(job, writer.folder, result)}
         report("export", 100, 100, "done")
-        writer.add_file(TOKENIZER_FILE, tokenizer.tokenizer_json, TOKENIZER_ROLE)
+        writer.add_file(TOKENIZER_FILE, plan.tokenizer.tokenizer_json, TOKENIZER_ROLE)
         for file in result.files:
             writer.declare(file.path, file.role)
-        return writer.commit(make_manifest(plan, result, parity, len(examples), notes))
+        return writer.commit(make_manifest(plan, result, parity, notes))
 
 
 @contextmanager
@@ -93,11 +90,7 @@ def fewer_collections() -> Iterator[None]:
 
 
 def make_manifest(
-    plan: ExportPlan,
-    result: TargetResult,
-    parity: Mapping[str, float],
-    calibrated_rows: int,
-    notes: tuple[str, ...],
+    plan: ExportPlan, result: TargetResult, parity: Mapping[str, float], notes: tuple[str, ...]
 ) -> Manifest:
     """The bundle's manifest, without ``files`` and ``roles``, which the writer fills; ``notes``: to begin with."""
     settings, identity, g = plan.settings, plan.identity, plan.geometry
@@ -105,7 +98,7 @@ def make_manifest(
     mode = streams.mode if streams is not None else None
     apps = tuple(make_app(plan, result, app) for app in plan.apps)
     return Manifest(
-        tools={"ssdevice": __version__, **(result.tools or {})},
+        tools={"ssdevice": __version__, **{name: version(name) for name in result.tools}},
         model=ModelIdentity(
             model_type=identity.model_type,
             parameters=sum(plan.parameters.values()),
@@ -126,14 +119,14 @@ def make_manifest(
         chat=plan.tokenizer.chat,
         apps=apps,
         default_app=apps[0].name,
-        calibrated_rows=calibrated_rows,
+        calibrated_rows=len(plan.calibration),
         sampling=plan.sampling,
         notes=(
             *notes,
             *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
             *((plan.tokenizer.chat.note,) if plan.tokenizer.chat.note else ()),
             *plan.notes,
-            *calibration_notes(plan, calibrated_rows),
+            *calibration_notes(plan),
             *result.notes,
         ),
         parity=dict(parity),

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from ssdevice import targets
@@ -28,36 +29,46 @@ AsStored = tuple[AbstractContextManager[object] | None, "Precision"]
 differences."""
 
 
-class TargetOptions(ABC):
-    """Options of some targets only: the base of frozen dataclasses whose fields all have defaults.
+@dataclass(frozen=True)
+class TargetOptions:
+    """Options of some targets only: the base of frozen dataclasses whose fields are False or a value of an Enum.
 
-    ``owner``: the owner in the genitive, such as "Core ML's"; ``flags``: their names on the command line, where they
-    are None or False unless they are given.
+    ``owner``: the owner in the genitive, such as "Core ML's". ``texts``: every field with the text of its flag, which
+    has its name.
     """
 
     owner: ClassVar[str]
-    flags: ClassVar[tuple[str, ...]]
+    texts: ClassVar[Mapping[str, str]]
 
     @classmethod
-    @abstractmethod
     def add_arguments(cls, parser: ArgumentParser) -> None:
-        """Declare the flags."""
+        """Declare the flags; they are None or False unless they are given."""
+        group = parser.add_argument_group(f"{cls.owner} own options")
+        for name, text in cls.texts.items():
+            flag, default = _flag(name), getattr(cls, name)
+            kind: Any = type(default)
+            if default is False:
+                group.add_argument(flag, action="store_true", help=text)
+            elif "_missing_" in vars(kind):  # it understands other texts than its values
+                group.add_argument(flag, metavar="NAME", help=f"{text} (default {default})")
+            else:
+                group.add_argument(flag, choices=list(kind), help=f"{text} (default {default})")
 
     @classmethod
-    @abstractmethod
-    def parse(cls, args: Namespace) -> Self:
-        """The options in parsed arguments. Raises ConfigError."""
-
-    @classmethod
-    def given(cls, args: Namespace) -> bool:
-        """Whether one of the flags was given, be it with the value that it has anyway."""
-        return any(getattr(args, flag.lstrip("-").replace("-", "_")) not in (None, False) for flag in cls.flags)
+    def parse(cls, args: Namespace) -> Self | None:
+        """The options in parsed arguments; None if none was given. Raises ConfigError."""
+        given = {name: value for name in cls.texts if (value := getattr(args, name)) not in (None, False)}
+        return cls(**{name: type(getattr(cls, name))(value) for name, value in given.items()}) if given else None
 
     def refused(self, target: str) -> ConfigError:
         """The error of a target that does not have these options."""
-        *most, last = self.flags
+        *most, last = map(_flag, self.texts)
         named = f"{', '.join(most)} and {last} are" if most else f"{last} is"
         return ConfigError(f"{named} {self.owner}, not {target}'s")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class ExportTarget(ABC):

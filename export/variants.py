@@ -12,14 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotLayout, Variant
+from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotKind, SlotLayout, Variant
 from ssdevice.adapters.storage import ADAPTERS, stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import to_json
 from ssdevice.contract import ONE_ROW, PREFILL
+from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.exporter import AppResult, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
+from ssdevice.model.families import family_of
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
@@ -38,6 +40,17 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[V
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
     return [(v, plain if v.streams is None else drafting) for v in found.values()]
+
+
+def check_slots(plan: ExportPlan) -> None:
+    """Raise InputError if slots beside the linears of the layers could not hold an app's LoRA."""
+    layers = f"{family_of(plan.identity.model_type).layers_path}."
+    for folder in (app.folder for app in plan.apps if app.folder is not None and app.has_lora):
+        for kind, name in AdapterWeights.read(folder).factors:
+            if kind is SlotKind.LORA and not name.startswith(layers):
+                raise UnsupportedModelError(
+                    f"{folder}: its LoRA changes {name}, slots are for linears of layers: export this app by itself"
+                )
 
 
 def template(job: ExportJob, variant: Variant) -> ExportJob:

@@ -54,7 +54,7 @@ class LlamaCpp:
             self._calls += 1
             evaluate(tokens)
 
-        self._llama.eval = counted
+        vars(self._llama)["eval"] = counted  # mypy, where it sees the package's types, lets no method be assigned
         text = ctypes.create_string_buffer(128)
         llama_cpp.llama_model_desc(self._llama.model, text, len(text))
         self.version = f"llama-cpp-python {llama_cpp.__version__}"

@@ -12,11 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ssdevice import arguments
+from ssdevice.bundle.integrity import read_bounded
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
 from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
+from ssdevice.text.tokenizer_limits import MAX_BYTES
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -166,7 +168,7 @@ class OpenBundle:
 
 def tokenizer_of(bundle: Bundle) -> ChatTokenizer:
     """The tokenizer of a bundle, with its chat format."""
-    return ChatTokenizer.from_bytes(bundle.file(TOKENIZER_ROLE).read_bytes(), bundle.manifest.chat)
+    return ChatTokenizer.from_bytes(read_bounded(bundle.file(TOKENIZER_ROLE), MAX_BYTES), bundle.manifest.chat)
 
 
 @contextmanager

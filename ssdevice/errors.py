@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,9 +61,15 @@ class ParityError(SSDeviceError):
     """An exported artifact does not compute what its reference computes."""
 
 
+REFUSALS = (
+    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, re.error,
+)  # fmt: skip
+"""What transformers and PEFT raise for mistakes in settings, most of which they do not check."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
-    if isinstance(error, KeyError):  # it says nothing but the key
+    if isinstance(error, LookupError):  # it says little but the key
         return f"{type(error).__name__}: {error}"
     said = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):

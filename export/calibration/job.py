@@ -16,7 +16,6 @@ from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
 from ssdevice.export.exporter import Exporter, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.step import StreamModel
-from ssdevice.text.tokenizer import ChatTokenizer
 
 ROWS = 128
 """Rows that are taken, at most: more change little and cost time."""
@@ -28,24 +27,24 @@ def chosen_rows(files: Sequence[Path]) -> list[Example]:
     return random.Random(0).sample(examples, ROWS) if len(examples) > ROWS else examples
 
 
-def calibrated_job(
-    job: ExportJob, target: Exporter, examples: Sequence[Example], tokenizer: ChatTokenizer
-) -> ExportJob:
-    """The job with weights rounded to the target's grid.
+def calibrated_job(job: ExportJob, target: Exporter) -> ExportJob:
+    """The job with weights rounded to the target's grid, if its plan has rows for that.
 
     A merged app's model is rounded as it is, streams included. Of separate apps, what they share is rounded: the
     base, on its own main rows.
     """
     plan = job.plan
+    if not plan.calibration:
+        return job
     if plan.merged:
-        _calibrate(job, target, examples, tokenizer, plan.apps[0].instruction)
+        _calibrate(job, target, plan.apps[0].instruction)
         return job
     base = ExportJob.of(plan.of(AppPlan(None, None, False, "")), job.report)
-    _calibrate(base, target, examples, tokenizer, "")
+    _calibrate(base, target, "")
     return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
 
 
-def smoothed_job(job: ExportJob, target: Exporter, tokenizer: ChatTokenizer) -> ExportJob:
+def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
     """The job with a smoothed model, if the target rounds the inputs of linears row by row.
 
     Separate apps share a base that is not changed: their adapters were trained beside it.
@@ -55,18 +54,16 @@ def smoothed_job(job: ExportJob, target: Exporter, tokenizer: ChatTokenizer) -> 
         return job
     model = job.loaded.model
     total = model.backbone.num_layers
-    moved = smooth(model, texts(tokenizer), lambda layer: job.report("smooth", layer, total, f"layer {layer + 1}"))
+    moved = smooth(model, texts(plan.tokenizer), lambda layer: job.report("smooth", layer, total, f"layer {layer + 1}"))
     return replace(job, notes=(*job.notes, NOTE)) if moved else job
 
 
-def _calibrate(
-    job: ExportJob, target: Exporter, examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str
-) -> None:
+def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model, plan = job.loaded.model, job.plan
     total = model.backbone.num_layers
     calibrate(
         model,
-        tokenized(examples, tokenizer, instruction, plan.geometry.context),
+        tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context),
         lambda linear, factor: target.grid(plan, linear, factor),
         lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"),
     )
@@ -79,9 +76,9 @@ def _by_name(model: StreamModel) -> dict[str, Tensor]:
     return {f"{path}.{name}": weight.data for name, weight in model.backbone.layers.named_parameters()}
 
 
-def calibration_notes(plan: ExportPlan, rows: int) -> tuple[str, ...]:
+def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:
     """What the manifest says of it."""
-    if not rows:
+    if not plan.calibration:
         return ()
     whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"
-    return (f"{plan.options.quant} weights of the layers were calibrated on {rows} of {whose}",)
+    return (f"{plan.options.quant} weights of the layers were calibrated on {len(plan.calibration)} of {whose}",)

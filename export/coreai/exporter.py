@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 from torch import nn
@@ -69,9 +68,8 @@ class CoreAIExporter(Exporter):
         asset.save(folder / ASSET)
         notes += _notes(plan)
         apps = app_results(plan, table)
-        tools = {name: version(name) for name in TOOLS}
-        form = CacheForm.INTERNAL, CACHE_DTYPE
-        return TargetResult((TargetFile(MODEL, ASSET),), *form, tuple(notes), tools, apps, followed)
+        files = (TargetFile(MODEL, ASSET),)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``Exporter``."""
@@ -82,7 +80,7 @@ class CoreAIExporter(Exporter):
             with EngineDriver(engine) as driver, stored(one.loaded.model, job.plan.options.quant, values=True):
                 return check(one, driver, FLOAT_JITTER)
 
-        return check_each(job.plan.merged, jobs(job), check_app)
+        return check_each(job, check_app)
 
 
 def _largest(facts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

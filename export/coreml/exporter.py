@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +38,11 @@ GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
 
 
-@dataclass(frozen=True)
-class CoreMLResult(TargetResult):
-    """``sketches``: by app, sketches of its model's matrices. Export releases the matrices, and the gate takes the
-    package's values and compares them with the sketches."""
-
-    sketches: Mapping[str, Sketches] = field(default_factory=dict)
-
-
 class CoreMLExporter(Exporter):
     """Writes the package, its settings for hosts, and golden integers to check a host with.
 
-    Several apps become functions of one package, which holds the base's weights once.
+    Several apps become functions of one package, which holds the base's weights once. ``sketches``: by app, those of
+    its model's matrices. Export releases the matrices, and the gate compares the package's values with the sketches.
     """
 
     bits = BITS
@@ -69,23 +60,25 @@ class CoreMLExporter(Exporter):
         chosen, table = plan.options.chosen(CoreMLOptions), function_names(plan)
         total = len({name for names in table.values() for name in names.values()})
         programs, known = dict[str, Any](), Compressed()
-        notes, sizes, sketches = list[str](), dict[str, int](), dict[str, Sketches]()
+        form = chosen.kv_write, chosen.deployment_target
+        notes, sizes = list[str](), dict[str, int]()
+        self.sketches: dict[str, Sketches] = {}
         for app, one in jobs(job):
             model = one.loaded.model
             sizes[app.name] = adapter_bytes(model)
             for function, name in table[app.name].items():
                 if name not in programs:
                     job.report("write the graphs", len(programs), total + 1, name)
-                    made = convert(function, model, plan.geometry, plan.schedule, chosen.kv_write, chosen.deployment)
+                    made = convert(function, model, plan.geometry, plan.schedule, *form)
                     notes += [note for note in compress_for(plan, made, known) if note not in notes]
                     programs[name] = made
                     free_memory()
             # Saving needs the memory, and the gate will take the package's values.
-            sketches[app.name] = drop_matrices(model)
+            self.sketches[app.name] = drop_matrices(model)
             free_memory()
         job.report("write the graphs", total, total + 1, "save")
         names = table[plan.apps[0].name]
-        save(programs, package, names.get(STEP, names[PREFILL]), chosen.deployment)
+        save(programs, package, names.get(STEP, names[PREFILL]), chosen.deployment_target)
         del made, programs, known
         free_memory()
         if not plan.merged:
@@ -97,23 +90,21 @@ class CoreMLExporter(Exporter):
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, chosen.compute_units)
         files = (TargetFile(MODEL, PACKAGE), TargetFile(SETTINGS, SETTINGS_FILE), TargetFile("golden", GOLDEN))
-        tools = {name: version(name) for name in TOOLS}
         apps = app_results(plan, table)
-        return CoreMLResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, apps, sketches=sketches)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
 
         Afterwards the models of the job have the package's weights, so no weights are in memory twice.
         """
-        assert isinstance(result, CoreMLResult)
         table = function_names(job.plan)
         program = Program(Package.open(folder / PACKAGE))
         golden: list[dict[str, Any]] = []
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             names = table[app.name]
-            sketches = result.sketches[app.name]
+            sketches = self.sketches[app.name]
             adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
             engine = CoreMLEngine(program, job.plan.geometry, names)
             shown = CoreMLShown(program, one.plan, names)
@@ -121,7 +112,7 @@ class CoreMLExporter(Exporter):
             golden.extend(cases(one, EngineDriver(engine)))
             return found
 
-        facts = check_each(job.plan.merged, jobs(job), check_app)
+        facts = check_each(job, check_app)
         write_golden(job.plan, golden, folder / GOLDEN)
         return facts
 
@@ -129,7 +120,7 @@ class CoreMLExporter(Exporter):
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
     settings = {
-        "deployment_target": chosen.deployment.value,
+        "deployment_target": chosen.deployment_target.value,
         "compute_units": chosen.compute_units.value,
         "kv_write": chosen.kv_write.value,
     }

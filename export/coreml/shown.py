@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES
+from ssdevice.contract import KEYS, LENGTH, PREFILL, ROWS, VALUES
 from ssdevice.export.mlprogram.names import short_name, weight_key
 from ssdevice.export.mlprogram.stored import key_of
 from ssdevice.export.parity.difference import Array
@@ -27,7 +27,7 @@ class CoreMLShown:
 
     def __init__(self, program: Program, plan: ExportPlan, names: Mapping[str, str]) -> None:
         self.program, self.plan, self.names = program, plan, names
-        self.state = program.make_state()
+        self.state = program.make_state(names[PREFILL])
 
     def spell(self, parameter: str) -> str:
         """See Shown."""

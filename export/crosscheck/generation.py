@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import load_strict
-from ssdevice.errors import InputError, first_line
+from ssdevice.errors import REFUSALS, InputError, first_line
 from ssdevice.text.chat_template import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def generation_config(folder: Path) -> GenerationConfig:
         file, form = folder / CONFIG_FILE, {"_from_model_config": True}
     try:
         return GenerationConfig.from_pretrained(folder, file.name, local_files_only=True, **form)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except REFUSALS as error:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
 
 

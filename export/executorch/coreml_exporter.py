@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
@@ -14,9 +13,9 @@ from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.executorch.coreml_lowering import lower
+from ssdevice.export.executorch.coreml_lowering import partitioner, trace
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS
-from ssdevice.export.executorch.lowering import constants_of
+from ssdevice.export.executorch.lowering import constants_of, lower, traced
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.exporter import Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.mlprogram.options import CoreMLOptions
@@ -24,7 +23,7 @@ from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
-from ssdevice.export.parity.traced import Programs, follow_traced
+from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.delegates import open_delegates
@@ -51,24 +50,20 @@ class CoreMLDelegateExporter(Exporter):
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
 
-        followed: dict[str, float] = {}
-
-        def check_traced(programs: Programs) -> None:
-            """Weights are rounded later, by the conversion, so everything is float32 here."""
-            progress = partial(report, len(specs))
-            followed.update(follow_traced(job, specs, programs, FLOAT32, progress))
-
-        file = folder / PROGRAM_FILE
-        notes, delegated = lower(job.loaded.model, plan, specs, constants, file, report, check_traced)
-        notes = (
-            *notes,
+        notes: list[str] = []
+        with partitioner(plan, notes) as parts:
+            programs = traced(specs, lambda name, spec: trace(name, spec, job.loaded.model, plan), report)
+            # Weights are rounded later, by the conversion, so everything is float32 here.
+            followed = follow_traced(job, specs, programs, FLOAT32, partial(report, len(specs)))
+            delegated = lower(programs, parts, constants, folder / PROGRAM_FILE, report)
+        notes += (
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
             *delegated,
         )
         files = (TargetFile(PROGRAM, PROGRAM_FILE),)
-        tools = {name: version(name) for name in (*TOOLS, "coremltools")}
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, tools, followed=followed)
+        tools = (*TOOLS, "coremltools")
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""

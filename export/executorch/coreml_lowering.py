@@ -7,8 +7,8 @@ method. The conversion is that of the ``coreml`` target: its rewrites, its fixed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ import torch
 from torch.export import ExportedProgram
 
 from ssdevice.contract import FunctionSpec
-from ssdevice.export.executorch.lowering import finish, to_edge, traced
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
@@ -28,7 +27,6 @@ from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
 from ssdevice.export.mlprogram.quiet import ct
 from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
 from ssdevice.export.mlprogram.weights import Compressed, compress_for
-from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm, example_inputs
@@ -47,32 +45,21 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         return torch.export.export(form, example_inputs(spec), strict=False)
 
 
-def lower(
-    model: StreamModel,
-    plan: ExportPlan,
-    specs: Mapping[str, FunctionSpec],
-    constants: Mapping[str, Any],
-    file: Path,
-    report: Callable[[int, str], None],
-    check: Callable[[Programs], None] = lambda _: None,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Write a program with every function of ``specs``. ``check`` is called with what was traced, before it is lowered.
+@contextmanager
+def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
+    """The partitioner for Core ML. In this context its backend converts as the ``coreml`` target does.
 
-    Returns deviations from the requested precision, and the notes of ``finish``.
+    ``notes`` receives deviations from the requested precision.
     """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
     coreml_ops.register()
     chosen = plan.options.chosen(CoreMLOptions)
-    notes: list[str] = []
     known: Compressed = {}
     compile_specs = CoreMLBackend.generate_compile_specs(
         compute_unit=ct.ComputeUnit[chosen.compute_units.value.upper()],
-        minimum_deployment_target=ct.target[chosen.deployment.value],
-    )
-    partitioner = CoreMLPartitioner(
-        skip_ops_for_coreml_delegation=[WRITE], compile_specs=compile_specs, take_over_mutable_buffer=False
+        minimum_deployment_target=ct.target[chosen.deployment_target.value],
     )
 
     def convert(program: ExportedProgram, *_: Any, **__: Any) -> Any:
@@ -80,14 +67,11 @@ def lower(
         notes.extend(note for note in found if note not in notes)
         return made
 
-    with quiet_conversion(), quiet("executorch.backends.apple"):
-        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
-        check(programs)
-        report(len(specs), "lower to Core ML")
-        with patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert)):
-            edge = to_edge(programs, partitioner, constants)
-        delegated = finish(edge, specs, file, report)
-    return tuple(notes), delegated
+    converted = patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert))
+    with quiet_conversion(), quiet("executorch.backends.apple"), converted:
+        yield CoreMLPartitioner(
+            skip_ops_for_coreml_delegation=[WRITE], compile_specs=compile_specs, take_over_mutable_buffer=False
+        )
 
 
 def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) -> tuple[Any, tuple[str, ...]]:
@@ -98,7 +82,7 @@ def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) ->
         if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
             node.target = node.target._op
     simplify(program, ())
-    deployment = plan.options.chosen(CoreMLOptions).deployment
+    deployment = plan.options.chosen(CoreMLOptions).deployment_target
     nodes = {node.name: node for node in program.graph.nodes}
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
     # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.

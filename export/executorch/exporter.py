@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
@@ -16,22 +15,22 @@ from torch import nn
 from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
 from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.app_checks import check_slots
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.executorch.lowering import constants_of, lower
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
-from ssdevice.export.executorch.slots import check_apps, filled, slot_model
+from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
-from ssdevice.export.parity.traced import Programs, follow_traced
+from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
-from ssdevice.export.variants import write_slots
+from ssdevice.export.variants import check_slots, write_slots
 from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
@@ -42,16 +41,13 @@ PROGRAM_FILE = "model.pte"
 TOOLS = ("torch", "transformers", "executorch", "torchao")
 
 
-@dataclass(frozen=True)
-class ExecutorchResult(TargetResult):
-    """``reference``: the model with the program's weights, of which a merged job keeps no others."""
+class ExecutorchExporter(Exporter):
+    """All functions in one ``.pte``; see ``Exporter``.
+
+    ``reference``: a merged job's model with the program's weights, once it is written. The job keeps no others.
+    """
 
     reference: StreamModel | None = None
-
-
-class ExecutorchExporter(Exporter):
-    """All functions in one ``.pte``; see ``Exporter``."""
-
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     several_apps = True
@@ -76,7 +72,6 @@ class ExecutorchExporter(Exporter):
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)
-        stages = len(specs) + 2
         files = [TargetFile(PROGRAM, PROGRAM_FILE)]
         apps: dict[str, AppResult] = {}
         shown: Mapping[str, NDArray[np.float32]] = {}
@@ -90,37 +85,34 @@ class ExecutorchExporter(Exporter):
                 shown = fill(adapter, layout.variants[0], plan.geometry.gamma, layout.hidden)
 
         def report(number: int, what: str) -> None:
-            job.report("write the graphs", number, stages, what)
+            job.report("write the graphs", number, len(specs) + 2, what)
 
-        model = quantized(source, plan.options.quant)
+        rounded = quantized(source, plan.options.quant)
+        model, file = rounded.model, folder / PROGRAM_FILE
         if plan.merged:
-            release(source, model.model)
-            map_codes(model.model, folder)
-        followed: dict[str, float] = {}
-
-        def check_traced(programs: Programs) -> None:
-            """Apps differ only in what their slots hold, so one of them shows what is computed."""
-            progress = partial(report, len(specs))
-            bounds = FLOAT32 if plan.options.quant is Quant.FP32 else QUANTIZED
-            reference = replace(job, loaded=replace(job.loaded, model=model.model))
-            with held_values(model.model, folder), filled(model.model, shown):
-                followed.update(follow_traced(reference, specs, programs, bounds, progress))
-
-        file = folder / PROGRAM_FILE
-        delegated = lower(model.model, plan, specs, constants, file, report, check_traced)
-        free_memory()  # of the graphs
-        with held_values(model.model, folder):
-            check_stored(file, model.model, plan, specs)
+            release(source, model)
+            map_codes(model, folder)
+            self.reference = model
+        bounds = FLOAT32 if plan.options.quant is Quant.FP32 else QUANTIZED
+        reference = replace(job, loaded=replace(job.loaded, model=model))
+        with quick():
+            programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
+            # Apps differ only in what their slots hold, so one of them shows what is computed.
+            with held_values(model, folder), filled(model, shown):
+                followed = follow_traced(reference, specs, programs, bounds, partial(report, len(specs)))
+            programs |= set_adapter(model)
+            delegated = lower(programs, partitioner(), constants, file, report, dict(slots_of(model)))
+        del programs
+        free_memory()
+        with held_values(model, folder):
+            check_stored(file, model, plan, specs)
         notes = [
-            *model.notes,
+            *rounded.notes,
             *job.notes,
             *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
             *delegated,
         ]
-        reference = model.model if plan.merged else None
-        tools = {name: version(name) for name in TOOLS}
-        form = CacheForm.INTERNAL, CACHE_DTYPE
-        return ExecutorchResult(tuple(files), *form, tuple(notes), tools, apps, followed, reference=reference)
+        return TargetResult(tuple(files), CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
@@ -128,34 +120,16 @@ class ExecutorchExporter(Exporter):
         Separate apps are compared one by one, each with its own reference.
         """
         plan, file = job.plan, folder / PROGRAM_FILE
-        if plan.merged:
-            known = result.reference if isinstance(result, ExecutorchResult) else None
-            return _compare(job, file, plan, known)
+        quant, options = plan.options.quant, EngineOptions()
 
-        def check_app(app: AppPlan, alone: ExportJob) -> Mapping[str, float]:
-            kept = result.apps[app.name]
-            adapter = folder / kept.files[0] if kept.files else None
-            return _compare(alone, file, plan, None, tuple(kept.functions), adapter)
+        def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
+            kept = result.apps.get(app.name, AppResult(AdapterKind.MERGED))
+            slots = AdapterSlots(folder / kept.files[0]) if kept.files else None
+            model = self.reference or quantized(one.loaded.model, quant).model
+            reference = replace(one, loaded=replace(one.loaded, model=model))
+            names = tuple(kept.functions) or plan.function_names
+            engine = ExecutorchEngine(file, plan.geometry, names, options, adapter=slots)
+            with held_values(model, folder), EngineDriver(engine) as driver:
+                return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
 
-        return check_each(False, ((app, job.for_app(app)) for app in plan.apps), check_app)
-
-
-def _compare(
-    job: ExportJob,
-    file: Path,
-    whole: ExportPlan,
-    known: StreamModel | None = None,
-    names: tuple[str, ...] = (),
-    adapter: Path | None = None,
-) -> dict[str, float]:
-    """Run the gate for one app. ``whole``: the plan of the program, which may have more streams than the app.
-
-    ``known``: the job's model with the program's weights, if it is there already.
-    """
-    quant = whole.options.quant
-    model = known if known is not None else quantized(job.loaded.model, quant).model
-    reference = replace(job, loaded=replace(job.loaded, model=model))
-    slots = AdapterSlots(adapter) if adapter is not None else None
-    engine = ExecutorchEngine(file, whole.geometry, names or whole.function_names, EngineOptions(), adapter=slots)
-    with held_values(model, file.parent), EngineDriver(engine) as driver:
-        return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)
+        return check_each(job, check_app)

@@ -1,19 +1,20 @@
 """Rewrites of exported programs so that one XNNPACK delegate takes as much of a step as possible.
 
-``tidy`` rewrites the result of ``torch.export``, ``write_last`` the lowered program. Both compute the same up to the
-order of a sum. ``delegation`` says what remains outside delegates.
+In the context of ``Products``, ``torch.export`` records other operators for norms; ``tidy`` rewrites its result,
+``write_last`` the lowered program. All compute the same up to the order of a sum. ``delegation`` says what remains
+outside delegates.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
@@ -31,15 +32,41 @@ PROVENANCE = ("from_node", "nn_module_stack", "source_fn_stack", "stack_trace", 
 """Metadata that no pass of the lowering reads, but that every pass copies and nests more deeply."""
 
 
+class Products(TorchFunctionMode):
+    """In this context means of rows and layer norms are products with a column of 1/D: the delegate has neither."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if function is nn.functional.layer_norm:
+            return _layer_norm(*args, **named)
+        if function in (Tensor.mean, torch.mean) and named == {"keepdim": True} and args[1:] in ((-1,), ([-1],)):
+            return _mean(args[0])
+        return function(*args, **named)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """The mean of each row, ``[.., D] -> [.., 1]``."""
+    width = x.shape[-1]
+    column = torch.full([1, width, 1], 1.0 / width)
+    return torch.bmm(x.reshape(1, -1, width), column).reshape(*x.shape[:-1], 1)
+
+
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    if len(shape) != 1:
+        return nn.functional.layer_norm(x, list(shape), weight, bias, eps)
+    centred = x - _mean(x)
+    normed = centred * torch.rsqrt(_mean(centred * centred) + eps)
+    scaled = normed if weight is None else normed * weight
+    return scaled if bias is None else scaled + bias
+
+
 def tidy(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite in place: means and layer norms as delegable operators, equal operators once, chains of views as one."""
+    """Rewrite in place: equal operators once, chains of views as one, embeddings as the lowering wants them."""
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is aten.mean.dim:
-            _mean_as_product(graph, node)
-        elif node.target is aten.layer_norm.default:
-            _split_layer_norm(graph, node)
-        elif node.target is aten.embedding.default:
+        if node.target is aten.embedding.default:
             _plain_embedding(graph, node)
     _collapse_views(graph)
     _merge_equal(graph)
@@ -121,30 +148,6 @@ def _fixed(node: object) -> bool:
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
-def _mean_as_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Mean over the last dimension as a product with a column of 1/D, because the delegate has no such mean."""
-    x = cast(fx.Node, node.args[0])
-    shape = _shape(x)
-    keep = len(node.args) > 2 and bool(node.args[2])
-    if list(cast(list[int], node.args[1])) not in ([-1], [len(shape) - 1]) or not keep or node.kwargs.get("dtype"):
-        return
-    with graph.inserting_before(node):
-        new = _row_mean(graph, x)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-
-
-def _row_mean(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """The mean of each row, ``[.., D] -> [.., 1]``."""
-    shape = _shape(x)
-    rows, width = math.prod(shape[:-1]), shape[-1]
-    flat = _call(graph, aten.reshape.default, x, [1, rows, width])
-    column = graph.call_function(aten.full.default, ([1, width, 1], 1.0 / width), {"dtype": torch.float32})
-    column.meta["val"] = flat.meta["val"].new_empty(1, width, 1)
-    mean = _call(graph, aten.bmm.default, flat, column)
-    return _call(graph, aten.reshape.default, mean, [*shape[:-1], 1])
-
-
 def _plain_embedding(graph: fx.Graph, node: fx.Node) -> None:
     """Reduce an embedding to two arguments, with int64 indices.
 
@@ -156,26 +159,6 @@ def _plain_embedding(graph: fx.Graph, node: fx.Node) -> None:
         with graph.inserting_before(node):
             indices = _call(graph, aten.to.dtype, indices, torch.int64)
     node.args = (table, indices)
-
-
-def _split_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Layer norm as operators that the delegate has."""
-    x, width = cast(fx.Node, node.args[0]), list(cast(list[int], node.args[1]))
-    if len(width) != 1:
-        return
-    weight, bias = (cast("fx.Node | None", node.args[i] if len(node.args) > i else None) for i in (2, 3))
-    eps = float(cast(float, node.args[4])) if len(node.args) > 4 else 1e-5
-    with graph.inserting_before(node):
-        centred = _call(graph, aten.sub.Tensor, x, _row_mean(graph, x))
-        variance = _row_mean(graph, _call(graph, aten.mul.Tensor, centred, centred))
-        scale = _call(graph, aten.rsqrt.default, _call(graph, aten.add.Tensor, variance, eps))
-        new = _call(graph, aten.mul.Tensor, centred, scale)
-        if weight is not None:
-            new = _call(graph, aten.mul.Tensor, new, weight)
-        if bias is not None:
-            new = _call(graph, aten.add.Tensor, new, bias)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _collapse_views(graph: fx.Graph) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.caches import emptied_caches
-from ssdevice.export.executorch.graph import delegation, tidy, worthwhile, write_last
+from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.options import ExecutorchOptions
-from ssdevice.export.executorch.slots import SetAdapter, slots_of, untouch
+from ssdevice.export.executorch.slots import untouch
 from ssdevice.export.executorch.speed import faster
 from ssdevice.export.executorch.state import VisibleForm
-from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import example_inputs
@@ -33,7 +33,7 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
     """The exported program of one function, with one state tensor per layer. Raises UnsupportedModelError."""
     form, arguments = form_of(name, spec, model, plan)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Products():
             return tidy(torch.export.export(form, arguments, strict=False))
     except UserError as error:
         reason = str(error).splitlines()[0]
@@ -50,30 +50,11 @@ def form_of(
     return VisibleForm(name, model, plan.geometry, plan.schedule, logits=logits).eval(), example_inputs(spec)
 
 
-def lower(
-    model: StreamModel,
-    plan: ExportPlan,
-    specs: Mapping[str, FunctionSpec],
-    constants: Mapping[str, Any],
-    file: Path,
-    report: Callable[[int, str], None],
-    check: Callable[[Programs], None] = lambda _: None,
-) -> tuple[str, ...]:
-    """Write a program with every function of ``specs`` on one cache, and ``constants`` as methods without inputs.
-
-    The slots of a model are state too, and ``set_adapter`` fills them. ``check`` is called with what was traced before
-    the lowering changes it. Returns notes, see ``finish``.
-    """
+@contextmanager
+def quick() -> Iterator[None]:
+    """In this context programs are traced and lowered without messages, faster, and are not remembered."""
     with quiet(*NOISY), emptied_caches(), faster():
-        programs = traced(specs, lambda name, spec: trace(name, spec, model, plan), report)
-        check(programs)
-        slots = dict(sorted(slots_of(model)))
-        if slots:
-            values = tuple(torch.zeros_like(state) for state in slots.values())
-            programs[SET_ADAPTER] = torch.export.export(SetAdapter(model).eval(), values, strict=False)
-        report(len(specs), "lower to XNNPACK")
-        edge = to_edge(programs, partitioner(), constants)
-        return finish(edge, specs, file, report, slots)
+        yield
 
 
 def traced(
@@ -102,16 +83,25 @@ def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants
     )
 
 
-def finish(
-    edge: Any, names: Collection[str], file: Path, report: Callable[[int, str], None], slots: Collection[str] = ()
+def lower(
+    programs: Mapping[str, ExportedProgram],
+    partitioner: Any,
+    constants: Mapping[str, Any],
+    file: Path,
+    report: Callable[[int, str], None],
+    slots: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Write the program. The functions ``names`` share the cache by name, and write it in place at their end.
+    """Write what was traced as one program, which changes it, with ``constants`` as methods without inputs.
 
-    Returns notes on what each of them delegates.
+    Functions share the cache by name, and write it in place at their end. ``slots``: the states that ``set_adapter``
+    fills. Returns notes on what each function delegates.
     """
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
+    names = [name for name in programs if name != SET_ADAPTER]
+    report(len(names), "lower to delegates")
+    edge = to_edge(programs, partitioner, constants)
     for name in names:
         write_last(edge.exported_program(name))
         untouch(edge.exported_program(name), slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -25,22 +25,10 @@ class ExecutorchOptions(TargetOptions):
     """``delegate``: see Delegate. ``logits``: functions also return their logits, for the margins in ``verify``."""
 
     owner: ClassVar[str] = "ExecuTorch's"
-    flags: ClassVar[tuple[str, ...]] = ("--delegate", "--logits")
+    texts: ClassVar[Mapping[str, str]] = {
+        "delegate": "the backend of a program; coreml runs only on Apple's systems",
+        "logits": "the program shows `verify` its logits, for development",
+    }
 
     delegate: Delegate = Delegate.XNNPACK
     logits: bool = False
-
-    @classmethod
-    def add_arguments(cls, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--delegate",
-            choices=[delegate.value for delegate in Delegate],
-            help="the backend of an ExecuTorch program (default xnnpack); coreml runs only on Apple's systems",
-        )
-        parser.add_argument(
-            "--logits", action="store_true", help="the program shows `verify` its logits, for development"
-        )
-
-    @classmethod
-    def parse(cls, args: Namespace) -> ExecutorchOptions:
-        return cls(Delegate(args.delegate or cls.delegate), args.logits)

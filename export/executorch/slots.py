@@ -30,6 +30,7 @@ from ssdevice.model.lora import LoraLinear
 from ssdevice.model.roles import low_rank_terms
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
+from ssdevice.runtime.executorch.program import SET_ADAPTER
 
 OWNER = "module.model"
 """The path of the model in a program's functions, with which the names of slots begin."""
@@ -169,6 +170,12 @@ def untouch(program: ExportedProgram, names: Collection[str]) -> None:
     output.args = (tuple(results),)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
+
+
+def set_adapter(model: StreamModel) -> dict[str, ExportedProgram]:
+    """The function that fills a model's slots, by its name; nothing for a model without any."""
+    values = tuple(torch.zeros_like(state) for _, state in sorted(slots_of(model)))
+    return {SET_ADAPTER: torch.export.export(SetAdapter(model).eval(), values, strict=False)} if values else {}
 
 
 class SetAdapter(nn.Module):

@@ -8,7 +8,6 @@ ExecuTorch's program.fbs and XNNPACK's schema.fbs.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,8 +22,7 @@ from ssdevice.export.executorch.lowering import form_of
 from ssdevice.export.plan import ExportPlan
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.runtime.executorch.file import QUANTIZED_VALUE, XNNPACK, payload_of
-from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+from ssdevice.runtime.executorch.file import Data, Graph, Table, payload_of, read_program
 
 FULLY_CONNECTED = 2
 """Member of the union XNodeUnion."""
@@ -93,62 +91,43 @@ def _same(stored: Array, linear: nn.Linear) -> bool:
 
 def _methods(data: Data, program: Table) -> Iterator[tuple[str, Iterator[Array]]]:
     """Every method's weights ``[N, K]``, dequantized."""
-    segments = list(program.tables(4))
-    named = {entry.text(0): segments[entry.integer(1)] for entry in program.tables(7)}
     for plan in program.tables(1):
-        graphs = (_Graph(payload_of(data, program, entry), data, named) for entry in plan.tables(7))
-        yield plan.text(0), (weight for graph in graphs for weight in graph)
+        graphs = (Graph(payload_of(data, program, entry), data, program) for entry in plan.tables(7))
+        yield plan.text(0), (weight for graph in graphs for weight in _weights(graph))
 
 
-class _Graph:
-    """An XNNPACK delegate."""
+def _weights(graph: Graph) -> Iterator[Array]:
+    for node in graph.root.tables(1):
+        if node.byte(0) == FULLY_CONNECTED:
+            tensor, quantized = graph.values[node.table(1).integer(1)]
+            if tensor.integer(3):
+                yield _weight(graph, tensor, quantized)
 
-    def __init__(self, payload: bytes, data: Data, named: Mapping[str, Table]) -> None:
-        if payload[4:8] != XNNPACK:
-            raise ValueError("a delegate of another backend than XNNPACK")
-        at, size, constants = struct.unpack_from("<III", payload, 10)
-        self.payload, self.constants, self.data, self.named = payload, constants, data, named
-        self.root = Table.root(payload[at : at + size], 0)
-        self.offsets = list(self.root.tables(8))
 
-    def __iter__(self) -> Iterator[Array]:
-        values = {}
-        for value in self.root.tables(2):
-            quantized = value.table(1) if value.byte(0) == QUANTIZED_VALUE else None
-            tensor = quantized.table(0) if quantized is not None else value.table(1)
-            values[tensor.integer(6)] = tensor, quantized
-        for node in self.root.tables(1):
-            if node.byte(0) == FULLY_CONNECTED:
-                tensor, quantized = values[node.table(1).integer(1)]
-                if tensor.integer(3):
-                    yield self._weight(tensor, quantized)
+def _content(graph: Graph, number: int) -> bytes:
+    holder, start, size = graph.place(number)
+    return holder[start : start + size]
 
-    def _constant(self, number: int) -> bytes:
-        entry = self.offsets[number]
-        if key := entry.text(2):
-            start, size = segment(self.data, self.named[key])
-            return self.data[start : start + min(size, entry.long(1))]
-        start = self.constants + entry.long(0)
-        return self.payload[start : start + entry.long(1)]
 
-    def _weight(self, tensor: Table, quantized: Table | None) -> Array:
-        shape, kind, content = tensor.integers(2), tensor.byte(0), self._constant(tensor.integer(3))
-        if quantized is None and kind == FLOAT32:
-            return np.frombuffer(content, np.float32).reshape(shape)
-        if quantized is None or kind not in (ROWS_OF_INT8, ROWS_OF_INT4, GROUPS_OF_INT4):
-            raise ValueError(f"weights of kind {kind}")
-        if kind == ROWS_OF_INT8:
-            codes = np.frombuffer(content, np.int8).reshape(shape).astype(np.float32)
-        else:
-            both = np.frombuffer(content, np.uint8)
-            codes = (np.stack([both & 15, both >> 4], -1).reshape(shape).astype(np.float32)) - 8
-        scales = self._scales(quantized.table(2), quantized.byte(1)).reshape(shape[0], -1)
-        return (codes.reshape(shape[0], -1, shape[1] // scales.shape[1]) * scales[..., None]).reshape(shape)
+def _weight(graph: Graph, tensor: Table, quantized: Table | None) -> Array:
+    shape, kind, content = tensor.integers(2), tensor.byte(0), _content(graph, tensor.integer(3))
+    if quantized is None and kind == FLOAT32:
+        return np.frombuffer(content, np.float32).reshape(shape)
+    if quantized is None or kind not in (ROWS_OF_INT8, ROWS_OF_INT4, GROUPS_OF_INT4):
+        raise ValueError(f"weights of kind {kind}")
+    if kind == ROWS_OF_INT8:
+        codes = np.frombuffer(content, np.int8).reshape(shape).astype(np.float32)
+    else:
+        both = np.frombuffer(content, np.uint8)
+        codes = (np.stack([both & 15, both >> 4], -1).reshape(shape).astype(np.float32)) - 8
+    scales = _scales(graph, quantized.table(2), quantized.byte(1)).reshape(shape[0], -1)
+    return (codes.reshape(shape[0], -1, shape[1] // scales.shape[1]) * scales[..., None]).reshape(shape)
 
-    def _scales(self, of: Table, kind: int) -> Array:
-        if kind == PER_CHANNEL:
-            return np.frombuffer(self._constant(of.integer(2)), np.float32)
-        if kind != PER_GROUP:
-            raise ValueError(f"quantization of kind {kind}")
-        upper = np.frombuffer(self._constant(of.integer(4)), np.uint16).astype(np.uint32) << 16
-        return upper.view(np.float32)
+
+def _scales(graph: Graph, of: Table, kind: int) -> Array:
+    if kind == PER_CHANNEL:
+        return np.frombuffer(_content(graph, of.integer(2)), np.float32)
+    if kind != PER_GROUP:
+        raise ValueError(f"quantization of kind {kind}")
+    upper = np.frombuffer(_content(graph, of.integer(4)), np.uint16).astype(np.uint32) << 16
+    return upper.view(np.float32)

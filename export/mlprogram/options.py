@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -37,15 +37,14 @@ class Deployment(StrEnum):
     IOS26 = "iOS26"
 
     @classmethod
-    def parse(cls, text: str) -> Deployment:
+    def _missing_(cls, value: object) -> Deployment:
         """The target that ``--deployment-target`` names; raises ConfigError for a system without states."""
-        wanted = text.strip().lower()
         for target in cls:
-            if wanted in (target.lower(), MACOS[target].lower()):
+            if str(value).strip().lower() in (target.lower(), MACOS[target].lower()):
                 return target
         known = ", ".join(f"{target} ({MACOS[target]})" for target in cls)
         raise ConfigError(
-            f"--deployment-target {text}: too old or unknown; a package keeps its KV cache in states, which need "
+            f"--deployment-target {value}: too old or unknown; a package keeps its KV cache in states, which need "
             f"{cls.IOS18}: choose one of {known}"
         )
 
@@ -61,43 +60,17 @@ class CoreMLOptions(TargetOptions):
     """
 
     owner: ClassVar[str] = "Core ML's"
-    flags: ClassVar[tuple[str, ...]] = ("--kv-write", "--per-channel", "--compute-units", "--deployment-target")
+    texts: ClassVar[Mapping[str, str]] = {
+        "kv_write": "how rows are written to the cache: at an offset, or by a mask where that fails",
+        "per_channel": "int4 with a scale per channel, which the Neural Engine needs",
+        "compute_units": "what hosts let Core ML use",
+        "deployment_target": f"oldest system it runs on: {', '.join(Deployment)}",
+    }
 
     kv_write: KVWrite = KVWrite.SLICE
     per_channel: bool = False
     compute_units: ComputeUnits = ComputeUnits.CPU_AND_GPU
-    deployment: Deployment = Deployment.IOS18
-
-    @classmethod
-    def add_arguments(cls, parser: ArgumentParser) -> None:
-        group = parser.add_argument_group("only for Core ML, as a target or as a delegate")
-        group.add_argument(
-            "--kv-write",
-            choices=[write.value for write in KVWrite],
-            help="how rows are written to the cache: at an offset (slice, default), or by a mask where that fails",
-        )
-        group.add_argument(
-            "--per-channel", action="store_true", help="int4 with a scale per channel, which the Neural Engine needs"
-        )
-        group.add_argument(
-            "--compute-units",
-            choices=[units.value for units in ComputeUnits],
-            help=f"what hosts let Core ML use (default {cls.compute_units.value})",
-        )
-        group.add_argument(
-            "--deployment-target",
-            metavar="SYSTEM",
-            help=f"oldest system it runs on: {', '.join(Deployment)} (default {cls.deployment.value})",
-        )
-
-    @classmethod
-    def parse(cls, args: Namespace) -> CoreMLOptions:
-        return cls(
-            KVWrite(args.kv_write or cls.kv_write),
-            args.per_channel,
-            ComputeUnits(args.compute_units or cls.compute_units),
-            Deployment.parse(args.deployment_target or cls.deployment),
-        )
+    deployment_target: Deployment = Deployment.IOS18
 
     def check(self, options: ExportOptions) -> None:
         """Raise ConfigError if they do not fit the other options of an export."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
+from functools import partialmethod
 from unittest.mock import patch
+
+from tqdm import tqdm
 
 from ssdevice.export.quiet import quiet as silenced
 
@@ -22,20 +23,6 @@ __all__ = ["ct", "quiet"]
 @contextmanager
 def quiet() -> Iterator[None]:
     """In this context coremltools and torch report only errors; the caller reports progress."""
-    with ExitStack() as stack:
-        for module, name in _progress_bars():
-            stack.enter_context(patch.object(module, name, partial(getattr(module, name), disable=True)))
-        stack.enter_context(silenced("coremltools", "torch"))
+    hidden = patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
+    with hidden, silenced("coremltools", "torch"):
         yield
-
-
-def _progress_bars() -> Iterator[tuple[Any, str]]:
-    """The modules and names under which coremltools holds the class of its progress bars."""
-    from coremltools.converters.mil.frontend.torch import ops
-    from coremltools.converters.mil.mil.passes import pass_pipeline
-    from coremltools.optimize.coreml import _quantization_passes
-
-    for module in (ops, pass_pipeline, _quantization_passes):
-        for name in ("tqdm", "_tqdm"):
-            if hasattr(module, name):
-                yield module, name

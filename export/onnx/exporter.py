@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.app_checks import check_slots
-from ssdevice.export.app_functions import jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetFile, TargetResult
@@ -36,7 +33,7 @@ from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.plan import INT8_HEAD, AppPlan, ExportPlan, Quant
-from ssdevice.export.variants import OpenIdentifiers, template, variants_of, write_slots
+from ssdevice.export.variants import OpenIdentifiers, check_slots, template, variants_of, write_slots
 from ssdevice.model.roles import roles_of
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, AdapterTensors, write_adapter
@@ -86,8 +83,7 @@ class OnnxExporter(Exporter):
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products
         notes = (*_notes(plan.options.quant, writer.store), *job.notes)
-        tools = {name: version(name) for name in TOOLS}
-        return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, tools, apps)
+        return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare with the torch reference under the same quantization; see ``Exporter``.
@@ -108,7 +104,7 @@ class OnnxExporter(Exporter):
             with within, EngineDriver(engine) as driver:
                 return check(one, driver, JITTER[quant], shown, BOUNDS[quant])
 
-        return check_each(plan.merged, jobs(job), check_app)
+        return check_each(job, check_app)
 
 
 Files = tuple[tuple[TargetFile, ...], dict[str, AppResult]]

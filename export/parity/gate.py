@@ -15,7 +15,7 @@ Two checks must pass (docs/parity.md):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROWS, STEP, TOKENS, Geometry
 from ssdevice.errors import ParityError
+from ssdevice.export.app_functions import jobs
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array, as_stored
 from ssdevice.export.parity.follow import follow
@@ -138,19 +139,15 @@ def check(
         return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
 
 
-def check_each(
-    merged: bool,
-    apps: Iterable[tuple[AppPlan, ExportJob]],
-    check_app: Callable[[AppPlan, ExportJob], Mapping[str, float]],
-) -> dict[str, float]:
-    """The check of every app, each with a reference of its own; unless ``merged``, facts and refusals name the app."""
+def check_each(job: ExportJob, check_app: Callable[[AppPlan, ExportJob], Mapping[str, float]]) -> dict[str, float]:
+    """The check of every app, each with a reference of its own; unless they are merged, facts and refusals name it."""
     facts: dict[str, float] = {}
-    for app, job in apps:
+    for app, one in jobs(job):
         try:
-            found = check_app(app, job)
+            found = check_app(app, one)
         except ParityError as error:
-            raise error if merged else ParityError(f"app {app.name!r}: {error}") from error
-        facts |= found if merged else {f"{app.name}.{name}": value for name, value in found.items()}
+            raise error if job.plan.merged else ParityError(f"app {app.name!r}: {error}") from error
+        facts |= found if job.plan.merged else {f"{app.name}.{name}": value for name, value in found.items()}
     return facts
 
 

@@ -6,7 +6,6 @@ Its own verifier checks that every offset of the flatbuffer stays in the file, n
 from __future__ import annotations
 
 import importlib
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ssdevice.runtime.executorch.file import (
-    COREML,
-    DELEGATE,
-    KERNEL,
-    QUANTIZED_VALUE,
-    XNNPACK,
-    instructions,
-    payload_of,
-)
-from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+from ssdevice.runtime.executorch import file as program
+from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, Data, Table, read_program, segment
 
 NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = range(1, 12)
 """Members of the union KernelTypes, see ``schema/program.fbs``."""
@@ -33,8 +24,6 @@ ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
 MAX_BYTES = 1 << 40
 PADDING = 1 << 16
 """Bytes that a method's memory may have beyond its tensors: the planner of ExecuTorch aligns it and adds a little."""
-GRAPHS = (b"XN00", b"XN01")
-"""How the flatbuffers in delegates of XNNPACK begin, see its ``schema.fbs``."""
 MAX_DIMENSIONS = 6
 """XNNPACK's limit."""
 GRAPH_FLOATS = {1: 6, 2: 5}
@@ -85,10 +74,8 @@ class _Plan:
             _within(f"{self.plan.text(0)}: a value", self.plan.integers(number), len(kinds))
         operators = [(entry.text(0), entry.text(1)) for entry in self.plan.tables(6)]
         delegates = list(self.plan.tables(7))
-        outer = []
-        for entry in delegates:
-            outer.append(self._delegate(entry.text(0), payload_of(self.data, self.root, entry)))
-        for instruction in instructions(self.plan):
+        outer = [self._delegate(entry) for entry in delegates]
+        for instruction in program.instructions(self.plan):
             kind, call = instruction.byte(0), instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
                 raise ValueError(f"{self.plan.text(0)}: an instruction of kind {kind}, which programs of ssdevice lack")
@@ -102,35 +89,20 @@ class _Plan:
             _check_call(operators[call.integer(0)], [kinds[place] for place in arguments])
             _check_ranks(operators[call.integer(0)][0], [values[place] for place in arguments])
 
-    def _delegate(self, backend: str, payload: bytes) -> list[Table]:
+    def _delegate(self, entry: Table) -> list[Table]:
         """The tensors that a graph of XNNPACK takes and gives; none for another delegate.
 
         Checks where the graph finds its constants. What its nodes say is left to XNNPACK.
         """
-        if backend == COREML:
+        if entry.text(0) == program.COREML:
             return []
-        if payload[4:8] != XNNPACK:
-            raise ValueError(f"a delegate of {backend[:60]!r} that begins like {payload[4:8]!r}")
-        at, size, constants = struct.unpack_from("<III", payload, 10)
-        graph = payload[at : at + size]
-        if graph[4:8] not in GRAPHS:
-            raise ValueError(f"a graph of XNNPACK that begins like {graph[4:8]!r}")
-        root, segments = Table.root(graph, 0), list(self.root.tables(4))
-        named = {entry.text(0): entry.integer(1) for entry in self.root.tables(7)}
-        entries = list(root.tables(8))
-        for entry in entries:
-            key = entry.text(2)
-            if key and key not in named:
-                raise ValueError(f"a constant {key[:60]!r}, which the program does not have")
-            room = segment(self.data, segments[named[key]])[1] if key else len(payload) - constants - entry.long(0)
-            if entry is not entries[0] and entry.long(1) > room:  # the first stands for no constant
-                raise ValueError(f"a constant of {entry.long(1)} bytes, in its place are {max(room, 0)}")
-        tensors = {}
-        for value in root.tables(2):
-            tensor = value.table(1).table(0) if value.byte(0) == QUANTIZED_VALUE else value.table(1)
-            _within("a constant of XNNPACK", [tensor.integer(3)], max(len(entries), 1))
-            tensors[tensor.integer(6)] = tensor
-        names = [*root.integers(4, "I"), *root.integers(5, "I")]
+        graph = program.Graph(program.payload_of(self.data, self.root, entry), self.data, self.root)
+        for number in range(1, len(graph.constants)):  # the first stands for no constant
+            graph.place(number)
+        tensors = {name: tensor for name, (tensor, _) in graph.values.items()}
+        for tensor in tensors.values():
+            _within("a constant of XNNPACK", [tensor.integer(3)], max(len(graph.constants), 1))
+        names = [*graph.root.integers(4, "I"), *graph.root.integers(5, "I")]
         if missing := set(names) - set(tensors):
             raise ValueError(f"a graph of XNNPACK takes or gives the value {min(missing)}, which it does not have")
         return [tensors[name] for name in names]

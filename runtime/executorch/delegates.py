@@ -20,8 +20,8 @@ import numpy as np
 from ssdevice.errors import BundleError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
-from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, instructions, is_coreml, payload_of
-from ssdevice.runtime.executorch.flatbuffer import Data, Table, read_program, segment
+from ssdevice.runtime.executorch import file as program
+from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, Data, Table, is_coreml, read_program
 
 WRITE = "aten::index_put_"
 REFERENCE = b"CMJR"
@@ -115,7 +115,7 @@ class _Reader:
         operators = [entry.text(0) for entry in plan.tables(6)]
         delegates = list(plan.tables(7))
         made: list[Delegate | Write] = []
-        for instruction in instructions(plan):
+        for instruction in program.instructions(plan):
             kind, call = instruction.byte(0), instruction.table(1)
             arguments = call.integers(1)
             if kind == DELEGATE:
@@ -130,7 +130,7 @@ class _Reader:
 
     def _delegate(self, entry: Table, arguments: Sequence[int], given: Mapping[int, Value]) -> Delegate:
         """A call with the values ``given``, which have the shapes and types of the package's tensors."""
-        payload = payload_of(self.data, self.root, entry)
+        payload = program.payload_of(self.data, self.root, entry)
         if entry.text(0) != COREML or payload[:4] != REFERENCE:
             raise ValueError(f"a delegate {entry.text(0)!r} without a shared package")
         reference = json.loads(payload[4:].rstrip(b"\0"))
@@ -153,8 +153,7 @@ class _Reader:
         if self.key:
             raise ValueError("delegates of several packages")
         self.key = key
-        segments, named = list(self.root.tables(4)), {entry.text(0): entry.integer(1) for entry in self.root.tables(7)}
-        start, size = segment(self.data, segments[named[key]])
+        start, size = program.segment(self.data, program.named_segments(self.root)[key])
         blob = self.data[start : start + size]
         text = blob[-MAX_DIRECTORY_BYTES:][::-1].decode("latin-1")
         nodes = json.JSONDecoder().raw_decode(text)[0]["nodes"]

@@ -38,8 +38,9 @@ from ssdevice.tree import MAX_NODES, Tree
 
 SCHEMA_VERSION = 1
 MAX_FILES = 4096
-MAX_FILE_BYTES = 1 << 42
+MAX_FILE_BYTES = 1 << 37  # a sparse file of a terabyte would be hashed for minutes
 MAX_APPS = 256
+LONGER = "the context is longer than the model was made for, so answers may get worse"
 NOT_APPLIED = "generation_config.json asks for settings that a bundle does not apply"
 """A note that begins so is repeated wherever a bundle answers."""
 

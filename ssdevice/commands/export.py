@@ -116,7 +116,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
     from ssdevice.export.plan import ExportOptions, Quant
 
     adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
-    chosen = tuple(kind.parse(args) for kind in all_options() if kind.given(args))
+    chosen = tuple(parsed for kind in all_options() if (parsed := kind.parse(args)) is not None)
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     return ExportOptions(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssdevice.bundle.manifest import NOT_APPLIED, Precision
+from ssdevice.bundle.manifest import LONGER, NOT_APPLIED, Precision
 from ssdevice.bundle.staging import check_writable
 from ssdevice.errors import InputError
 
@@ -118,7 +118,7 @@ def open_session(args: argparse.Namespace, profile: bool = False, folder: Path |
 
     bundle = open_bundle(args, folder)
     for note in bundle.manifest.notes:
-        if note.startswith(NOT_APPLIED) and not args.quiet:
+        if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
     return Session.open(bundle, app=args.app, options=engine_options(args, profile))
 

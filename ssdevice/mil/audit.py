@@ -7,8 +7,6 @@ system than yours, so a warning says what to measure there; it is not a verdict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ssdevice.mil.plan import CONST
@@ -30,15 +28,15 @@ MIL = "the operation's definition in coremltools 9"
 GUIDE = "coremltools guide, typed execution: the Neural Engine computes in float16"
 
 
-@dataclass(frozen=True)
-class Warning:
-    """A known problem: a short ``code``, the function, the value or weight concerned, the message and its source."""
+class Warnings(dict[str, dict[str, Any]]):
+    """Known problems by a short ``code``: the ``first`` in words, their ``count``, the ``functions`` concerned."""
 
-    code: str
-    function: str
-    subject: str
-    message: str
-    source: str
+    def add(self, code: str, function: str, subject: str, message: str, source: str) -> None:
+        """Enter a problem. ``subject``: the value or weight concerned."""
+        first = {"code": code, "count": 0, "functions": [], "first": f"{subject}: {message}", "source": source}
+        group = self.setdefault(code, first)
+        group["count"] += 1
+        group["functions"] += [function] if function not in group["functions"] else []
 
 
 def audit(package: Package) -> dict[str, Any]:
@@ -48,9 +46,9 @@ def audit(package: Package) -> dict[str, Any]:
     attention (for a step its tree and streams), and bytes of the ``weights`` that it reads, which it takes if functions
     are loaded without sharing. ``weights``: by ``form``, such as "float16" or "int4, blocks of 32", the number of
     ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all weights, each counted once, of all states, and both
-    together. ``warnings``: see ``_grouped``.
+    together. ``warnings``: see ``Warnings``.
     """
-    functions, warnings = dict[str, Any](), list[Warning]()
+    functions, warnings = dict[str, Any](), Warnings()
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
         kinds = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
@@ -59,7 +57,7 @@ def audit(package: Package) -> dict[str, Any]:
         loaded = sum(places(package, function).values())
         counts = {"operations": kinds.total(), "kinds": dict(kinds.most_common())}
         functions[name] = {**counts, "rows": rows, "weights": loaded}
-        warnings += list(_warnings(function))
+        _warn(function, warnings)
     weights = _weights(package)
     stored, state = sum(group["bytes"] for group in weights), sum(_bytes(kind) for kind in states.values())
     if len(functions) > 1:
@@ -67,31 +65,14 @@ def audit(package: Package) -> dict[str, Any]:
             f"{len(functions)} functions share {stored} bytes of weights on disk; loaded together they may take up to "
             f"{sum(held['weights'] for held in functions.values())}: memory has been seen to grow with every function"
         )
-        warnings.append(Warning("functions-memory", "all functions", "weights", text, SHARED))
+        warnings.add("functions-memory", "all functions", "weights", text, SHARED)
     return {
         "specification_version": package.specification_version,
         "functions": functions,
         "weights": weights,
         "memory": {"weights": stored, "state": state, "estimate": stored + state},
-        "warnings": _grouped(warnings),
+        "warnings": list(warnings.values()),
     }
-
-
-def _grouped(warnings: Sequence[Warning]) -> list[dict[str, Any]]:
-    """Warnings grouped by code: the text of the first, the count, and the functions concerned."""
-    groups: dict[str, list[Warning]] = {}
-    for warning in warnings:
-        groups.setdefault(warning.code, []).append(warning)
-    return [
-        {
-            "code": code,
-            "count": len(members),
-            "functions": list(dict.fromkeys(warning.function for warning in members)),
-            "first": f"{members[0].subject}: {members[0].message}",
-            "source": members[0].source,
-        }
-        for code, members in groups.items()
-    ]
 
 
 def places(package: Package, function: Function) -> dict[BlobRef, int]:
@@ -165,43 +146,36 @@ def _block(operation: Operation) -> int | None:
     return min(split) if split else None
 
 
-def _warnings(function: Function) -> Iterator[Warning]:
+def _warn(function: Function, found: Warnings) -> None:
+    """Enter the known problems of a function."""
     name = function.name
     constant = {operation.output for operation in function.operations if operation.kind == CONST}
-    wide: Counter[str] = Counter()
-    blocks: Counter[str] = Counter()
+    wide, blocks = Counter[str](), Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
         if any(size % STATE_MULTIPLE for size in dims):
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
-            yield Warning("state-size", name, kind, text, STATES)
+            found.add("state-size", name, kind, text, STATES)
     for operation in function.operations:
         if operation.kind == BLOCKWISE and _block(operation) is not None:
             blocks[_form(operation)] += 1
-        yield from _operation_warnings(name, operation, constant)
+        bounds = [one for side in ("begin", "end") for one in operation.inputs.get(side, ())]
+        if operation.kind == "slice_update" and not constant.issuperset(bounds):
+            text = "slice_update at a run-time offset: loading can crash (write by mask or scatter instead)"
+            found.add("runtime-offset", name, operation.output, text, OFFSETS)
+        if (rows := _query_rows(operation)) > MAX_QUERY_ROWS:
+            text = f"attention over {rows} query rows: above {MAX_QUERY_ROWS}, results differed from run to run"
+            found.add("query-rows", name, operation.output, text, REPORTS)
+        if operation.kind == "reduce_argmax":
+            text = "the index that wins a tie is not specified; here it is the lowest"
+            found.add("argmax-ties", name, operation.output, text, MIL)
         if operation.kind not in (CONST, "cast", *DATA):
             wide.update(kind.dtype.name for _, kind in operation.outputs if kind.dtype and kind.dtype.name == "float32")
     for form, count in blocks.items():
         text = f"{count} weights are {form}, which suits the GPU; the Neural Engine wants one scale per channel"
-        yield Warning("block-scales", name, form, text, REPORTS)
+        found.add("block-scales", name, form, text, REPORTS)
     for dtype, count in wide.items():
         text = f"{count} operations return {dtype}, which runs only on the CPU or GPU"
-        yield Warning("wide-type", name, dtype, text, GUIDE)
-
-
-def _operation_warnings(function: str, operation: Operation, constant: set[str]) -> Iterator[Warning]:
-    """Known problems of one operation. ``constant``: names of the function's constants."""
-    if operation.kind == "slice_update" and not constant.issuperset(
-        argument for name in ("begin", "end") for argument in operation.inputs.get(name, ())
-    ):
-        text = "slice_update at a run-time offset: loading can crash (write by mask or scatter instead)"
-        yield Warning("runtime-offset", function, operation.output, text, OFFSETS)
-    rows = _query_rows(operation)
-    if rows > MAX_QUERY_ROWS:
-        text = f"attention over {rows} query rows: above {MAX_QUERY_ROWS}, results differed from run to run"
-        yield Warning("query-rows", function, operation.output, text, REPORTS)
-    if operation.kind == "reduce_argmax":
-        text = "the index that wins a tie is not specified; here it is the lowest"
-        yield Warning("argmax-ties", function, operation.output, text, MIL)
+        found.add("wide-type", name, dtype, text, GUIDE)
 
 
 def _query_rows(operation: Operation) -> int:

@@ -24,15 +24,13 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.mil.constants import ConstantPool
 from ssdevice.mil.dtypes import Array
-from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, Plan, check_type, round_half
+from ssdevice.mil.operations import ExecutionError
+from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, ConstantPool, Plan, check_type, round_half
 from ssdevice.mil.reader import Package
-from ssdevice.mil.registry import ExecutionError
-from ssdevice.mil.schema import Function, Operation, TensorType
+from ssdevice.mil.schema import Operation, TensorType
 
 Observer = Callable[[Operation, tuple[Array, ...]], None]
-MAX_STATE_BYTES = 1 << 35
 _FAILURES = (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError, ExecutionError)
 
 
@@ -61,23 +59,9 @@ class Program:
         return self._plans[function]
 
     def make_state(self, function: str = "") -> State:
-        """Zeroed states, the same ones for every ``function``.
-
-        Raises ExecutionError for a state that two functions declare differently, that holds strings or is too large.
-        """
-        types: dict[str, TensorType] = {}
-        for declared in self.package.functions.values():
-            for name, kind in declared.inputs:
-                if kind.state and types.setdefault(name, kind) != kind:
-                    raise ExecutionError(f"state {name!r} has different types in different functions")
-        state: State = {}
-        for name, kind in types.items():
-            if kind.dtype is None:
-                raise ExecutionError(f"state {name!r} holds strings")
-            if kind.count * kind.dtype.held.itemsize > MAX_STATE_BYTES:
-                raise ExecutionError(f"state {name!r} of shape {list(kind.shape)} is over {MAX_STATE_BYTES} bytes")
-            state[name] = np.zeros(kind.shape, kind.dtype.held)
-        return state
+        """Zeroed states of a function, of the first one by default; functions that share them declare the same."""
+        inputs = self.package.function(function or next(iter(self.package.functions))).inputs
+        return {name: np.zeros(kind.shape, kind.dtype.held) for name, kind in inputs if kind.state and kind.dtype}
 
     def run(
         self,
@@ -88,13 +72,16 @@ class Program:
     ) -> dict[str, Array]:
         """Outputs of one call by name, in their declared types (float32 for floats in precision "fp32").
 
-        ``state`` is updated in place; after an error its contents are undefined. ``observe`` is called with every
-        operation and its outputs (floats as float32). The first call of a function checks every result against its
-        declared shape and type. Raises InputError for inputs that do not fit, and ExecutionError, which names
-        function, operation and output, for an operation that fails.
+        ``inputs`` and ``state``: all that the function declares, with its shapes. ``state`` is updated in place; after
+        an error its contents are undefined. ``observe`` is called with every operation and its outputs (floats as
+        float32). The first call of a function checks every result against its declared shape and type. Raises
+        ExecutionError, which names function, operation and output, for an operation that fails.
         """
         plan = self.plan(function)
-        values: dict[str, Any] = {**plan.constants, **self._given(plan.function, inputs, state)}
+        values: dict[str, Any] = {**plan.constants, **(state or {})}
+        for name, kind in plan.function.inputs:
+            if not kind.state:
+                values[name] = self._input(np.asarray(inputs[name]), kind)
         check = function not in self._checked
         step = None
         try:
@@ -119,37 +106,14 @@ class Program:
             state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
         return {name: self._output(values[name], plan.types[name]) for name in plan.function.outputs}
 
-    def _given(self, function: Function, inputs: Mapping[str, Array], state: State | None) -> dict[str, Any]:
-        """Inputs and states of a call, by name."""
-        types = {name: kind for name, kind in function.inputs if not kind.state}
-        states = [name for name, kind in function.inputs if kind.state]
-        if inputs.keys() != types.keys():
-            wanted, given = ", ".join(sorted(types)), ", ".join(sorted(inputs))
-            raise InputError(f"function {function.name!r} takes {wanted or 'no inputs'}; given: {given or 'none'}")
-        if states and state is None:
-            raise InputError(f"function {function.name!r} has states ({', '.join(states)}): pass make_state()")
-        found: dict[str, Any] = {
-            name: self._input(name, np.asarray(inputs[name]), kind) for name, kind in types.items()
-        }
-        for name in states:
-            assert state is not None
-            if name not in state:
-                raise InputError(f"the state lacks {name!r}: it was made by another program")
-            found[name] = state[name]
-        return found
-
-    def _input(self, name: str, array: Array, kind: TensorType) -> Array:
-        dtype = kind.dtype
-        if dtype is None:
-            raise ExecutionError(f"input {name!r} is a string")
-        if array.shape != kind.shape:
-            raise InputError(f"input {name!r} has shape {list(array.shape)}, expected {list(kind.shape)}")
-        if dtype.floating:
-            value = array.astype(np.float32)
-            return round_half(value) if dtype.name == "float16" and self.precision == FP16 else value
-        value = array.astype(dtype.storage)
-        if array.dtype.kind == "f" or not np.array_equal(value, array):
-            raise InputError(f"input {name!r} is {array.dtype}, its values do not fit {dtype.name}")
+    def _input(self, array: Array, kind: TensorType) -> Array:
+        """An input in the form that kernels take. Raises InputError for values that its type does not hold."""
+        assert kind.dtype is not None
+        value = array.astype(kind.dtype.held).reshape(kind.shape)
+        if kind.dtype.floating:
+            return round_half(value) if kind.dtype.name == "float16" and self.precision == FP16 else value
+        if not np.array_equal(value.ravel(), array.ravel()):
+            raise InputError(f"an input is {array.dtype}, its values do not fit {kind.dtype.name}")
         return value
 
     def _output(self, value: Any, kind: TensorType) -> Array:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, decode
-from ssdevice.mil.proto import model_class
 
 MAX_RANK = 16
 MAX_SIZE = 1 << 31
+PROTO = "ssdevice_coreml_proto"
+"""Our name of coremltools' package of protobuf classes."""
 OPSETS = ("CoreML5", "CoreML6", "CoreML7", "CoreML8", "CoreML9")
 
 
@@ -81,6 +87,23 @@ class Function:
     inputs: tuple[tuple[str, TensorType], ...]
     outputs: tuple[str, ...]
     operations: tuple[Operation, ...]
+
+
+@cache
+def model_class() -> Any:
+    """coremltools' class ``Model`` of Model.proto. Raises ModuleNotFoundError without coremltools.
+
+    It is imported without the rest of coremltools, which imports torch and takes seconds.
+    """
+    found = find_spec("coremltools")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
+    file = Path(found.origin).parent / "proto" / "__init__.py"
+    spec = spec_from_file_location(PROTO, file, submodule_search_locations=[str(file.parent)])
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[PROTO] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return import_module(f"{PROTO}.Model_pb2").Model
 
 
 def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ssdevice.adapters.base_files import INDEX, WHOLE, shards, weight_files
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
-from ssdevice.config import StreamConfig, read_json
-from ssdevice.errors import InputError, UnsupportedModelError, first_line, is_out_of_memory
+from ssdevice.bundle.integrity import check_rule
+from ssdevice.bundle.manifest import GeometrySpec
+from ssdevice.config import StreamConfig
+from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, first_line, is_out_of_memory
 from ssdevice.model.adapter import load_streams
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
@@ -26,6 +28,7 @@ from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes, wrapper_note
 from ssdevice.model.streams import Streams
+from ssdevice.text.chat_template import read_object
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ def resolve_folder(model: str) -> Path:
         ) from error
 
 
+SIZES = {
+    "num_hidden_layers": "layers", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
+    "hidden_size": "hidden", "vocab_size": "vocab",
+}  # fmt: skip
+"""Of a config, and their names in a manifest. The library makes all layers that are asked for, with weights or not."""
+
+
 def read_config(folder: Path) -> Any:
     """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
     from huggingface_hub.errors import StrictDataclassError
@@ -71,15 +81,22 @@ def read_config(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
-    raw = read_json(file)
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    raw = read_object(file)
+    if not isinstance(raw.get("model_type"), str):
         raise UnsupportedModelError(f"{file}: has no model_type")
     family_of(raw["model_type"], raw)
+    wrong = [key for key in raw if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))]
+    if wrong:
+        raise InputError(f"{file}: {wrong[0][:60]!r} is not an object")
     check_unquantized(folder, raw)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise InputError(f"{file}: {' '.join(str(error).split())}") from error
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (*REFUSALS, StrictDataclassError) as error:
+        raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
+    rules = {field.name: field.metadata for field in fields(GeometrySpec)}
+    for name, size in SIZES.items():
+        check_rule(f"{file}: {name}", getattr(config, name, None), rules[size])
+    return config
 
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -151,7 +168,7 @@ def _from_library(folder: Path, config: Any, weights: dict[str, Tensor] | None, 
             wanted["device_map"] = "meta"
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return kind.from_pretrained(None, state_dict=weights, **wanted)  # type: ignore[no-any-return]
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (*REFUSALS, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
         raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error

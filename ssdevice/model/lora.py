@@ -14,16 +14,11 @@ from torch import Tensor, nn
 from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
 from ssdevice.config import read_json
-from ssdevice.errors import InputError, UnsupportedModelError, check_no_pointer, first_line
+from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, check_no_pointer, first_line
 from ssdevice.model.adapter import check_values
 from ssdevice.model.mapped import release
 from ssdevice.model.stored import wrapper_note
 from ssdevice.model.streams import LowRank
-
-# PEFT does not check its configuration, so mistakes in it surface as any of these.
-REFUSALS = (
-    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, re.error,
-)  # fmt: skip
 
 LORA = "LORA"
 EMBEDDING = re.compile(r"(embed_tokens|lm_head)(\.modules_to_save\.default|\.base_layer)?\.weight$")
@@ -145,10 +140,10 @@ def check_peft(folder: Path, apart: bool = False) -> None:
             f"{folder}: no {PEFT_WEIGHTS}; if it has other files, save it again with PEFT (save_pretrained)"
         )
     largest = _check_weights(weights)
-    pattern = config.get("rank_pattern") or {}
-    if not isinstance(pattern, dict):
-        raise InputError(f"{file}: rank_pattern is not an object")
-    for rank in (config.get("r"), *pattern.values()):
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name), (dict, type(None))):
+            raise InputError(f"{file}: {name} is not an object")
+    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
         if type(rank) is not int or not 1 <= rank <= SLACK * largest:
             raise InputError(f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
 

@@ -1,10 +1,12 @@
-"""The role of every weight of a function, taken from the model object, so that no pass has to parse names."""
+"""The roles of weights, taken from the model object, so that no pass has to parse names.
+
+Only those that are stored in another way than the linears of the layers have one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
 
 from torch import nn
 
@@ -18,8 +20,6 @@ class Part(Enum):
     """The part of the model that a weight belongs to. A head that is tied to the embedding counts as the embedding."""
 
     EMBEDDING = auto()
-    POSITIONS = auto()
-    LAYERS = auto()
     HEAD = auto()
     FACTOR = auto()
 
@@ -55,15 +55,11 @@ def low_rank_terms(model: StreamModel) -> dict[nn.Module, tuple[SlotKind, str]]:
 
 
 def roles_of(form: nn.Module) -> dict[str, Role]:
-    """The roles of a form's weights and tables by their names in it, which its traced graphs keep."""
+    """The roles of a form's embedding, heads and factors by their names in it, which its traced graphs keep."""
     model = next(part for part in form.modules() if isinstance(part, StreamModel))
     backbone = model.backbone
-    tables = chain(*backbone.rope_tables().values(), (v for n, v in backbone.named_buffers() if n == "position_table"))
-    known = {id(weight): Role(Part.LAYERS) for weight in backbone.layers.parameters()}
-    known |= {id(table): Role(Part.POSITIONS) for table in tables}
-    known |= {id(weight): Role(Part.HEAD) for weight in backbone.lm_head.parameters()}
-    if model.draft_head is not None:
-        known |= {id(weight): Role(Part.HEAD) for weight in model.draft_head.parameters()}
+    heads = [head for head in (backbone.lm_head, model.draft_head) if head is not None]
+    known = {id(weight): Role(Part.HEAD) for head in heads for weight in head.parameters()}
     known |= {id(weight): Role(Part.EMBEDDING) for weight in backbone.embed_tokens.parameters()}
     alone = model.streams.own_terms() if model.streams is not None else []
     for term, (kind, source) in low_rank_terms(model).items():
@@ -71,5 +67,5 @@ def roles_of(form: nn.Module) -> dict[str, Role]:
         own = term in alone
         known[id(term.down.weight)] = Role(Part.FACTOR, kind, source, own=own)
         known[id(term.up.weight)] = Role(Part.FACTOR, kind, source, up=True, own=own)
-    names = chain(form.named_parameters(remove_duplicate=False), form.named_buffers(remove_duplicate=False))
+    names = form.named_parameters(remove_duplicate=False)
     return {name: known[id(tensor)] for name, tensor in names if id(tensor) in known}

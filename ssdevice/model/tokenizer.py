@@ -171,7 +171,9 @@ def shared_tokenizer(
     (first, folder), *others = folders.items()
     tokenizer = open_tokenizer(model, first)
     check_vocabulary(tokenizer, vocab, folder)
-    notes = []
+    notes = [
+        f"token {end} never ends an answer: the model has {vocab} tokens" for end in tokenizer.stop_ids if end >= vocab
+    ]
     for other, its_folder in others:
         if its_folder == folder:
             continue

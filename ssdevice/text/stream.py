@@ -51,7 +51,7 @@ class TokenTexts:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, none of them silent."""
-        with tokenizer_errors("decode the answer"):
+        with tokenizer_errors("the tokenizer cannot decode the answer"):
             return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 

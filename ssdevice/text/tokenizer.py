@@ -14,7 +14,7 @@ from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
 from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
-from ssdevice.text.tokenizer_limits import check_growth, tokenizer_errors
+from ssdevice.text.tokenizer_limits import check_growth, check_ids, check_sizes, tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -102,7 +102,8 @@ class ChatTokenizer:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """The tokenizer as ``from_bytes`` reads it."""
+        """The tokenizer as ``from_bytes`` reads it. Raises ConfigError for ids of more than 24 bits."""
+        check_ids(self.tokenizer)
         return self.tokenizer.to_str().encode("utf-8")
 
     @property
@@ -210,7 +211,7 @@ class ChatTokenizer:
             raise ContextOverflowError(
                 f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
             )
-        with tokenizer_errors("encode the prompt"):
+        with tokenizer_errors("the tokenizer cannot encode the prompt"):
             try:
                 return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
             except (UnicodeEncodeError, TypeError) as error:
@@ -218,7 +219,7 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        with tokenizer_errors("decode the answer"):
+        with tokenizer_errors("the tokenizer cannot decode the answer"):
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
@@ -250,10 +251,9 @@ def load_tokenizer(content: bytes, where: str) -> Tokenizer:
     """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
     from tokenizers import Tokenizer
 
-    try:
+    check_sizes(content, where)
+    with tokenizer_errors(f"{where}: not a tokenizer this version of tokenizers can read", ConfigError):
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception for any malformed file
-        raise ConfigError(f"{where}: not a tokenizer this version of tokenizers can read ({error})") from error
     check_growth(tokenizer, where)
     tokenizer.no_truncation()
     tokenizer.no_padding()

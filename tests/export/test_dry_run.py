@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ssdevice.bundle.manifest import LONGER
 from ssdevice.cli import main
 from ssdevice.export import stages
 from ssdevice.model.loading import load_hf
@@ -106,6 +108,7 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"), (), "pytorch_model.bin is not what transformers loads"),
     "a pointer as weights": (written(WEIGHTS, POINTER), (), "model.safetensors is a Git LFS pointer"),
     "weights cut short": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-8]), (), "no whole safet"),
+    "a file of a terabyte": (lambda f: os.truncate(f / WEIGHTS, 1 << 40), (), "no whole safetensors file"),  # sparse
     "a missing shard": (in_shards, (), "model-00002-of-00002.safetensors: no such file"),
     "a missing tensor": (weights_changed(lambda w: w.pop("model.norm.weight")), (), "lack model.norm.weight"),
     "weights of a wrapper": (
@@ -137,6 +140,13 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         written("generation_config.json", '{"eos_token_id": 1, "num_return_sequences": 2}'), (),
         "transformers cannot read",
     ),
+    "no object in config": (written("config.json", "[]"), (), "config.json: expected a JSON object, found list"),
+    "a list as quantization": (json_changed("config.json", quantization_config=[]), (), "'quantization_config' is not"),
+    "a text as a part": (json_changed("config.json", text_config="x"), (), "'text_config' is not an object"),
+    "no list of layers": (json_changed("config.json", layer_types=3), (), "config.json: transformers cannot read it"),
+    "a type of weights that is a list": (json_changed("config.json", dtype=[]), (), "config.json: transformers cannot"),
+    "layers without an end": (json_changed("config.json", num_hidden_layers=10**12), (), "expected 1 to 1024"),
+    "heads without an end": (json_changed("config.json", head_dim=10**12), (), "head_dim is 1000000000000, expected 1"),
     "no heads": (json_changed("config.json", num_attention_heads=0), (), "config.json: "),
     "no rows to calibrate with": (lambda _: None, ("--quant", "int4", "--calibrate", "absent.jsonl"), "absent.jsonl"),
 }  # fmt: skip
@@ -256,6 +266,28 @@ def test_tensors_that_are_left_out_are_said(base: Path, tmp_path: Path, capsys: 
     folder = tmp_path / "base"
     shutil.copytree(base, folder)
     weights_changed(lambda w: w.update({"mtp.norm.weight": torch.ones(4)}))(folder)
-    assert main(["export", "--model", str(folder), "--target", "onnx", "--out", str(tmp_path / "b"), "--dry-run"]) == 0
-    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    (note,) = _notes(folder, "96", capsys)
     assert note == "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more tensors)"
+
+
+def test_an_end_that_the_model_cannot_write_is_said(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    json_changed("generation_config.json", eos_token_id=[1, 300])(folder)
+    assert _notes(folder, "96", capsys) == ["token 300 never ends an answer: the model has 300 tokens"]
+
+
+def test_a_context_that_the_model_was_not_made_for_is_said(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """256 positions of a rotary embedding can be followed by others; no token shows that the model never saw them."""
+    assert _notes(base, "256", capsys) == []
+    assert _notes(base, "257", capsys) == [f"{LONGER}: 257 tokens, 256 positions"]
+
+
+def _notes(folder: Path, context: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Of a dry run."""
+    given = ["--model", str(folder), "--target", "onnx", "--context", context, "--out", str(folder / "b"), "--dry-run"]
+    assert main(["export", *given]) == 0
+    notes: list[str] = json.loads(capsys.readouterr().out)["notes"]
+    return notes

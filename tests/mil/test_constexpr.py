@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("coremltools", reason="the reference is coremltools")
 
-import ssdevice.mil.plan  # noqa: F401  (registers the kernels)
 from ssdevice.mil.dtypes import BY_NAME, decode
-from ssdevice.mil.registry import KERNELS, ExecutionError
+from ssdevice.mil.operations import KERNELS, ExecutionError
 
 
 def run(kind: str, **parameters: Any) -> Any:

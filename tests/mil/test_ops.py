@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
+from ssdevice.mil.operations import KERNELS
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
-from ssdevice.mil.registry import KERNELS
 from tests.mil import cases, cases_index
 from tests.mil.builder import Case, package, value_by_coremltools
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
 from ssdevice.errors import BundleError, SSDeviceError
-from ssdevice.mil import proto
+from ssdevice.mil import schema
+from ssdevice.mil.operations import UnsupportedOpError
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package, constants
-from ssdevice.mil.registry import UnsupportedOpError
 from ssdevice.mil.schema import BlobRef
 from tests.mil.builder import convert, coremltools
 
@@ -223,8 +223,8 @@ def test_reader_and_interpreter_need_no_framework(whole: Path, repository: Path)
 
 
 def test_a_package_needs_coremltools(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proto, "find_spec", lambda name: None)
-    proto.model_class.cache_clear()
+    monkeypatch.setattr(schema, "find_spec", lambda name: None)
+    schema.model_class.cache_clear()
     with pytest.raises(ModuleNotFoundError) as caught:
         Package.open(whole)
     assert caught.value.name == "coremltools"

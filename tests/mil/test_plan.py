@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
 from ssdevice.mil.dtypes import BY_NAME
+from ssdevice.mil.operations import ExecutionError
 from ssdevice.mil.plan import check_type
 from ssdevice.mil.program import Program, State
 from ssdevice.mil.reader import Package
-from ssdevice.mil.registry import ExecutionError
 from ssdevice.mil.schema import TensorType
 from tests.mil.builder import convert, coremltools
 

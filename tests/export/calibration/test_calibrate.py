@@ -148,7 +148,7 @@ def test_apps_that_stand_apart_share_a_calibrated_base(base: Path, with_lora: Pa
     target = OnnxExporter()
     plan = make_plan(options, target)
     job = ExportJob.of(plan, lambda *_: None)
-    made = calibrated_job(job, target, chosen_rows([data]), open_tokenizer(base))
+    made = calibrated_job(job, target)
     alone = load(base, None, 96).model.backbone.layers[0].mlp.up_proj.weight
     first = made.loaded.model.backbone.layers[0].mlp.up_proj.base.weight
     second = made.for_app(plan.apps[1]).loaded.model.backbone.layers[0].mlp.up_proj.weight

@@ -97,15 +97,16 @@ def test_core_ml_choices_are_refused_for_other_targets(tmp_path):
     with pytest.raises(ConfigError, match="--per-channel"):
         ExportOptions("m", "coreml", Quant.INT8, tmp_path, target_options=(CoreMLOptions(per_channel=True),))
     with pytest.raises(ConfigError, match="--deployment-target"):
-        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(CoreMLOptions(deployment=Deployment.IOS26),))
+        chosen = CoreMLOptions(deployment_target=Deployment.IOS26)
+        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(chosen,))
 
 
 @pytest.mark.parametrize(("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")])
 def test_systems_of_one_age_are_one_deployment_target(text: str, target: str):
-    assert Deployment.parse(text) == target
+    assert Deployment(text) == target
 
 
 @pytest.mark.parametrize("text", ["iOS17", "macOS14", "", "iOS99"])
 def test_a_deployment_target_without_states_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"too old or unknown.*states.*iOS18 \(macOS15\)"):
-        Deployment.parse(text)
+        Deployment(text)

@@ -15,7 +15,6 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle
 from ssdevice.model.loading import load
-from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.tree import Tree
 from tests.export.models import write_adapter, write_base, write_lora
 from tests.once import made_once
@@ -83,7 +82,7 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
     target = ExecutorchExporter()
     plan = make_plan(options(quant, mode, schedule, out), target)
     loaded = load(plan.folder, plan.adapter, CONTEXT, plan.geometry.gamma)
-    return smoothed_job(target.prepare(ExportJob(plan, loaded, lambda *_: None)), target, open_tokenizer(base()))
+    return smoothed_job(target.prepare(ExportJob(plan, loaded, lambda *_: None)), target)
 
 
 @cache

@@ -13,7 +13,7 @@ pytest.importorskip("executorch")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
-from ssdevice.export.executorch.lowering import constants_of, lower
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
@@ -62,7 +62,9 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.DEFERRED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     file = tmp_path / "model.pte"
-    lower(model, cast(ExportPlan, plan), specs, constants_of(geometry, ()), file, lambda *_: None)
+    with quick():
+        programs = traced(specs, lambda name, spec: trace(name, spec, model, cast(ExportPlan, plan)), lambda *_: None)
+        lower(programs, partitioner(), constants_of(geometry, ()), file, lambda *_: None)
     windows = windows_of(model)
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
         oracle = OracleDriver(engine, windows)
@@ -82,7 +84,9 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     plan: Any = SimpleNamespace(geometry=geometry, schedule=Schedule.FUSED, options=options)
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     file = tmp_path / "model.pte"
-    _, delegated = executorch_coreml.lower(model, plan, specs, constants_of(geometry, ()), file, lambda *_: None)
+    with executorch_coreml.partitioner(plan, []) as parts:
+        programs = traced(specs, lambda name, spec: executorch_coreml.trace(name, spec, model, plan), lambda *_: None)
+        delegated = lower(programs, parts, constants_of(geometry, ()), file, lambda *_: None)
     writes = 2 * geometry.layers
     assert all(f" in 1 delegates, {writes} outside (most: index_put {writes})" in note for note in delegated)
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:

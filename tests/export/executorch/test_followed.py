@@ -55,7 +55,7 @@ def job_for(model: StreamModel) -> ExportJob:
 
 def traced(job: ExportJob, model: StreamModel, names: tuple[str, ...]) -> dict[str, ExportedProgram]:
     specs = functions(job.plan.geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    with lowering.quiet(*lowering.NOISY), lowering.faster():
+    with lowering.quick():
         return {name: lowering.trace(name, specs[name], model, job.plan) for name in names}
 
 

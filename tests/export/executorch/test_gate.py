@@ -93,13 +93,8 @@ def test_stream_adapters_are_folded_where_streams_run_on_their_own(
 ) -> None:
     given = programs.job(Quant.FP32, Mode.LOSSLESS, schedule, tmp_path / "out")
     seen: list[StreamModel] = []
-
-    def lowered(model: StreamModel, *_: object) -> tuple[str, ...]:
-        seen.append(model)
-        return ()
-
-    monkeypatch.setattr(target, "lower", lowered)
-    monkeypatch.setattr(target, "check_stored", lambda *_: None)  # of an empty program
+    monkeypatch.setattr(target, "lower", lambda *_: ())
+    monkeypatch.setattr(target, "check_stored", lambda _, model, *__: seen.append(model))
     notes = ExecutorchExporter().export(given, tmp_path).notes
     rows = [part for part in seen[0].modules() if isinstance(part, StreamRowAdapter)]
     assert rows and all((row.folded is not None) is folded for row in rows)

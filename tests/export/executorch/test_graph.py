@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
 from ssdevice.export.executorch.attention import attending
-from ssdevice.export.executorch.graph import tidy
+from ssdevice.export.executorch.graph import Products, tidy
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.reference import int32
 from ssdevice.export.state_form import InternalCacheForm, state_shape
@@ -43,7 +43,8 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("shape", [(1, 5, 6), (1, 2, 3, 6)])
 def test_norms_become_products(shape: tuple[int, ...]) -> None:
     module, x = Norms(), torch.randn(shape)
-    program = tidy(torch.export.export(module, (x,), strict=False))
+    with Products():
+        program = tidy(torch.export.export(module, (x,), strict=False))
     found = operators(program)
     assert not any("mean" in name or "layer_norm" in name for name in found)
     assert found["aten.full.default"] == 1
@@ -125,7 +126,8 @@ def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None
             if value.dtype is torch.float32 and value.shape == state_shape(geometry)[1:]:
                 value.normal_()
         columns.load_state_dict(form.state_dict())
-        program = tidy(torch.export.export(columns, given, strict=False))
+        with Products():
+            program = tidy(torch.export.export(columns, given, strict=False))
         expected = form(*given)
         after = form.state_dict()
         ran = program.module()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[st
     finally:
         engine.close()
     assert open_logits(bundle, "one", EngineOptions()) is None
-    assert main(["verify", str(bundle.folder), "--app", "one", "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
-    assert "logits: not measured" in capsys.readouterr().out
+    given = [str(bundle.folder), "--app", "one", "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]
+    assert main(["verify", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["equality"]["logits"].startswith("not measured")
 
 
 def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +52,9 @@ def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.Capture
         assert np.argmax(conversation.logits, axis=1).tolist() == tokens and tokens[0] == token
     finally:
         engine.close()
-    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--quiet"]) == 0
-    assert "logits: change by at most" in capsys.readouterr().out
+    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]) == 0
+    equality = json.loads(capsys.readouterr().out)["equality"]
+    assert 0 <= equality["largest_logit_change"] <= equality["ceiling"] and "logits" not in equality
 
 
 def test_logits_are_refused_for_targets_that_show_them_anyway(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
     out.name, out.shape, out.type = "y0", ir.Shape([1, rows, outputs]), ir.TensorType(ir.DataType.FLOAT)
     nodes = [first, narrow, wide, total]
     factor = Role(Part.FACTOR, SlotKind.LORA, SOURCE)
-    roles = {"base": Role(Part.LAYERS), "down": factor, "up": replace(factor, up=True)}
+    roles = {"down": factor, "up": replace(factor, up=True)}
     return quantized([x], nodes, [out], [base, down, up], quant, SlotBook(True), roles)
 
 

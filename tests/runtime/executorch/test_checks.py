@@ -20,8 +20,7 @@ from ssdevice.errors import BundleError
 from ssdevice.runtime.executorch import checks
 from ssdevice.runtime.executorch.checks import INT, TENSOR, TENSORS, check_program
 from ssdevice.runtime.executorch.engine import PROGRAM
-from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, instructions
-from ssdevice.runtime.executorch.flatbuffer import Table, read_program, segment
+from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, Table, instructions, read_program, segment
 from ssdevice.runtime.executorch.program import load_program
 from tests.export.executorch import programs
 from tests.fuzz.programs import mutate
@@ -66,7 +65,7 @@ def index_of(plan: Table, wanted: int) -> int:
     values = list(plan.tables(2))
     if wanted == NUMBER:
         return [entry.byte(0) for entry in values].index(INT)
-    return next(i for i, e in enumerate(values) if e.byte(0) == TENSOR and e.table(1).length(2) == 1)
+    return next(i for i, e in enumerate(values) if e.byte(0) == TENSOR and len(e.table(1).integers(2)) == 1)
 
 
 def payload(plan: Table) -> int:

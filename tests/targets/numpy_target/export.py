@@ -40,7 +40,7 @@ class NumPyExporter(Exporter):
         arrays |= {"epsilon": backbone.config.rms_norm_eps, "first_msa": job.loaded.model.first_msa}
         np.savez(folder / "weights.npz", **arrays)
         file = TargetFile("weights", "weights.npz")
-        return TargetResult((file,), CacheForm.INTERNAL, "float32", tools={"numpy": np.__version__})
+        return TargetResult((file,), CacheForm.INTERNAL, "float32", tools=("numpy",))
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         from ssdevice.export.driver import EngineDriver

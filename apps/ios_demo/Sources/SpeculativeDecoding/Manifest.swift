@@ -7,7 +7,7 @@ public struct Manifest: Decodable, Sendable {
     /// The cache form of Core ML bundles: the package holds it as state.
     static let cache = "state"
     static let maxBytes = 4 << 20
-    static let maxFileBytes = 1 << 42
+    static let maxFileBytes = 1 << 37
 
     public struct Model: Decodable, Sendable {
         public let parameters: Int
