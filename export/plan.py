@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
 from ssdevice.adapters.storage import PRECISIONS
-from ssdevice.bundle.integrity import check_rule, repeated_name
 from ssdevice.bundle.manifest import LONGER, NAME, Precision
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Schedule
@@ -27,6 +26,7 @@ from ssdevice.contract import (
 )
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
+from ssdevice.rules import check_rule, repeated_name
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Manifest, ModelIdentity
+from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.crosscheck.check import SKIPPED, check_export
 from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
@@ -17,7 +17,7 @@ from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
-from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
+from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
@@ -113,7 +113,7 @@ def make_manifest(
         schedule=plan.schedule,
         cache=result.cache,
         cache_dtype=CacheDtype(result.cache_dtype),
-        geometry=GeometrySpec.of(g),
+        geometry=g,
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
         chat=plan.tokenizer.chat,

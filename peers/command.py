@@ -6,32 +6,33 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ssdevice.adapters.base_files import weights_sha256
+from ssdevice.bench.prompts import fitting
+from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import App
 from ssdevice.bundle.staging import check_writable
 from ssdevice.commands.bench import add_measuring, bench_options, check_measuring, finish
 from ssdevice.commands.opening import add_engine, add_signature, engine_options, open_bundle, positive, refuse_ignored
+from ssdevice.commands.progress import Progress
 from ssdevice.commands.sampling import HELP, flag
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
-from ssdevice.peers.arm import PEERS, SAMPLING, Setup
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import App
-    from ssdevice.peers.arm import Arm, Skip
+from ssdevice.peers import ours
+from ssdevice.peers.arm import PEERS, SAMPLING, Arm, Setup, Skip
+from ssdevice.peers.compare import as_json, as_markdown, compare, offers
+from ssdevice.runtime.opened import tokenizer_of
+from ssdevice.runtime.sampling.options import Sampling
 
 GGUF = "model.gguf"
 LOOKUP = (2, 10)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice peers BUNDLE.. --model MODEL --data FILE``."""
+    """``ssdevice peers BUNDLE.. [--model MODEL] --data FILE``."""
     add = parser.add_argument
     add("bundles", type=Path, nargs="+", metavar="BUNDLE", help="bundle folders")
-    add(
-        "--model", type=Path, required=True, metavar="MODEL", help="their base for other engines, a Hugging Face folder"
-    )
+    add("--model", type=Path, metavar="MODEL", help="their base, a Hugging Face folder: also measure other engines")
     add("--app", metavar="NAME", help="app of the bundles (default: the default app)")
     add_signature(parser)
     add_measuring(parser)
@@ -43,14 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--gguf", type=Path, metavar="FILE", help=f"weights for llama.cpp (default: MODEL/{GGUF})")
     add("--genai", type=Path, metavar="DIR", help="keeps the models built for onnxruntime-genai")
-    add(
-        "--lookup",
-        type=positive,
-        nargs="+",
-        default=LOOKUP,
-        metavar="N",
-        help="tokens of prompt lookup (default 2 and 10)",
-    )
+    add("--lookup", type=positive, nargs="+", metavar="N", help="tokens of prompt lookup (default 2 and 10)")
     add("--draft-model", type=Path, metavar="BUNDLE", help="a smaller model that drafts for bundles without streams")
     add("--without", action="append", default=[], metavar="PEER", help="leave out a peer; repeatable")
     add("--python", action="append", default=[], metavar="PEER=FILE", help="interpreter of a peer; repeatable")
@@ -62,14 +56,6 @@ def run(args: argparse.Namespace) -> int:
     Prompts are those of the first bundle's app: its chat template and its instruction, for every engine alike. Raises
     InputError for bundles of other weights, ContextOverflowError for a prompt whose answer may not fit.
     """
-    from ssdevice.bench.comparable import check_same
-    from ssdevice.bench.prompts import fitting
-    from ssdevice.commands.progress import Progress
-    from ssdevice.peers import ours, two_models
-    from ssdevice.peers.compare import compare, offers
-    from ssdevice.peers.table import as_json, as_markdown
-    from ssdevice.runtime.opened import tokenizer_of
-
     pythons = _check_options(args)
     examples, options = read_examples(args.data, args.limit, require_completion=False), bench_options(args)
     bundles = [open_bundle(args, folder) for folder in args.bundles]
@@ -77,35 +63,39 @@ def run(args: argparse.Namespace) -> int:
     drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
     if drafter is not None:
         mine, expected = (each.manifest.model.vocab for each in (drafter, bundles[0]))
-        check_same(f"--draft-model {args.draft_model}", "the bundle", ("vocabulary", mine, expected))
+        if mine != expected:
+            raise InputError(f"--draft-model {args.draft_model} has {mine} tokens, the bundle {expected}")
     first = bundles[0]
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
-    reader = (tokenizer, first.app(args.app).instruction, context - options.max_tokens)
-    prompts = [ids for (ids,) in fitting(examples, [reader], options.skip_long)[1]]
+    instruction, most = first.app(args.app).instruction, context - options.max_tokens
+    _, prompts = fitting(examples, tokenizer, instruction, most, options.skip_long)
+    model = args.model or first.folder
     setup = Setup(
-        model=args.model,
-        gguf=args.gguf or args.model / GGUF,
+        model=model,
+        gguf=args.gguf or model / GGUF,
         genai=args.genai,
         threads=args.threads or os.cpu_count() or 1,
         context=context,
         stops=tokenizer.stop_ids,
-        lookup=tuple(dict.fromkeys(args.lookup)),
+        lookup=tuple(dict.fromkeys(args.lookup or LOOKUP)),
         sampling={name: value for name in SAMPLING if args.temperature and (value := getattr(args, name)) is not None},
         pythons=pythons,
     )
     offered: list[Arm | Skip] = []
-    notes = ["all engines are given the same ids; other engines run the base model only"]
+    notes = ["all engines are given the same ids"]
     names = {folder.resolve().name for folder in args.bundles}
     for folder, bundle in zip(args.bundles, bundles, strict=True):
         label = f"ssdevice {folder.resolve().name if len(names) == len(bundles) else folder}"
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
         if drafter is not None:
-            offered += two_models.offers(bundle, drafter, engine_options(args), setup, label)
+            offered += ours.drafted_offers(bundle, drafter, engine_options(args), setup, label)
         notes.append(f"{label}: {_note(bundle.app(args.app))}")
     with Progress(args.quiet) as progress:
-        offered += offers(setup, args.without, progress.report)
-        if setup.gguf.is_file() and "llama.cpp" not in args.without:
+        if args.model is not None:
+            offered += offers(setup, args.without, progress.report)
+            notes.append("other engines run the base model only")
+        if args.model is not None and setup.gguf.is_file() and "llama.cpp" not in args.without:
             notes.append(f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared")
         found = compare(offered, prompts, options, progress.report)
     report = as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
@@ -115,10 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> dict[str, str]:
     """The interpreters by peer. Raises InputError, before any work, for options that cannot be carried out."""
-    from ssdevice.runtime.sampling.options import Sampling
-
     check_measuring(args)
     Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
+    if args.model is None:
+        others = ("--gguf", "--genai", "--lookup", "--without", "--python")
+        refuse_ignored(args, "other engines are measured with --model", *others)
     if args.genai is not None:
         check_writable(args.genai, "--genai")
     if not args.temperature:
@@ -139,15 +130,14 @@ def _named_python(text: str) -> tuple[str, str]:
     return name, python
 
 
-def _check_weights(bundles: Sequence[Bundle], model: Path) -> None:
-    from ssdevice.adapters.base_files import weights_sha256
-    from ssdevice.bench.comparable import check_base
-
-    if not model.is_dir():
-        raise InputError(f"--model {model}: no such folder; expected a Hugging Face model folder")
-    sha256 = weights_sha256(model)
+def _check_weights(bundles: Sequence[Bundle], model: Path | None) -> None:
+    what, sha256 = f"the base of {bundles[0].folder}", bundles[0].manifest.model.sha256
+    if model is not None:
+        if not model.is_dir():
+            raise InputError(f"--model {model}: no such folder; expected a Hugging Face model folder")
+        what, sha256 = f"--model {model}", weights_sha256(model)
     for bundle in bundles:
-        check_base(f"--model {model}", sha256, bundle)
+        bundle.check_base(what, sha256)
 
 
 def _note(app: App) -> str:

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import ssdevice
+from ssdevice.bench.runner import Measured
 from ssdevice.errors import SSDeviceError
 from ssdevice.peers.arm import Arm, Json, UnavailableError
 from ssdevice.runtime.generation import Generation
@@ -23,14 +23,16 @@ SETTLE_SECONDS = 0.1
 
 
 class Worker:
-    """Context manager: an arm's engine in a process of its own. ``version``, ``weights``: see ``Engine``.
+    """Context manager: an arm's engine in a process of its own, and what was ``measured`` of it.
 
-    Raises UnavailableError if the arm cannot be opened, SSDeviceError if it fails later.
+    ``version``, ``weights``: see ``Engine``. ``resident_mb``: MB (10⁶ bytes) of memory after the last answer;
+    ``peak_mb``: at its most. Raises UnavailableError if the arm cannot be opened, SSDeviceError if it fails later.
     """
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
-        self.peak_mb = 0.0
+        self.measured = Measured(arm.name)
+        self.resident_mb = self.peak_mb = 0.0
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed by close
         root = str(Path(ssdevice.__file__).resolve().parents[1])
         try:
@@ -57,15 +59,12 @@ class Worker:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Generation:
         """The answer to a prompt; its times are the worker's own."""
-        found = self._ask({"prompt": list(prompt), "max_tokens": max_tokens})
-        self.peak_mb = found.pop("peak_mb")
-        return Generation(len(prompt), **found)
-
-    def resident_mb(self) -> float:
-        """MB (10⁶ bytes) of memory that the process has now."""
         import psutil
 
-        return float(psutil.Process(self.pid).memory_info().rss) / 1e6
+        found = self._ask({"prompt": list(prompt), "max_tokens": max_tokens})
+        self.peak_mb = found.pop("peak_mb")
+        self.resident_mb = float(psutil.Process(self.pid).memory_info().rss) / 1e6
+        return Generation(len(prompt), **found)
 
     def _ask(self, request: Json) -> Json:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -99,9 +98,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._process.kill()  # it may be in the middle of a long answer
         self.close()

@@ -13,9 +13,10 @@ from ssdevice.adapters.slots import LAYOUT_ROLE, Variant, read_layout
 from ssdevice.adapters.storage import ADAPTERS, stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.integrity import SIGNATURE_FILE, check_rule
+from ssdevice.bundle.integrity import SIGNATURE_FILE
 from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
 from ssdevice.errors import InputError
+from ssdevice.rules import check_rule
 from ssdevice.runtime.opened import tokenizer_of
 from ssdevice.runtime.target import runtime_target
 from ssdevice.text.tokenizer import check_instruction

@@ -8,31 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFT,
-    DRAFTS,
-    LAST_STATE,
-    LENGTH,
-    LOGITS,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PATH,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    ROWS,
-    STATES,
-    STEP,
-    TOKEN,
-    TOKENS,
-    VALID,
-    VERIFY,
-    VERIFY_PLAIN,
-    CacheForm,
-    functions,
-)
+from ssdevice import contract
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.choice import Chooser, walk
 
@@ -61,12 +37,12 @@ class Conversation:
         self.length = 0
         self.cancelled = False
         # With an internal cache functions are given the same, or more.
-        specs = functions(engine.geometry, CacheForm.INTERNAL, "").values()
+        specs = contract.functions(engine.geometry, contract.CacheForm.INTERNAL, "").values()
         given = {tensor.name: tensor for spec in specs for tensor in spec.inputs}
         self._inputs: dict[str, NDArray[Any]] = {
             name: np.zeros([int(size) for size in tensor.shape], tensor.dtype) for name, tensor in given.items()
         }
-        self.drafts = self.verified = self._inputs[DRAFTS]
+        self.drafts = self.verified = self._inputs[contract.DRAFTS]
         self.text: list[int] = []
         self.chooser: Callable[[NDArray[np.float32]], int] | None = None
         self.forced: Callable[[], Sequence[int]] = tuple
@@ -82,12 +58,12 @@ class Conversation:
     def prefill(self, chunk: Sequence[int]) -> int:
         """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""
         count = len(chunk)
-        self._inputs[CHUNK][:count] = chunk
-        self._inputs[CHUNK][count:] = 0
-        self._inputs[VALID][0] = count
-        out = self._call(PREFILL)
-        token: int = out[NEXT_ROOT].item()
-        self._keep(PREFILL, out, [token], count)
+        self._inputs[contract.CHUNK][:count] = chunk
+        self._inputs[contract.CHUNK][count:] = 0
+        self._inputs[contract.VALID][0] = count
+        out = self._call(contract.PREFILL)
+        token: int = out[contract.NEXT_ROOT].item()
+        self._keep(contract.PREFILL, out, [token], count)
         self.text = [*self.text[: self.length], *chunk]
         return token
 
@@ -104,14 +80,14 @@ class Conversation:
             path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]))
             self.keep(path, chosen)
             return chosen
-        self._inputs[ROOT][0] = last
+        self._inputs[contract.ROOT][0] = last
         self.verified = self.drafts.copy()
-        out = self._call(STEP)
-        count, most = int(out[COUNT].item()), self.geometry.tree.emitted
+        out = self._call(contract.STEP)
+        count, most = int(out[contract.COUNT].item()), self.geometry.tree.emitted
         if not 1 <= count <= most:
-            raise BundleError(f"{self.engine.source}: {STEP} returned {count} tokens, expected 1 to {most}")
-        tokens: list[int] = out[TOKENS].tolist()[:count]
-        self._keep(STEP, out, tokens, count)
+            raise BundleError(f"{self.engine.source}: {contract.STEP} returned {count} tokens, expected 1 to {most}")
+        tokens: list[int] = out[contract.TOKENS].tolist()[:count]
+        self._keep(contract.STEP, out, tokens, count)
         self.text[self.length :] = [last, *tokens[:-1]]
         return tokens
 
@@ -121,10 +97,10 @@ class Conversation:
             chosen = self.chooser(self.verify_plain(last)[0])
             self.keep([0], [chosen])
             return chosen
-        self._inputs[ROOT][0] = last
-        out = self._call(PLAIN)
-        token: int = out[TOKENS].item()
-        self._keep(PLAIN, out, [token], 1)
+        self._inputs[contract.ROOT][0] = last
+        out = self._call(contract.PLAIN)
+        token: int = out[contract.TOKENS].item()
+        self._keep(contract.PLAIN, out, [token], 1)
         self.text[self.length :] = [last]
         return token
 
@@ -144,11 +120,11 @@ class Conversation:
         They are valid until the next call.
         """
         self.verified = self.drafts.copy()
-        return self._logits(VERIFY, last)
+        return self._logits(contract.VERIFY, last)
 
     def verify_plain(self, last: int) -> NDArray[np.float32]:
         """The logits ``[1, V]`` after ``last`` alone, whose row ``keep`` then commits."""
-        return self._logits(VERIFY_PLAIN, last)
+        return self._logits(contract.VERIFY_PLAIN, last)
 
     def keep(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Write the rows of the last verification's nodes on a ``path`` from the root; ``tokens``: one after each.
@@ -156,18 +132,18 @@ class Conversation:
         After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
         """
         out = self._seen  # along a chain the path's rows are the first ones already
-        there = self.geometry.tree.is_chain or ROWS not in out
-        self.cache.commit(out if there else {ROWS: out[ROWS][:, path]}, self.length, len(path))
-        self.text[self.length :] = [int(self._inputs[ROOT][0]), *tokens[:-1]]
-        if len(out[LOGITS]) == 1 or DRAFT not in self.engine.functions:
+        there = self.geometry.tree.is_chain or contract.ROWS not in out
+        self.cache.commit(out if there else {contract.ROWS: out[contract.ROWS][:, path]}, self.length, len(path))
+        self.text[self.length :] = [int(self._inputs[contract.ROOT][0]), *tokens[:-1]]
+        if len(out[contract.LOGITS]) == 1 or contract.DRAFT not in self.engine.functions:
             return
-        self._inputs[PATH][: len(path)] = path
-        self._inputs[COUNT][0] = len(path)
-        self._inputs[TOKEN][0] = tokens[-1]
-        self._inputs[LAST_STATE][0] = out[STATES][path[-1]]
-        after = self._call(DRAFT, self.length + len(path))
-        self._check(DRAFT, after[NEXT_DRAFTS].ravel().tolist())
-        self.drafts[...] = after[NEXT_DRAFTS]
+        self._inputs[contract.PATH][: len(path)] = path
+        self._inputs[contract.COUNT][0] = len(path)
+        self._inputs[contract.TOKEN][0] = tokens[-1]
+        self._inputs[contract.LAST_STATE][0] = out[contract.STATES][path[-1]]
+        after = self._call(contract.DRAFT, self.length + len(path))
+        self._check(contract.DRAFT, after[contract.NEXT_DRAFTS].ravel().tolist())
+        self.drafts[...] = after[contract.NEXT_DRAFTS]
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these first ``tokens`` are committed. The last one must be computed, to predict the next."""
@@ -179,9 +155,9 @@ class Conversation:
         return self.cache.rows(start, end)
 
     def _logits(self, function: str, last: int) -> NDArray[np.float32]:
-        self._inputs[ROOT][0] = last
+        self._inputs[contract.ROOT][0] = last
         self._seen = self._call(function)
-        return self._seen[LOGITS]
+        return self._seen[contract.LOGITS]
 
     def _call(self, function: str, length: int | None = None) -> Mapping[str, NDArray[Any]]:
         if self.engine.closed:
@@ -190,12 +166,12 @@ class Conversation:
             has = ", ".join(sorted(self.engine.functions))
             raise BundleError(f"{self.engine.source}: the bundle has no {function}; it has {has}")
         length = self.length if length is None else length
-        self._inputs[LENGTH][0] = length
+        self._inputs[contract.LENGTH][0] = length
         return self.cache.call(function, length)
 
     def _keep(self, function: str, out: Mapping[str, NDArray[Any]], tokens: list[int], rows: int) -> None:
         """Check and keep the result of a call: a damaged graph may return anything, and ids are used as indices."""
-        drafts = out.get(NEXT_DRAFTS)  # apps without streams draft nothing
+        drafts = out.get(contract.NEXT_DRAFTS)  # apps without streams draft nothing
         self._check(function, tokens if drafts is None else [*tokens, *drafts.ravel().tolist()])
         if drafts is not None:
             self.drafts[...] = drafts

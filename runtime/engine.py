@@ -9,20 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice import arguments
+from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import CacheForm, Geometry
 from ssdevice.errors import BundleError, needs_extra
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.notice import say_once
 from ssdevice.runtime.target import runtime_target
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 Inputs = Mapping[str, NDArray[np.int32]]
 Outputs = Mapping[str, NDArray[Any]]

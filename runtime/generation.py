@@ -93,6 +93,17 @@ class Generation:
         self.text += run.text
         self.reason = run.reason
 
+    @classmethod
+    def total(cls, answers: Sequence[Generation]) -> Generation:
+        """Several answers as one: their counts and times together, without texts and tokens."""
+        found = cls(sum(each.prompt_tokens for each in answers))
+        for each in answers:
+            found.accepted += each.accepted
+            found.prefill_seconds += each.prefill_seconds
+            found.decode_seconds += each.decode_seconds
+            found.native_seconds += each.native_seconds
+        return found
+
     @property
     def steps(self) -> int:
         """Target calls after prefill."""

@@ -8,20 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ssdevice import arguments
+from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.integrity import read_bounded
 from ssdevice.errors import InputError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.saved import restore, save
 from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
 from ssdevice.text.tokenizer_limits import MAX_BYTES
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class OpenBundle:
         self.engine = engine
         self.tokenizer = tokenizer
         self.instruction = instruction
-        self.bundle: Bundle | None = None
+        self._bundle: Bundle | None = None
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
         self._apps: dict[str, OpenApp] = {}
@@ -67,8 +65,6 @@ class OpenBundle:
         Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
         bundle or app.
         """
-        from ssdevice.bundle.folder import Bundle
-
         app = arguments.text("app", app) if app is not None else None
         options = EngineOptions() if options is None else options
         if not isinstance(options, EngineOptions):
@@ -80,13 +76,18 @@ class OpenBundle:
         tokenizer = tokenizer_of(opened)
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
-            session.bundle, session._options, session.app = opened, options, found.name
+            session._bundle, session._options, session.app = opened, options, found.name
             session._apps[found.name] = OpenApp(engine, session._conversation, found.instruction)
             if resume is not None:
-                from ssdevice.runtime.saved import restore
-
                 session._chat = restore(resume, opened, found.name, session._conversation)
         return session
+
+    @property
+    def bundle(self) -> Bundle:
+        """The open bundle. Raises InputError for a session that was made from an engine."""
+        if self._bundle is None:
+            raise InputError("this session was not opened from a bundle")
+        return self._bundle
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ class OpenBundle:
     @property
     def streams(self) -> bool:
         """Whether the model drafts; otherwise drafts only repeat the text."""
-        return self.bundle is None or self.bundle.manifest.mode is not None
+        return self._bundle is None or self._bundle.manifest.mode is not None
 
     def use(self, app: str) -> None:
         """Switch to another app of the bundle. Raises InputError for an unknown app.
@@ -111,18 +112,13 @@ class OpenBundle:
 
     def preload(self, *apps: str) -> None:
         """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
-        apps = arguments.texts("app", apps)
-        if self.bundle is None:
-            raise InputError("this session was not opened from a bundle")
-        for app in apps or tuple(app.name for app in self.bundle.manifest.apps):
+        for app in arguments.texts("app", apps) or [app.name for app in self.bundle.manifest.apps]:
             self._opened(app).engine.warm()
 
     def _opened(self, app: str) -> OpenApp:
         arguments.text("app", app)
         if self.engine.closed:
             raise InputError(f"app {app!r}: the session was closed")
-        if self.bundle is None:
-            raise InputError(f"app {app!r}: this session was not opened from a bundle")
         if app not in self._apps:
             instruction = self.bundle.app(app).instruction
             with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
@@ -140,10 +136,6 @@ class OpenBundle:
         What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
         The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
         """
-        from ssdevice.runtime.saved import save
-
-        if self.bundle is None:
-            raise InputError("this session was not opened from a bundle")
         save(file, self.bundle, self.app, self._conversation, self._chat)
 
     @cached_property
@@ -160,9 +152,7 @@ class OpenBundle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

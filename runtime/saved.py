@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ssdevice import arguments, strict_json
 from ssdevice.adapters.safetensors_file import read_tensors, write_tensors
 from ssdevice.bundle.folder import Bundle
-from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, read_bounded
+from ssdevice.bundle.integrity import manifest_bytes
 from ssdevice.bundle.staging import Stage, disk_errors
 from ssdevice.config import load_strict
 from ssdevice.contract import ROWS, CacheForm
@@ -114,7 +114,7 @@ def _digest(description: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int8]:
 
 
 def _identity(bundle: Bundle) -> str:
-    return hashlib.sha256(read_bounded(bundle.folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)).hexdigest()
+    return hashlib.sha256(manifest_bytes(bundle.folder)).hexdigest()
 
 
 def _check_target(bundle: Bundle) -> None:

@@ -20,12 +20,10 @@ from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, Cancelled, check_prompt, decode
 from ssdevice.runtime.opened import OpenBundle
-from ssdevice.runtime.overflow import ERROR, check_overflow, fitting
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.structure.grammar import open_grammar
-from ssdevice.text.messages import Chat, requested
-from ssdevice.text.stream import TextOutput
+from ssdevice.text.messages import ERROR, Chat, check_overflow, fitting, requested
 from ssdevice.text.tokenizer import ChatTokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -152,7 +150,7 @@ class Session(OpenBundle):
 
     def sampling(self, **asked: Any) -> Sampling:
         """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
-        return Sampling.sampled(self.bundle.manifest.sampling if self.bundle is not None else None, **asked)
+        return Sampling.sampled(self._bundle.manifest.sampling if self._bundle is not None else None, **asked)
 
     def cancel(self) -> None:
         """End the answer under way after the call of the model that is made now. Any thread may call this."""
@@ -185,14 +183,55 @@ class Session(OpenBundle):
         sampling: Sampling | None,
         turn: _Turn | None = None,
     ) -> Generator[Run, None, None]:
-        """Check a request without changing anything. ``turn``: None starts a new conversation."""
+        """Check a request without changing anything. ``turn``: None starts a new conversation.
+
+        The answer takes the cache of the app that is in use now when it begins, and goes on as long as it owns it.
+        """
         max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")
         shared = self._conversation.shared(prompt) if turn else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
+        conversation, output = self._conversation, self.tokenizer.output(stop)
         chooser = self._chooser(prompt, mode, sampling)
-        return self._runs(prompt, max_tokens, self.tokenizer.output(stop), mode, self._conversation, chooser, turn)
+
+        def runs() -> Generator[Run, None, None]:
+            if self._conversation is not conversation or (
+                turn and turn.before is not None and turn.before is not self._chat
+            ):
+                raise InputError(LOST)
+            conversation.length = begun = conversation.shared(prompt)
+            if turn is None or turn.before is None:
+                self._chat = Chat()
+            answer = self._last = self._running = Generation(
+                len(prompt), cached_tokens=begun, dropped=turn.dropped if turn else 0
+            )
+            conversation.chosen_by(chooser)
+            conversation.cancelled = False
+            adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
+            steps = decode(conversation, prompt[begun:], adaptive or MODES[mode], output.push, max_tokens)
+            try:
+                while answer.reason is None and not conversation.cancelled:
+                    if self._running is not answer:
+                        raise InputError(LOST)
+                    clock, native = perf_counter(), conversation.cache.native_seconds
+                    run = next(steps)
+                    drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
+                    run.drafts = conversation.verified if drafted and answer.tokens else None
+                    if run.reason is not None and run.reason is not Reason.STOP:
+                        run.text += output.finish()
+                    answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
+                    if chooser is not None:
+                        answer.logprobs = chooser.logprobs[: len(answer.tokens)]
+                    yield run
+            except Cancelled:
+                return
+            finally:
+                answer.reason = answer.reason or Reason.CANCELLED
+                if turn and answer.tokens and self._running is answer:
+                    self._chat = turn.chat.answered(answer.text)
+
+        return runs()
 
     def _chooser(self, prompt: Sequence[int], mode: str, sampling: Sampling | None) -> Chooser | None:
         """What chooses the tokens of an answer; None: the graph does."""
@@ -208,55 +247,6 @@ class Session(OpenBundle):
         vocab = self.engine.geometry.vocab
         grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
         return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels)
-
-    def _runs(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        output: TextOutput,
-        mode: str,
-        conversation: Conversation,
-        chooser: Chooser | None,
-        turn: _Turn | None,
-    ) -> Generator[Run, None, None]:
-        """The answer to a checked request. It takes the cache when it begins, and continues as long as it owns it.
-
-        ``conversation``: that of the app in use when the request was made.
-        """
-        if self._conversation is not conversation or (
-            turn and turn.before is not None and turn.before is not self._chat
-        ):
-            raise InputError(LOST)
-        conversation.length = shared = conversation.shared(prompt)
-        if turn is None or turn.before is None:
-            self._chat = Chat()
-        answer = self._last = self._running = Generation(
-            len(prompt), cached_tokens=shared, dropped=turn.dropped if turn else 0
-        )
-        conversation.chosen_by(chooser)
-        conversation.cancelled = False
-        adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
-        steps = decode(conversation, prompt[shared:], adaptive or MODES[mode], output.push, max_tokens)
-        try:
-            while answer.reason is None and not conversation.cancelled:
-                if self._running is not answer:
-                    raise InputError(LOST)
-                clock, native = perf_counter(), conversation.cache.native_seconds
-                run = next(steps)
-                drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
-                run.drafts = conversation.verified if drafted and answer.tokens else None
-                if run.reason is not None and run.reason is not Reason.STOP:
-                    run.text += output.finish()
-                answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
-                if chooser is not None:
-                    answer.logprobs = chooser.logprobs[: len(answer.tokens)]
-                yield run
-        except Cancelled:
-            return
-        finally:
-            answer.reason = answer.reason or Reason.CANCELLED
-            if turn and answer.tokens and self._running is answer:
-                self._chat = turn.chat.answered(answer.text)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
         known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None

@@ -8,16 +8,18 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice import strict_json
 from ssdevice.errors import ConfigError, check_no_pointer
+from ssdevice.rules import Rule, Ruled, within
 
 T = TypeVar("T")
-MAX_RANK = 1 << 14
+RANK: Rule = within(0, 1 << 14)
+"""Bounded, because memory is allocated by ranks before any weights are read."""
 MIN_DRAFT_VOCABULARY = 16
 MAX_DRAFT_VOCABULARY = 1 << 20
 
@@ -44,7 +46,7 @@ class Schedule(StrEnum):
 
 
 @dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(Ruled):
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
     ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, which share the LM head,
@@ -59,30 +61,21 @@ class StreamConfig:
     """
 
     mode: Mode = Mode.SHARED
-    gamma: int = 4
-    msa_layers: int = 4
-    init_rank: int = 0
-    token_rank: int = 0
-    follow_rank: int = 0
-    adapter_rank: int = 8
+    gamma: int = field(default=4, metadata=within(1, 32))
+    msa_layers: int = field(default=4, metadata={"minimum": 0})
+    init_rank: int = field(default=0, metadata=RANK)
+    token_rank: int = field(default=0, metadata=RANK)
+    follow_rank: int = field(default=0, metadata=RANK)
+    adapter_rank: int = field(default=8, metadata=RANK)
     stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
-    lora_rank: int = 32
-    draft_vocabulary: int = 0
+    lora_rank: int = field(default=32, metadata=RANK)
+    draft_vocabulary: int = field(default=0, metadata=within(0, MAX_DRAFT_VOCABULARY))
 
     def __post_init__(self) -> None:
-        if not 1 <= self.gamma <= 32:
-            raise ConfigError(f"gamma is {self.gamma}, expected 1 to 32")
-        if self.msa_layers < 0:
-            raise ConfigError(f"msa_layers is {self.msa_layers}, expected 0 or more")
-        for name in ("init_rank", "token_rank", "follow_rank", "lora_rank", "adapter_rank"):
-            # Bounded, because memory is allocated by it before any weights are read.
-            if not 0 <= getattr(self, name) <= MAX_RANK:
-                raise ConfigError(f"{name} is {str(getattr(self, name))[:30]}, expected 0 to {MAX_RANK}")
-        if self.draft_vocabulary and not MIN_DRAFT_VOCABULARY <= self.draft_vocabulary <= MAX_DRAFT_VOCABULARY:
-            raise ConfigError(
-                f"draft_vocabulary is {str(self.draft_vocabulary)[:30]}, expected 0 (all tokens) or "
-                f"{MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
-            )
+        super().__post_init__()
+        if 0 < self.draft_vocabulary < MIN_DRAFT_VOCABULARY:
+            least = f"0 (all tokens) or {MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
+            raise ConfigError(f"draft_vocabulary is {self.draft_vocabulary}, expected {least}")
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
         if not self.msa_layers and self.adapter_rank < 1:
@@ -113,10 +106,10 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         if key not in fields:
             raise ConfigError(f"{where}: {strict_json.unknown_key(str(key), fields)}")
     values = {}
-    for name, field in fields.items():
+    for name, each in fields.items():
         if name in data:
             values[name] = _coerce(hints[name], data[name], f"{where}.{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{where}: {name!r} is missing")
     try:
         return cls(**values)
@@ -145,11 +138,10 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
                 continue
         return _coerce(options[-1], value, where)
     if origin is tuple and isinstance(value, list):
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_coerce(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-        if len(args) != len(value):
-            raise ConfigError(f"{where}: expected {len(args)} values, found {len(value)}")
-        return tuple(_coerce(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        if len(kinds) != len(value):
+            raise ConfigError(f"{where}: expected {len(kinds)} values, found {len(value)}")
+        return tuple(_coerce(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]") for key, item in value.items()}
     if isinstance(hint, type):
@@ -158,6 +150,11 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             if value in choices:
                 return hint(value)
             raise ConfigError(f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}")
+        if hasattr(hint, "from_json"):  # it has a form of its own
+            try:
+                return hint.from_json(value)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
         if dataclasses.is_dataclass(hint):
             return load_strict(hint, value, where)
         if hint is float and type(value) in (int, float):
@@ -191,6 +188,8 @@ def _json_name(value: Any) -> str:
 
 def to_json(value: Any) -> Any:
     """Plain JSON values of a dataclass, as ``load_strict`` reads them."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):

@@ -34,11 +34,12 @@ The inputs for adapters, in graphs that several apps share, are not part of this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssdevice.errors import ConfigError
-from ssdevice.tree import Tree
+from ssdevice.rules import Ruled, within
+from ssdevice.tree import MAX_NODES, Tree
 
 # Functions.
 STEP = "step"
@@ -106,48 +107,51 @@ class TensorSpec:
     dtype: str
 
 
+Tensors = tuple[TensorSpec, ...]
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """Inputs, outputs and states of a function; inputs and outputs are in the order of the exported signature."""
 
     name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    states: tuple[TensorSpec, ...] = ()
+    inputs: Tensors
+    outputs: Tensors
+    states: Tensors = ()
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(Ruled):
     """The constants of an export.
 
     ``layers``, ``kv_heads``, ``head_dim``, ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k``
-    candidates each for ``tree``. ``context``: tokens that a conversation may hold. ``chunk``: C, prompt tokens per
-    prefill call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses. Raises ConfigError
-    for sizes that contradict each other.
+    candidates each for ``tree``, in JSON a list of the rank paths below the root, breadth first. ``context``: tokens
+    that a conversation may hold. ``chunk``: C, prompt tokens per prefill call. ``hidden``: D, the width of a state; 0
+    without functions for a caller that chooses. Raises ConfigError for sizes out of their bounds, or that contradict
+    each other.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    gamma: int
-    k: int
-    tree: Tree
-    context: int
-    chunk: int
-    hidden: int = 0
+    layers: int = field(metadata=within(1, 1024))
+    kv_heads: int = field(metadata=within(1, 4096))
+    head_dim: int = field(metadata=within(1, 8192))
+    vocab: int = field(metadata=within(1, 1 << 24))
+    gamma: int = field(metadata=within(0, 32))
+    k: int = field(metadata=within(1, MAX_NODES))
+    tree: Tree = field(
+        metadata={
+            "maxItems": MAX_NODES - 1,
+            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
+        }
+    )
+    context: int = field(metadata=within(1, MAX_CONTEXT))
+    chunk: int = field(metadata=within(1, 1 << 16))
+    hidden: int = field(default=0, metadata=within(0, 1 << 20))
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "vocab", "context", "chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        if self.hidden < 0:
-            raise ConfigError(f"hidden is {self.hidden}, expected 0 or more")
-        if self.gamma < 0 or self.k < 1 or self.k > self.vocab:
-            raise ConfigError(f"γ = {self.gamma}, k = {self.k}: expected γ ≥ 0 and 1 ≤ k ≤ {self.vocab}")
+        super().__post_init__()
+        if self.k > self.vocab:
+            raise ConfigError(f"k is {self.k}, the model has {self.vocab} tokens")
         self.tree.check(self.gamma, self.k)
-        if self.context > MAX_CONTEXT:
-            raise ConfigError(f"context {self.context} is more than {MAX_CONTEXT}")
         if self.context <= self.tree.size:
             raise ConfigError(f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes")
 
@@ -170,16 +174,12 @@ class Geometry:
 def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
     """The contract of an export: function name -> FunctionSpec. Integers are int32 everywhere."""
     g = geometry
-    drafts = (g.gamma, g.k)
 
-    def function(
-        name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], new_rows: int
-    ) -> FunctionSpec:
+    def function(name: str, inputs: Tensors, outputs: Tensors, new_rows: int) -> FunctionSpec:
         if cache is CacheForm.INTERNAL:
             shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
-            return FunctionSpec(
-                name, inputs, outputs, (TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype))
-            )
+            states = TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype)
+            return FunctionSpec(name, inputs, outputs, states)
         past = tuple(
             TensorSpec(past_name(layer), (PAST, g.row_width), cache_dtype)
             for layer in range(g.layers)
@@ -191,33 +191,23 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
     def int32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, "int32")
 
-    def seen(nodes: int) -> tuple[TensorSpec, ...]:
+    def seen(nodes: int) -> Tensors:
         return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(STATES, (nodes, g.hidden), "float32")
 
-    step_inputs = int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)
+    root, length, count, emitted = int32(ROOT, 1), int32(LENGTH, 1), int32(COUNT, 1), g.tree.emitted
+    drafts, next_drafts = int32(DRAFTS, g.gamma, g.k), int32(NEXT_DRAFTS, g.gamma, g.k)
+    chunk = int32(CHUNK, g.chunk), int32(VALID, 1), length
     specs = [
-        function(
-            STEP,
-            step_inputs,
-            (int32(TOKENS, g.tree.emitted), int32(COUNT, 1), int32(NEXT_DRAFTS, *drafts)),
-            g.tree.emitted,
-        ),
-        function(
-            PREFILL,
-            (int32(CHUNK, g.chunk), int32(VALID, 1), int32(LENGTH, 1)),
-            (int32(NEXT_ROOT, 1), int32(NEXT_DRAFTS, *drafts)),
-            g.chunk,
-        ),
-        function(PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), (int32(TOKENS, 1),), 1),
+        function(STEP, (root, drafts, length), (int32(TOKENS, emitted), count, next_drafts), emitted),
+        function(PREFILL, chunk, (int32(NEXT_ROOT, 1), next_drafts), g.chunk),
+        function(PLAIN, (root, length), (int32(TOKENS, 1),), 1),
     ]
     if g.hidden:
-        state = TensorSpec(LAST_STATE, (1, g.hidden), "float32")
-        chosen = (int32(PATH, g.tree.emitted), int32(COUNT, 1)) if cache is CacheForm.INTERNAL else ()
+        path = (int32(PATH, emitted), count) if cache is CacheForm.INTERNAL else ()
+        last = int32(TOKEN, 1), TensorSpec(LAST_STATE, (1, g.hidden), "float32"), length
         specs += [
-            function(
-                VERIFY, (int32(ROOT, 1), int32(DRAFTS, *drafts), int32(LENGTH, 1)), seen(g.tree.size), g.tree.size
-            ),
-            function(VERIFY_PLAIN, (int32(ROOT, 1), int32(LENGTH, 1)), seen(1), 1),
-            function(DRAFT, (*chosen, int32(TOKEN, 1), state, int32(LENGTH, 1)), (int32(NEXT_DRAFTS, *drafts),), 0),
+            function(VERIFY, (root, drafts, length), seen(g.tree.size), g.tree.size),
+            function(VERIFY_PLAIN, (root, length), seen(1), 1),
+            function(DRAFT, (*path, *last), (next_drafts,), 0),
         ]
     return {spec.name: spec for spec in specs}

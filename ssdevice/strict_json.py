@@ -8,9 +8,17 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from ssdevice.errors import ConfigError, SSDeviceError
+from ssdevice.errors import ConfigError, InputError, SSDeviceError
 
 _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError) -> str:
+    """UTF-8 text. Raises ``error``, which names ``where`` and the first byte that is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{where}: not UTF-8 text (byte {problem.start})") from problem
 
 
 def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigError, depth: int | None = None) -> Any:
@@ -28,7 +36,7 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
         return found
 
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        text = utf8(data, where, error) if isinstance(data, bytes) else data
         if depth is not None:  # checked before parsing, because the parser recurses
             level = 0
             for found in _STRINGS_AND_BRACKETS.finditer(text):
@@ -36,8 +44,6 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
                 if level > depth:
                     raise error(f"{where}: nested deeper than {depth} levels")
         return json.loads(text, object_pairs_hook=once)
-    except UnicodeDecodeError as problem:
-        raise error(f"{where}: not UTF-8 text (byte {problem.start})") from problem
     except json.JSONDecodeError as problem:
         place = f"line {problem.lineno}, column {problem.colno}"
         raise error(f"{where}: not JSON ({place}: {problem.msg}): {problem.doc.strip()[:60]!r}") from problem

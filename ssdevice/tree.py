@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ssdevice.errors import ConfigError
 
@@ -28,6 +29,10 @@ FORMS = "chain:DEPTH, full:k=K,depth=D or a JSON list of rank paths such as [[0]
 STARTS = ("chain:", "full:", "[")
 """What each of the FORMS starts with; anything else names a file."""
 Ranks = tuple[int, ...]
+MISS = 1 << 20
+"""Rank of a token that was no candidate, or that does not exist because the answer ended."""
+AnswerRanks = Sequence[Sequence[int]]
+"""For each token i of an answer: the ranks ``[γ]`` of tokens i+1..i+γ in streams 1..γ."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,13 @@ class Tree:
             raise ConfigError(f"a draft tree has at most {MAX_NODES} nodes, this one has {len(self.paths)}")
         known: set[Ranks] = set()
         for path in self.paths:
+            shown = str(list(path))[:60]
             if any(rank < 0 for rank in path):
-                raise ConfigError(f"tree path {list(path)}: ranks are 0 or more")
+                raise ConfigError(f"tree path {shown}: ranks are 0 or more")
             if path in known:
-                raise ConfigError(f"tree path {list(path)} appears twice")
+                raise ConfigError(f"tree path {shown} appears twice")
             if path and path[:-1] not in known:
-                raise ConfigError(f"tree path {list(path)} has no parent {list(path[:-1])} before it")
+                raise ConfigError(f"tree path {shown} has no parent before it")
             known.add(path)
         if tuple(sorted(self.paths, key=lambda p: (len(p), p))) != self.paths:
             raise ConfigError("tree paths are not in breadth-first order; build trees with Tree.of")
@@ -140,14 +146,9 @@ class Tree:
     @classmethod
     def _from_json(cls, text: str) -> Tree:
         try:
-            paths = json.loads(text)
+            return cls.of(_paths(json.loads(text)))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
-        if not isinstance(paths, list) or not all(
-            isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
-        ):
-            raise ConfigError("a tree in JSON is a list of lists of ranks, such as [[0],[1],[0,0]]")
-        return cls.of(paths)
 
     def check(self, gamma: int, k: int) -> None:
         """Raise ConfigError unless γ streams with k candidates each can fill the tree."""
@@ -155,6 +156,11 @@ class Tree:
             raise ConfigError(f"the tree is {self.depth} deep but there are only γ = {gamma} streams")
         if self.width > k:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k} (0..{k - 1})")
+
+    @classmethod
+    def from_json(cls, value: Any) -> Tree:
+        """The tree that ``to_json`` wrote. Raises ConfigError, also for paths that repeat or are out of order."""
+        return cls(((), *map(tuple, _paths(value))))
 
     def to_json(self) -> list[list[int]]:
         """The rank paths below the root, as ``parse`` reads them."""
@@ -214,6 +220,39 @@ class Tree:
         if k < self.width:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k}")
         return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
+
+
+def count_paths(answers: Sequence[AnswerRanks]) -> Counter[Ranks]:
+    """How often each rank path occurred, cut before the first MISS: see Tree.from_counts."""
+    paths: Counter[Ranks] = Counter()
+    for answer in answers:
+        for row in answer:
+            end = next((j for j, rank in enumerate(row) if rank >= MISS), len(row))
+            paths[tuple(row[:end])] += 1
+    return paths
+
+
+def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
+    """β for these answers with ``tree``: tokens emitted by steps over steps."""
+    known = set(tree.paths)
+    emitted = steps = 0
+    for answer in answers:
+        at, last = 0, len(answer) - 1
+        while at < last:
+            depth = 0
+            while depth < tree.depth and tuple(answer[at][: depth + 1]) in known:
+                depth += 1
+            taken = min(depth + 1, last - at)
+            at, emitted, steps = at + taken, emitted + taken, steps + 1
+    return emitted / max(steps, 1)
+
+
+def _paths(value: Any) -> list[list[int]]:
+    if not isinstance(value, list) or not all(
+        isinstance(path, list) and all(type(rank) is int for rank in path) for path in value
+    ):
+        raise ConfigError("a tree in JSON is a list of lists of ranks, such as [[0],[1],[0,0]]")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -5,7 +5,8 @@ It advances only by accepted tokens, so there is nothing to take back where draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 from ssdevice.errors import InputError, first_line, needs_extra
 from ssdevice.runtime.sampling.options import Scores
 from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
+from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tools import HERMES_MARKS, ToolStyle, functions_of
 
 EXTRA = "structure"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -137,3 +140,29 @@ def _reason(message: str) -> str:
     """The first line of what llguidance says, which names a text's place before and draws it after."""
     reason = next((line.strip() for line in message.splitlines() if line.strip()), "unknown")
     return "nothing matches it" if reason.startswith("NoExtension") else reason[:200]
+
+
+def call_structure(tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokenizer: ChatTokenizer) -> Structure:
+    """One call of one of the ``tools`` (OpenAI's form, see ``tool_of``) in a family's style.
+
+    Raises InputError for no tools, for tools that have no such form, and for Gemma's style, which is no JSON.
+    """
+    if style is ToolStyle.GEMMA:
+        raise InputError("a call cannot be required from this family: it does not write calls in JSON")
+    key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
+    rules = []
+    if not tools:
+        raise InputError("a call is required, but there are no tools")
+    for number, (found, parameters) in enumerate(functions_of(tools).items()):
+        # Small models invent more arguments where a schema does not say that there are none.
+        closed = {"additionalProperties": False} if "properties" in parameters else {}
+        schema = json.dumps({**closed, **parameters, "x-guidance": SPACING})
+        opening = json.dumps(f'{{"name": {json.dumps(found)}, "{key}": ')
+        rules.append(f'call{number}: {opening} values{number} "}}"\nvalues{number}: %json {schema}')
+    start = " | ".join(f"call{number}" for number in range(len(rules)))
+    if style is ToolStyle.HERMES:
+        special = {tokenizer.tokenizer.id_to_token(i) for i in special_ids(tokenizer.tokenizer)}
+        # A special token is not its text, and written without quotes.
+        first, last = (mark if mark in special else json.dumps(mark) for mark in HERMES_MARKS)
+        start = f'{first} "\\n" ({start}) "\\n" {last}'
+    return Structure.lark("\n".join([f"start: {start}", *rules]))

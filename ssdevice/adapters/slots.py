@@ -121,16 +121,13 @@ class Variant:
         """The variant that an app needs, without graphs."""
         if streams is None:
             return cls(has_lora)
-        if streams.draft_vocabulary:
-            raise InputError(
-                f"streams that choose among {streams.draft_vocabulary} tokens cannot share a bundle with other apps "
-                "yet: export this app by itself, or train it with --draft-vocabulary 0"
-            )
-        if streams.follow_rank:
-            raise InputError(
-                "streams whose drafts follow each other (follow_rank) cannot share a bundle with other apps yet: "
-                "export this app by itself, or train it with --follow-rank 0"
-            )
+        for option, value, what in (
+            ("--draft-vocabulary", streams.draft_vocabulary, f"that choose among {streams.draft_vocabulary} tokens"),
+            ("--follow-rank", streams.follow_rank, "whose drafts follow each other (follow_rank)"),
+        ):
+            if value:
+                shared = f"streams {what} cannot share a bundle with other apps yet"
+                raise InputError(f"{shared}: export this app by itself, or train it with {option} 0")
         lossless = streams.mode is Mode.LOSSLESS
         kind = replace(
             streams,

@@ -59,8 +59,8 @@ class AdapterWeights(AdapterFolder):
             identifiers = tensors.pop("identifiers", None)
             if identifiers is None:
                 raise InputError(f"{folder / WEIGHTS}: tensor 'identifiers' is missing")
-            pairs = _pairs(folder / WEIGHTS, tensors, ".down.weight", ".up.weight")
-            factors |= {(SlotKind.STREAM, name): Factors(*pair) for name, pair in pairs.items()}
+            found = _factors(folder / WEIGHTS, tensors, ".down.weight", ".up.weight")
+            factors |= {(SlotKind.STREAM, name): pair for name, pair in found.items()}
         return cls(folder, opened.settings, opened.has_lora, identifiers, factors)
 
 
@@ -173,11 +173,12 @@ def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
     check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
     factors = {}
-    for name, (down, up) in _pairs(file, read_floats(file), ".lora_A.weight", ".lora_B.weight").items():
+    for name, found in _factors(file, read_floats(file), ".lora_A.weight", ".lora_B.weight").items():
         if not name.startswith(PEFT_PREFIX):
             raise InputError(f"{file}: {name!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do")
         module = name.removeprefix(PEFT_PREFIX)
-        factors[SlotKind.LORA, module] = Factors(down, up * _scaling(folder, config, module, len(down)))
+        scaling = _scaling(folder, config, module, len(found.down))
+        factors[SlotKind.LORA, module] = Factors(found.down, found.up * scaling)
     return factors
 
 
@@ -201,9 +202,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
     return default
 
 
-def _pairs(
-    file: Path, tensors: Mapping[str, Array], down: str, up: str
-) -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> dict[str, Factors]:
     found = {}
     names = [name.removesuffix(suffix) for name in tensors for suffix in (down, up) if name.endswith(suffix)]
     for name in dict.fromkeys(names):
@@ -214,7 +213,7 @@ def _pairs(
             raise InputError(
                 f"{file}: the factors of {name!r} have shapes {list(pair[0].shape)}, {list(pair[1].shape)}"
             )
-        found[name] = (pair[0], pair[1])
+        found[name] = Factors(pair[0], pair[1])
     others = tensors.keys() - {name + suffix for name in found for suffix in (down, up)}
     if others:
         raise InputError(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
-from ssdevice.bench.comparable import check_base
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.config import to_json
@@ -75,7 +74,7 @@ def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path 
     """
     folder, own = resolve_folder(model), bundle.app(app)
     identity = BaseIdentity.of(folder, read_config(folder))
-    check_base(f"--model {model}", identity.sha256, bundle)
+    bundle.check_base(f"--model {model}", identity.sha256)
     if adapter is None and own.kind is not AdapterKind.BASE:
         raise InputError(f"--model {model} needs --adapter: app {own.name!r} of {bundle.folder} has one")
     if adapter is not None and own.kind is AdapterKind.BASE:

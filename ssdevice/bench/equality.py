@@ -57,6 +57,20 @@ class Answer:
         return self.show()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one of ``stop_ids``.
+
+    ``precision``: of the bundle that answers.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    stop_ids: Sequence[int]
+    max_tokens: int
+    precision: Precision
+    report: Report
+
+
 Answerer = Callable[[Case, Sequence[int]], Answer]
 """``(prompt, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the reference itself."""
 
@@ -81,7 +95,8 @@ class Comparison:
     """Answers compared with those of a reference, and the rule that excuses near-ties.
 
     ``precision``: of the bundle, or the coarser one of two. ``largest_change``: of any logit; None if logits were not
-    available. ``modes``: what is compared. ``between``: in words.
+    available. ``modes``: what is compared. ``between``: in words. ``nodes_ended``: of ``nodes`` in the tree, those at
+    which an accepted run ended. ``answers``: tokens of the reference, by prompt.
     """
 
     precision: Precision
@@ -90,6 +105,9 @@ class Comparison:
     largest_change: float | None = None
     modes: list[str] = field(default_factory=list)
     between: str = "modes"
+    nodes_ended: set[int] = field(default_factory=set)
+    nodes: int = 1
+    answers: list[list[int]] = field(default_factory=list)
 
     @property
     def ceiling(self) -> float:
@@ -127,9 +145,26 @@ class Comparison:
             "largest_logit_change": self.largest_change,
             "ceiling": self.ceiling,
             "differences": [{**vars(d), "near_tie": self.near_tie(d)} for d in self.differences],
+            "tokens": sum(map(len, self.answers)),
+            "nodes": self.nodes,
+            "nodes_ended": len(self.nodes_ended),
+            **({"logits": NOT_MEASURED} if self.modes and self.largest_change is None else {}),
         }
 
     def faults(self) -> list[str]:
+        """What breaks the promise of equal answers: what is not excused, and too many differing prompts.
+
+        None may differ in fp32, otherwise 0.5 % of the prompts of a mode but at least one.
+        """
+        allowed = 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
+        counts = {mode: sum(d.arm == mode for d in self.differences) for mode in self.modes}
+        return self.unexcused() + [
+            f"{mode}: {differing} of {self.prompts} prompts differ, at most {allowed} may"
+            for mode, differing in counts.items()
+            if differing > allowed
+        ]
+
+    def unexcused(self) -> list[str]:
         """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""
         found = []
         for d in self.differences:
@@ -142,43 +177,6 @@ class Comparison:
         change = self.largest_change
         if change is not None and change > self.ceiling:
             found.append(f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may")
-        return found
-
-
-@dataclass
-class Equality(Comparison):
-    """Modes of one bundle compared with its plain decoding.
-
-    ``nodes_ended``: of ``nodes`` in the tree, those at which an accepted run ended. ``answers``: tokens of plain
-    decoding, by prompt.
-    """
-
-    nodes_ended: set[int] = field(default_factory=set)
-    nodes: int = 1
-    answers: list[list[int]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Of all answers in plain decoding."""
-        return sum(map(len, self.answers))
-
-    @property
-    def allowed(self) -> int:
-        """How many prompts of a mode may differ: none in fp32, otherwise 0.5 % but at least one."""
-        return 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
-
-    def as_json(self) -> dict[str, Any]:
-        more = {"tokens": self.tokens, "nodes": self.nodes, "nodes_ended": len(self.nodes_ended)}
-        unseen = {"logits": NOT_MEASURED} if self.modes and self.largest_change is None else {}
-        return super().as_json() | more | unseen
-
-    def faults(self) -> list[str]:
-        """What breaks the promise of equal answers, one sentence each."""
-        found = super().faults()
-        for mode in self.modes:
-            differing = sum(d.arm == mode for d in self.differences)
-            if differing > self.allowed:
-                found.append(f"{mode}: {differing} of {self.prompts} prompts differ, at most {self.allowed} may")
         return found
 
 
@@ -197,8 +195,7 @@ def compare(
     result.prompts, result.modes = len(prompts), list(others)
     for number, prompt in enumerate(track(report, stage, prompts)):
         expected = reference(prompt, [])
-        if isinstance(result, Equality):
-            result.answers.append(expected.tokens)
+        result.answers.append(expected.tokens)
         for name, other in others.items():
             result.add(number, name, expected, other(prompt, expected.tokens))
     return result
@@ -211,3 +208,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int
             return i, a, b
     i = min(len(expected), len(found))
     return i, expected[i] if i < len(expected) else -1, found[i] if i < len(found) else -1
+
+
+def coarser(*precisions: Precision) -> Precision:
+    """That of several precisions whose logits may change most."""
+    return max(precisions, key=CEILINGS.__getitem__)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import ssdevice
@@ -18,18 +18,13 @@ from ssdevice.runtime.session import Session
 START = "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.bench.memory import main; main()"
 
 
-@dataclass(frozen=True)
-class ProcessMemory:
-    """MB (10⁶ bytes) of a process: ``resident_mb`` after answers, ``peak_mb`` at its most, mostly while it opens."""
-
-    resident_mb: float
-    peak_mb: float
-
-
 def measure_memory(
-    bundle: Path, app: str | None, mode: str, options: EngineOptions, prompt: Sequence[int], max_tokens: int
-) -> ProcessMemory:
-    """The memory of a fresh process that opens a bundle and answers a prompt twice. Raises SSDeviceError."""
+    bundle: Path, app: str | None, options: EngineOptions, mode: str, prompt: Sequence[int], max_tokens: int
+) -> dict[str, float]:
+    """The memory, in MB (10⁶ bytes), of a fresh process that opens a bundle and answers a prompt twice.
+
+    ``resident_mb``: after the answers; ``peak_rss_mb``: at its most, mostly while it opens. Raises SSDeviceError.
+    """
     asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]
     root = str(Path(ssdevice.__file__).resolve().parents[1])
     command = [sys.executable, "-P", "-c", START, root]
@@ -38,7 +33,8 @@ def measure_memory(
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise SSDeviceError(f"the process that measures memory: {said[-1]}")
     resident, peak = json.loads(done.stdout.splitlines()[-1])
-    return ProcessMemory(resident, max(resident, peak))  # Linux counts in batches: the peak may lag behind
+    peak = max(resident, peak)  # Linux counts in batches: the peak may lag behind
+    return {"resident_mb": round(resident, 1), "peak_rss_mb": round(peak, 1)}
 
 
 def main() -> None:

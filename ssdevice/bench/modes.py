@@ -14,11 +14,10 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from ssdevice.bench.equality import CEILINGS, Answer, Comparison, Equality, Rows, compare
+from ssdevice.bench.equality import Answer, Asked, Comparison, Rows, compare
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import BundleError
-from ssdevice.progress import Report
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE, Advance, decode, plain, plain_step, prefill, speculative
@@ -43,8 +42,7 @@ class Greedy:
 
     conversation: Conversation
     shown: Engine | None
-    stop_ids: Sequence[int]
-    max_tokens: int
+    asked: Asked
     advance: Advance = speculative
     ended: set[int] | None = None
 
@@ -52,7 +50,7 @@ class Greedy:
         def advance(ended: set[int] | None) -> Advance:
             return self.advance if ended is None else forcer(len(ids), expected, ended)
 
-        tokens = answer(self.conversation, ids, advance(self.ended), self.stop_ids, self.max_tokens)
+        tokens = answer(self.conversation, ids, advance(self.ended), self.asked.stop_ids, self.asked.max_tokens)
         again = None if self.ended is None else set[int]()
         return Answer(tokens, lambda: shown_rows(self.shown, ids, expected or tokens, advance(again)))
 
@@ -65,24 +63,16 @@ def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], a
     return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance) if shown is not None else None
 
 
-def compare_modes(
-    engine: Engine,
-    shown: Engine | None,
-    prompts: Sequence[Sequence[int]],
-    stop_ids: Sequence[int],
-    max_tokens: int,
-    precision: Precision,
-    report: Report,
-) -> Equality:
+def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Comparison:
     """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
-    result = Equality(precision, len(prompts), nodes=engine.geometry.tree.size)
+    result = Comparison(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
     conversation, base = engine.new_conversation(), plain_of(engine)
 
-    greedy = partial(Greedy, conversation, shown, stop_ids, max_tokens)
+    greedy = partial(Greedy, conversation, shown, asked)
     others = {PLAIN_STEP: greedy(plain_step)} if STEP in engine.functions and base is plain else {}
     if STEP in engine.functions:
         others |= {SPECULATIVE: greedy(), FORCED: greedy(ended=result.nodes_ended)}
-    return compare(result, "compare decoding modes", prompts, greedy(base), others, report)
+    return compare(result, "compare decoding modes", asked.prompts, greedy(base), others, asked.report)
 
 
 class Agreement(Comparison):
@@ -90,35 +80,28 @@ class Agreement(Comparison):
 
     def faults(self) -> list[str]:
         """Those of a comparison between float32 bundles; none for other precisions."""
-        return super().faults() if self.precision is Precision.FP32 else []
+        return self.unexcused() if self.precision is Precision.FP32 else []
 
 
 def against_bundle(
-    mine: Engine | None,
-    other: Engine,
-    other_shown: Engine | None,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[list[int]],
-    stops: Sequence[int],
-    max_tokens: int,
-    precisions: tuple[Precision, Precision],
-    report: Report,
+    mine: Engine | None, other: Engine, other_shown: Engine | None, asked: Asked, answers: Sequence[list[int]]
 ) -> Agreement:
-    """Decode ``prompts`` with ``other`` and compare with ``answers``, as far as its context holds them.
+    """Decode prompts with ``other`` and compare with ``answers``, as far as its context holds them.
 
-    ``mine`` and ``other_shown`` show logits. Raises ContextOverflowError for a prompt that is longer than the context.
+    ``mine`` and ``other_shown`` show logits. ``asked``: with the coarser precision of both. Raises
+    ContextOverflowError for a prompt that is longer than the context.
     """
     base, room = plain_of(other), other.geometry.context + 1
-    decode = Greedy(other.new_conversation(), other_shown, stops, max_tokens, base)
+    decode = Greedy(other.new_conversation(), other_shown, asked, base)
 
     def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
         ids, tokens = case[0], case[1][: room - len(case[0])]
         return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
 
-    coarser = max(precisions, key=lambda precision: CEILINGS[precision])
-    result = Agreement(coarser, len(prompts), between="the bundles")
-    cases = list(zip(prompts, answers, strict=True))
-    return compare(result, "compare bundles", cases, given, {OTHER: lambda case, cut: decode(case[0], cut)}, report)
+    result = Agreement(asked.precision, len(asked.prompts), between="the bundles")
+    cases = list(zip(asked.prompts, answers, strict=True))
+    others = {OTHER: lambda case, cut: decode(case[0], cut)}
+    return compare(result, "compare bundles", cases, given, others, asked.report)
 
 
 def plain_of(engine: Engine) -> Advance:

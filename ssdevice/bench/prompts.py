@@ -9,14 +9,16 @@ from ssdevice.data import Example
 from ssdevice.errors import ContextOverflowError, InputError
 from ssdevice.text.tokenizer import ChatTokenizer
 
-Reader = tuple[ChatTokenizer, str | None, int]
-"""A tokenizer, the instruction of an app, and how many tokens a prompt may have."""
-
 
 def fitting(
-    examples: Sequence[Example], readers: Sequence[Reader], skip_long: bool | None = None, file: Path | None = None
-) -> tuple[list[Example], list[list[list[int]]]]:
-    """The examples whose prompts fit, and their ids by example and reader.
+    examples: Sequence[Example],
+    tokenizer: ChatTokenizer,
+    instruction: str | None,
+    most: int,
+    skip_long: bool | None = None,
+    file: Path | None = None,
+) -> tuple[list[Example], list[list[int]]]:
+    """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and the ids of each.
 
     ``skip_long``: leave out the others; None if a user cannot ask for that. ``file``: where the examples are from.
     Raises InputError, ContextOverflowError for one that does not fit; they name the prompt.
@@ -24,7 +26,9 @@ def fitting(
     kept, prompts = [], []
     for number, example in enumerate(examples, 1):
         try:
-            ids = [_read(example, *reader) for reader in readers]
+            ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system, most=most)
+            if len(ids) > most:
+                raise ContextOverflowError(f"the prompt has {len(ids)} tokens, at most {most} fit into the context")
         except InputError as error:
             long = isinstance(error, ContextOverflowError)
             if long and skip_long:
@@ -37,10 +41,3 @@ def fitting(
     if not prompts:
         raise InputError("no prompt fits the context")
     return kept, prompts
-
-
-def _read(example: Example, tokenizer: ChatTokenizer, instruction: str | None, most: int) -> list[int]:
-    ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system, most=most)
-    if len(ids) > most:
-        raise ContextOverflowError(f"the prompt has {len(ids)} tokens, at most {most} fit into the context")
-    return ids

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ssdevice import __version__
 from ssdevice.bench.machine import LOADED
-from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
@@ -42,7 +41,7 @@ def as_json(
     options: BenchOptions,
     result: BenchResult,
     quality: Json,
-    memory: Mapping[str, ProcessMemory],
+    memory: Mapping[str, Mapping[str, float]],
 ) -> Json:
     """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
     speedup = result.speedup
@@ -73,14 +72,13 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: ProcessMemory | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, Any] | None) -> Json:
     found = arm_as_json(mode)
     found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),
-        "resident_mb": round(memory.resident_mb, 1) if memory is not None else None,
-        "peak_rss_mb": round(memory.peak_mb, 1) if memory is not None else None,
+        **(memory or {"resident_mb": None, "peak_rss_mb": None}),
         "steps": sum(answer.steps for answer in mode.answers),
     }
     found["spread"]["native_ms_per_step"] = asdict(mode.native_ms_per_step)
@@ -111,32 +109,6 @@ TITLES = {
 }
 
 
-def title(report: Json, bundle: str) -> str:
-    """What was measured, with the name or the path of the bundle."""
-    return f"{bundle}: {report['precision']} {report['target']}, app {report['app']}"
-
-
-def processor(machine: Json) -> str:
-    """The processor in words: name, cores and the instructions that matter."""
-    return f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})"
-
-
-def heading(report: Json, words: str) -> list[str]:
-    """The first lines of a report: its title, and whether its times count."""
-    lines = [f"## {words}", ""]
-    if not report["valid"]:
-        lines += [f"**Not valid:** {why_not_valid(report)}", ""]
-    return lines
-
-
-def why_not_valid(report: Json) -> str:
-    """Why the times of a report with ``valid: false`` do not count."""
-    return (
-        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
-        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
-    )
-
-
 def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
     """The bounds of an interval in brackets, after ``label``; empty if it has none."""
     low, high = interval["low"], interval["high"]
@@ -149,72 +121,105 @@ def prompts_of(report: Json) -> str:
     return f"{count(report['prompts'], 'prompt')} of {report['data']}{long}"
 
 
-def as_markdown(report: Json) -> str:
-    """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
-    lines = heading(report, title(report, report["bundle"]))
-    threads = count(report["threads"], "thread") if report["threads"] else "the engine's threads"
-    threads += ", our kernels" if report["kernels"] else ""
-    lines += [
-        f"{prompts_of(report)}, at most {count(report['max_tokens'], 'token')}, "
-        f"{count(report['rounds'], 'round')}, {threads}, {processor(report['machine'])}.",
-        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB, "
-        f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
-        f"{report['schedule']} schedule, context {report['context']}.",
-        "",
-        "| | tokens/s | quartiles | tokens/step | ms/step | host µs/step | TTFT ms | prefill tokens/s "
-        "| resident MB | peak MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, mode in report["arms"].items():
-        rounds = mode["spread"]["tokens_per_second"]
-        memory = " | ".join(
-            f"{mode[key]:.0f}" if mode[key] is not None else "" for key in ("resident_mb", "peak_rss_mb")
-        )
-        lines.append(
-            f"| {TITLES[name]} | {mode['tokens_per_second']:.1f} | {rounds['q1']:.1f}..{rounds['q3']:.1f} "
-            f"| {mode['tokens_per_step']:.2f} | {mode['native_ms_per_step']:.2f} | {mode['host_us_per_step']:.0f} "
-            f"| {mode['ttft_ms']:.1f} | {mode['prefill_tokens_per_second']:.0f} | {memory} |"
-        )
-    lines.append("")
-    if report["speedup"] is not None:
-        interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
-        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
-    lines.append(_equality(report))
-    lines += _acceptance(report) + _quality(report["quality"])
-    return "\n".join(lines)
-
-
-def _equality(report: Json) -> str:
-    if report["equal"]:
-        return f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
-    counts = ", ".join(f"{name}: {len(prompts)}" for name, prompts in report["differing_prompts"].items())
-    first = min(min(prompts) for prompts in report["differing_prompts"].values())
+def conditions(report: Json) -> str:
+    """How the numbers of a report came about, in words."""
+    chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items())
+    machine, threads = report["machine"], report["threads"]
+    used = count(threads, "thread") if threads else "the engine's threads"
     return (
-        f"**Modes differ** on some of {report['prompts']} prompts ({counts}; the first is prompt {first + 1}); "
-        "`ssdevice verify` tells near-ties from faults."
+        f"{prompts_of(report)}, {chosen or 'greedy'}, at most {count(report['max_tokens'], 'token')}, "
+        f"{count(report['rounds'], 'round')}, {used}, context {report['context']}, "
+        f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})."
     )
 
 
+def described(report: Json) -> str:
+    """The bundle of a report of ``as_json``, in words."""
+    own, kernels = report["app_bytes"], "our kernels" if report["kernels"] else "the engine's kernels"
+    return (
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB"
+        f"{f', {own / 1e6:.1f} MB of them only for the app' if own else ''}, "
+        f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
+        f"{report['schedule']} schedule, {kernels}."
+    )
+
+
+def why_not_valid(report: Json) -> str:
+    """Why the times of a report with ``valid: false`` do not count."""
+    return (
+        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
+        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
+    )
+
+
+def title(report: Json) -> str:
+    """What was measured: a bundle, or engines with the same weights."""
+    if "bundle" not in report:
+        return f"{report['model']}: engines beside each other"
+    return "{bundle}: {precision} {target}, app {app}".format(**report)
+
+
+def heading(report: Json) -> list[str]:
+    """The first lines of a report: its title, whether its times count, and how they came about."""
+    invalid = [] if report["valid"] else [f"**Not valid:** {why_not_valid(report)}", ""]
+    return [f"## {title(report)}", "", *invalid, conditions(report)]
+
+
+def table(*rows: Sequence[str]) -> list[str]:
+    """A table in Markdown; the first row is its head."""
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return ["", head, "|---" * len(rows[0]) + "|", *rest, ""]
+
+
+def quartiles(arm: Json) -> str:
+    """Those of an arm's tokens per second over the rounds."""
+    return "{q1:.1f}..{q3:.1f}".format(**arm["spread"]["tokens_per_second"])
+
+
+COLUMNS = (
+    "", "tokens/s", "quartiles", "tokens/step", "ms/step", "host µs/step", "TTFT ms", "prefill tokens/s", "resident MB",
+    "peak MB",
+)  # fmt: skip
+
+
+def as_markdown(report: Json) -> str:
+    """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
+    lines = [*heading(report), described(report), *table(COLUMNS, *(_cells(*each) for each in report["arms"].items()))]
+    if report["speedup"] is not None:
+        interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
+        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
+    differing = "; ".join(differences(report))
+    same = f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
+    lines.append(f"**{differing}**. `ssdevice verify` tells near-ties from faults." if differing else same)
+    if SPECULATIVE in report["arms"]:
+        lines += _acceptance(report)
+    for name, columns in report["quality"].items():
+        if name != "metric":
+            values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
+            lines += ["", f"Quality, {TITLES[name]}: {', '.join(values)}."]
+    return "\n".join(lines)
+
+
+def _cells(name: str, arm: Json) -> list[str]:
+    return [
+        TITLES[name], f"{arm['tokens_per_second']:.1f}", quartiles(arm), f"{arm['tokens_per_step']:.2f}",
+        f"{arm['native_ms_per_step']:.2f}", f"{arm['host_us_per_step']:.0f}", f"{arm['ttft_ms']:.1f}",
+        f"{arm['prefill_tokens_per_second']:.0f}", f"{arm['resident_mb']:.0f}", f"{arm['peak_rss_mb']:.0f}",
+    ]  # fmt: skip
+
+
+def differences(report: Json) -> list[str]:
+    """Which modes gave other tokens than plain decoding, and where, one sentence each."""
+    return [
+        f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
+        for name, prompts in report["differing_prompts"].items()
+    ]
+
+
 def _acceptance(report: Json) -> list[str]:
-    speculative = report["arms"].get(SPECULATIVE)
-    if speculative is None:
-        return []
-    histogram = speculative["accepted_histogram"]
-    total = max(sum(histogram), 1)
-    shares = ", ".join(f"{n}: {count / total:.0%}" for n, count in enumerate(histogram, 1))
-    lines = ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", ""]
-    table = report["acceptance_by_stream_and_rank"]
-    lines.append("| stream | " + " | ".join(f"rank {r}" for r in range(report["k"])) + " |")
-    lines.append("|---|" + "---|" * report["k"])
-    lines += [f"| {j} | " + " | ".join(f"{share:.1%}" for share in row) + " |" for j, row in enumerate(table, 1)]
-    return lines
-
-
-def _quality(quality: Json) -> list[str]:
-    lines: list[str] = []
-    for name, columns in quality.items():
-        if name == "metric":
-            continue
-        values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
-        lines += ["", f"Quality, {TITLES[name]}: " + ", ".join(values) + "."]
-    return lines
+    histogram = report["arms"][SPECULATIVE]["accepted_histogram"]
+    shares = ", ".join(f"{n}: {steps / max(sum(histogram), 1):.0%}" for n, steps in enumerate(histogram, 1))
+    held = report["acceptance_by_stream_and_rank"]
+    rows = [[str(stream), *(f"{share:.1%}" for share in ranks)] for stream, ranks in enumerate(held, 1)]
+    columns = ["stream", *(f"rank {rank}" for rank in range(report["k"]))]
+    return ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", *table(columns, *rows)[:-1]]

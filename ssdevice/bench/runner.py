@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import Load, LoadWatch
 from ssdevice.bench.prompts import fitting
 from ssdevice.bench.statistics import Interval, Spread, speedup, spread
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError
 from ssdevice.progress import Report
-from ssdevice.runtime.generation import Generation
+from ssdevice.rules import POSITIVE, Ruled
+from ssdevice.runtime.generation import Drafts, Generation
 from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
@@ -22,21 +22,55 @@ from ssdevice.runtime.session import Session
 WARM_UP_PROMPTS = 2
 
 
+@dataclass
+class Acceptance:
+    """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far.
+
+    ``held``: (stream, rank) -> how often that candidate was the true token; streams count from 1. ``judged``: stream ->
+    how often the answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps.
+    """
+
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)
+    judged: Counter[int] = field(default_factory=Counter)
+    emitted: Counter[int] = field(default_factory=Counter)
+
+    def add(self, tokens: Sequence[int], steps: Sequence[tuple[Drafts, int]]) -> None:
+        """Count one answer: its ``tokens``, and the drafts and number of tokens of each step."""
+        at = 1  # the first token came from prefill
+        for drafts, count in steps:
+            self.emitted[count] += 1
+            for stream, candidates in enumerate(drafts, 1):
+                if at + stream > len(tokens):
+                    break
+                self.judged[stream] += 1
+                true = tokens[at + stream - 1]
+                if true in candidates:
+                    self.held[stream, candidates.index(true)] += 1
+            at += count
+
+    def histogram(self, emitted: int) -> list[int]:
+        """Number of steps that emitted 1, 2, .. ``emitted`` tokens."""
+        return [self.emitted[n] for n in range(1, emitted + 1)]
+
+    def table(self, gamma: int, k: int) -> list[list[float]]:
+        """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing was judged."""
+        return [
+            [self.held[stream, rank] / max(self.judged[stream], 1) for rank in range(k)]
+            for stream in range(1, gamma + 1)
+        ]
+
+
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Ruled):
     """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context.
 
     ``sampling``: how tokens are chosen; None: greedily.
     """
 
-    rounds: int = 3
-    max_tokens: int = 128
+    rounds: int = field(default=3, metadata=POSITIVE)
+    max_tokens: int = field(default=128, metadata=POSITIVE)
     skip_long: bool = False
     sampling: Sampling | None = None
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.max_tokens < 1:
-            raise ConfigError(f"{self.rounds} rounds of {self.max_tokens} tokens: both must be 1 or more")
 
 
 @dataclass
@@ -65,9 +99,22 @@ class Measured:
             if any(answers[at].tokens != expected.tokens for answers in self.rounds)
         ]
 
-    def per_round(self, value: Callable[[Sequence[Generation]], float]) -> Spread:
-        """Spread over rounds of ``value``, which maps the answers of a round to a number."""
-        return spread([value(answers) for answers in self.rounds])
+    def over(self, other: Measured) -> Interval | None:
+        """Time of ``other`` over time of this by emitted token; None if no prompt took a step in both.
+
+        Answers may differ, so tokens are compared and not answers, prompt by prompt.
+        """
+        pairs = [
+            (theirs.decode_seconds / sum(theirs.accepted), mine.decode_seconds / sum(mine.accepted))
+            for answers in zip(self.rounds, other.rounds, strict=True)
+            for mine, theirs in zip(*answers, strict=True)
+            if mine.steps and theirs.steps
+        ]
+        return speedup(*zip(*pairs, strict=True)) if pairs else None
+
+    def per_round(self, value: Callable[[Generation], float]) -> Spread:
+        """Spread over rounds of ``value``, which maps the total of a round to a number."""
+        return spread([value(Generation.total(answers)) for answers in self.rounds])
 
     def seconds(self) -> list[float]:
         """Decoding time of each prompt that took a step: the median over rounds."""
@@ -83,41 +130,37 @@ class Measured:
     @property
     def tokens_per_second(self) -> Spread:
         """Tokens emitted by steps over the time of steps, without prefill."""
-        return self.per_round(lambda answers: _ratio(_emitted(answers), sum(a.decode_seconds for a in answers)))
+        return self.per_round(lambda total: total.tokens_per_second)
 
     @property
     def tokens_per_step(self) -> float:
         """β over all prompts: tokens emitted by steps (after truncation) over steps."""
-        return _per_step(self.answers, _emitted(self.answers))
+        return Generation.total(self.answers).tokens_per_step
 
     @property
     def ttft_ms(self) -> Spread:
         """Median over prompts of the time to the first token."""
-        return self.per_round(lambda answers: median(a.prefill_seconds * 1e3 for a in answers))
+        return spread([median(a.prefill_seconds * 1e3 for a in answers) for answers in self.rounds])
 
     @property
     def prefill_tokens_per_second(self) -> Spread:
         """Prompt tokens over the time to the first token."""
-        return self.per_round(
-            lambda answers: _ratio(sum(a.prompt_tokens for a in answers), sum(a.prefill_seconds for a in answers))
-        )
+        return self.per_round(lambda total: total.prompt_tokens / total.prefill_seconds)
 
     @property
     def host_us_per_step(self) -> Spread:
         """Microseconds of a step outside the target's runtime: loop, cache and text."""
-        return self.per_round(
-            lambda answers: _per_step(answers, sum(a.decode_seconds - a.native_seconds for a in answers) * 1e6)
-        )
+        return self.per_round(lambda total: total.host_us_per_step)
 
     @property
     def ms_per_step(self) -> Spread:
         """Milliseconds of a step, with the host's work; 0 without steps."""
-        return self.per_round(lambda answers: _per_step(answers, sum(a.decode_seconds for a in answers) * 1e3))
+        return self.per_round(lambda total: total.decode_seconds * 1e3 / max(1, total.steps))
 
     @property
     def native_ms_per_step(self) -> Spread:
         """Milliseconds of a step inside the target's runtime."""
-        return self.per_round(lambda answers: _per_step(answers, sum(a.native_seconds for a in answers) * 1e3))
+        return self.per_round(lambda total: total.native_seconds * 1e3 / max(1, total.steps))
 
 
 @dataclass(frozen=True)
@@ -172,36 +215,20 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
     Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all of them
     alike. Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
     """
-    (result,) = measure_beside([session], examples, options, report)
-    return result
-
-
-def measure_beside(
-    sessions: Sequence[Session], examples: Sequence[Example], options: BenchOptions, report: Report
-) -> list[BenchResult]:
-    """``measure`` for several bundles in one run, by session: the modes of all of them take turns."""
-    readers = [(each.tokenizer, each.instruction, each.engine.geometry.context) for each in sessions]
-    kept, prompts = fitting(examples, readers, options.skip_long)
-    modes = [
-        {
-            name: Measured(name)
-            for name in available_modes(session.engine.functions, session.streams)
-            if options.sampling is None or name != PLAIN_STEP
-        }
-        for session in sessions
-    ]
-    lanes = [(i, name) for i, names in enumerate(modes) for name in names]
-    acceptance = [Acceptance() for _ in sessions]
+    context = session.engine.geometry.context
+    kept, prompts = fitting(examples, session.tokenizer, session.instruction, context, options.skip_long)
+    names = available_modes(session.engine.functions, session.streams)
+    modes = [Measured(name) for name in names if options.sampling is None or name != PLAIN_STEP]
+    acceptance = Acceptance()
     for ids in prompts[:WARM_UP_PROMPTS]:
-        for i, name in lanes:
-            timed_answer(sessions[i], ids[i], name, options)
+        for mode in modes:
+            timed_answer(session, ids, mode.name, options)
     watch = LoadWatch()
-    for number, at, lane in take_turns(options.rounds, len(prompts), len(lanes), report):
-        i, name = lanes[lane]
-        counts = acceptance[i] if number == 0 and name == SPECULATIVE else None
-        modes[i][name].add(number, timed_answer(sessions[i], prompts[at][i], name, options, counts))
-    load, skipped = watch.load(), len(examples) - len(kept)
-    return [BenchResult(kept, found, counts, load, skipped) for found, counts in zip(modes, acceptance, strict=True)]
+    for number, at, lane in take_turns(options.rounds, len(prompts), len(modes), report):
+        mode = modes[lane]
+        counts = acceptance if number == 0 and mode.name == SPECULATIVE else None
+        mode.add(number, timed_answer(session, prompts[at], mode.name, options, counts))
+    return BenchResult(kept, {mode.name: mode for mode in modes}, acceptance, watch.load(), len(examples) - len(kept))
 
 
 def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:
@@ -230,15 +257,3 @@ def timed_answer(
     if acceptance is not None:
         acceptance.add(session.last.tokens[first - 1 :], steps)
     return session.last
-
-
-def _emitted(answers: Sequence[Generation]) -> int:
-    return sum(sum(a.accepted) for a in answers)
-
-
-def _per_step(answers: Sequence[Generation], total: float) -> float:
-    return _ratio(total, sum(a.steps for a in answers))
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else 0.0

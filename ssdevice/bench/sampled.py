@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Answerer, Difference, Equality, Rows, compare, first_difference
+from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Difference, Rows, compare, first_difference
 from ssdevice.bench.modes import FORCED, answer, forcer
-from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
-from ssdevice.progress import Report, count
+from ssdevice.progress import count
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
@@ -49,7 +48,7 @@ SampledCase = tuple[Sequence[int], Sampling, int]
 
 
 @dataclass
-class Sampled(Equality):
+class Sampled(Comparison):
     """The result of ``compare_sampled``, whose prompts are answers.
 
     ``other_bits``: mode -> how many log-probabilities of equal tokens have other bits than in plain decoding.
@@ -83,35 +82,28 @@ class Sampled(Equality):
         return super().as_json() | {"other_bits": self.other_bits}
 
 
-def compare_sampled(
-    engine: Engine,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    precision: Precision,
-    seeds: int,
-    report: Report,
-) -> Sampled:
+def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seeds: int) -> Sampled:
     """Sample answers in all modes of an engine whose host can choose. ``seeds``: of every sampler with every prompt;
     0: one sampler and seed for each prompt, in turn."""
     samplers = _samplers(tokenizer, engine.geometry.vocab)
-    cases = list(product(prompts, samplers, range(seeds)))
+    cases = list(product(asked.prompts, samplers, range(seeds)))
     if not seeds:
-        cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(prompts)]
-    result = Sampled(precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
+        cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(asked.prompts)]
+    result = Sampled(asked.precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
     conversation = engine.new_conversation()
 
     def sampled(advance: Advance | None) -> Answerer[SampledCase]:
         def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
             ids, sampler, seed = case
             mode = advance or forcer(len(ids), expected, result.nodes_ended)
-            return _sample(conversation, tokenizer, ids, mode, replace(sampler, seed=seed, logprobs=0), max_tokens)
+            seeded = replace(sampler, seed=seed, logprobs=0)
+            return _sample(conversation, tokenizer, ids, mode, seeded, asked.max_tokens)
 
         return sample
 
     adaptive = Adaptive(Lookup() if DRAFT in engine.functions else LookupOnly())
     others = {SPECULATIVE: sampled(speculative), FORCED: sampled(None), ADAPTIVE: sampled(adaptive)}
-    return compare(result, "compare sampled answers", cases, sampled(plain), others, report)
+    return compare(result, "compare sampled answers", cases, sampled(plain), others, asked.report)
 
 
 def _samplers(tokenizer: ChatTokenizer, vocab: int) -> tuple[Sampling, ...]:

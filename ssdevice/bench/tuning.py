@@ -4,25 +4,92 @@ cost of every size that may be chosen is measured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from ssdevice.bench.cost_table import CostTable, StepCost
 from ssdevice.bench.machine import cpu_name, instructions
 from ssdevice.bench.modes import answer, forcer, lead, plain_of
 from ssdevice.bench.runner import BenchOptions, Measured, take_turns, timed_answer
-from ssdevice.bundle.manifest import Manifest
-from ssdevice.config import Schedule
+from ssdevice.bundle.staging import write_json
+from ssdevice.config import Schedule, load_strict, read_json, to_json
 from ssdevice.contract import PLAIN
-from ssdevice.errors import InputError
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.progress import Report, track
-from ssdevice.ranks import MISS, count_paths, tokens_per_step
+from ssdevice.rules import ABOVE_0, Ruled, within
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions
 from ssdevice.runtime.loop import SPECULATIVE
 from ssdevice.runtime.session import Session
-from ssdevice.tree import Tree
+from ssdevice.tree import MAX_NODES, MISS, Tree, count_paths, tokens_per_step
 
 DIGITS = 4  # of milliseconds
+
+
+@dataclass(frozen=True)
+class StepCost(Ruled):
+    """Mean milliseconds of a step of ``nodes`` tree nodes, streams included, in a schedule."""
+
+    nodes: int = field(metadata=within(2, MAX_NODES))
+    schedule: Schedule
+    ms: float = field(metadata=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class CostTable(Ruled):
+    """Costs on one device with one setting.
+
+    ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
+    default. ``plain_ms``: a plain step, None if the bundles have none.
+    Raises ConfigError for a time that is not above 0, or a size that appears twice in a schedule.
+    """
+
+    device: str
+    instructions: tuple[str, ...]
+    target: str
+    precision: str
+    threads: int
+    kernels: bool
+    model: str
+    gamma: int
+    msa_layers: int
+    steps: tuple[StepCost, ...]
+    plain_ms: float | None = field(metadata=ABOVE_0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.steps:
+            raise ConfigError("steps: none, so there is no tree to choose")
+        if len({(step.nodes, step.schedule) for step in self.steps}) < len(self.steps):
+            raise ConfigError("steps: a size appears twice in one schedule")
+
+    @classmethod
+    def read(cls, file: Path) -> CostTable:
+        """The table in a file. Raises ConfigError, which names the file and the field."""
+        return load_strict(cls, read_json(file), str(file))
+
+    def write(self, file: Path) -> None:
+        """Write the table as JSON."""
+        write_json(file, to_json(self))
+
+    def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:
+        """Raise InputError if the table is of another model, or of streams of another number or depth."""
+        check_same(
+            where,
+            "the bundle",
+            ("base model", self.model, model),
+            ("γ", self.gamma, gamma),
+            ("number of MSA layers", self.msa_layers, msa_layers),
+        )
+
+
+def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
+    """Raise InputError for the first of ``facts`` in which ``what`` differs from ``reference``.
+
+    ``facts``: a name, and its value in each of the two.
+    """
+    for name, mine, expected in facts:
+        if mine != expected:
+            raise InputError(f"{what}: its {name} is {mine}, that of {reference} is {expected}")
 
 
 @dataclass(frozen=True)
@@ -69,7 +136,7 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
 
 
 def measure_costs(
-    bundles: Sequence[tuple[Session, Manifest]],
+    sessions: Sequence[Session],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     options: EngineOptions,
@@ -81,10 +148,10 @@ def measure_costs(
     schedules, the least counts. The table describes this device and the first bundle. Raises InputError if no answer
     has a second token.
     """
-    session, first = bundles[0]
+    session, first = sessions[0], sessions[0].bundle.manifest
     counted = BenchOptions(max_tokens=max_tokens)
-    lanes = [(each, Measured(SPECULATIVE)) for each, _ in bundles]
-    lanes += [(each, Measured("plain")) for each, _ in bundles if PLAIN in each.engine.functions][:1]
+    lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
+    lanes += [(each, Measured("plain")) for each in sessions if PLAIN in each.engine.functions][:1]
     for each, measured in lanes:
         timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
@@ -98,8 +165,8 @@ def measure_costs(
     if not all(costs):
         raise InputError("no answer has a second token, so there is no step to time")
     steps: dict[tuple[int, Schedule], float] = {}
-    for (each, manifest), cost in zip(bundles, costs, strict=False):
-        key = each.engine.geometry.tree.size, manifest.schedule
+    for each, cost in zip(sessions, costs, strict=False):
+        key = each.engine.geometry.tree.size, each.bundle.manifest.schedule
         steps[key] = min(steps.get(key, float("inf")), cost)
     return CostTable(
         device=cpu_name(),
@@ -112,7 +179,7 @@ def measure_costs(
         gamma=first.geometry.gamma,
         msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
-        plain_ms=costs[-1] if len(lanes) > len(bundles) else None,
+        plain_ms=costs[-1] if len(lanes) > len(sessions) else None,
     )
 
 

@@ -11,25 +11,16 @@ import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from ssdevice import arguments
-from ssdevice.bundle.integrity import (
-    MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
-    PATH,
-    SIGNATURE_FILE,
-    check_rule,
-    file_sha256,
-    list_files,
-    parse_strict,
-    read_bounded,
-)
+from ssdevice.bundle import integrity
+from ssdevice.bundle.integrity import MANIFEST_FILE, SIGNATURE_FILE, file_sha256, list_files, manifest_bytes
 from ssdevice.bundle.manifest import MAX_FILES, ROLE, App, FileEntry, Manifest, encode_manifest, parse_manifest
 from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
+from ssdevice.rules import check_rule
 
 OWN_FILES = (MANIFEST_FILE, SIGNATURE_FILE)
 
@@ -58,9 +49,9 @@ class Bundle:
         file = folder / MANIFEST_FILE
         if not file.exists() and not file.is_symlink():
             raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}")
-        data = read_bounded(file, MAX_MANIFEST_BYTES)
+        data = manifest_bytes(folder)
         if require_signature is not None:
-            signature = read_bounded(folder / SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
+            signature = integrity.read_bounded(folder / SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
             verify_signature(data, signature, require_signature)
         manifest = parse_manifest(data, str(file))
         check_listing(folder, list_files(folder, MAX_FILES), manifest)
@@ -73,7 +64,7 @@ class Bundle:
     @property
     def geometry(self) -> Geometry:
         """The constants of the export."""
-        return self.manifest.geometry.geometry
+        return self.manifest.geometry
 
     @cached_property
     def functions(self) -> Mapping[str, FunctionSpec]:
@@ -95,6 +86,15 @@ class Bundle:
             if app.name == wanted:
                 return app
         raise InputError(f"{self.folder} has no app {wanted!r}; it has {', '.join(a.name for a in self.manifest.apps)}")
+
+    def check_base(self, what: str, sha256: str) -> None:
+        """Raise InputError unless a model, whose weights have this ``sha256``, is the bundle's base."""
+        base = self.manifest.model.sha256
+        if sha256 != base:
+            raise InputError(
+                f"{what} is not the base of {self.folder}: its weights have sha256 {sha256[:12]}.., the bundle's base "
+                f"{base[:12]}.."
+            )
 
     def function_names(self, app: str | None = None) -> Mapping[str, str]:
         """The contract's functions that an app has -> the target's names of them."""
@@ -127,36 +127,22 @@ class BundleWriter:
     """
 
     def __init__(self, out: str | Path, *, overwrite: bool = False) -> None:
-        self.out = Path(out)
-        self.overwrite = overwrite
+        self.out, self.overwrite = Path(out), overwrite
         check_out(self.out, overwrite)
-        self._stage: Stage | None = None
+        with disk_errors(self.out):
+            self._stage = Stage(self.out, folder=True)
+        self.folder = self._stage.path
+        """The temporary folder; every file in it belongs to the bundle."""
         self._roles: dict[str, str] = {}
 
     def __enter__(self) -> BundleWriter:
-        with disk_errors(self.out):
-            self._stage = Stage(self.out, folder=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open_stage.close()
-        self._stage = None
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._stage.close()
         if isinstance(error, Exception):
             with disk_errors(self.out):
                 raise error
-
-    @property
-    def _open_stage(self) -> Stage:
-        if self._stage is None:
-            raise SSDeviceError("a BundleWriter was used outside its with block")
-        return self._stage
-
-    @property
-    def folder(self) -> Path:
-        """The temporary folder; every file in it belongs to the bundle."""
-        return self._open_stage.path
 
     def declare(self, name: str, role: str) -> None:
         """Give a file or folder of the bundle a role. Raises ConfigError."""
@@ -166,7 +152,9 @@ class BundleWriter:
 
     def path_for(self, name: str, role: str | None = None) -> Path:
         """The path to write a file or folder to, with a role or without; the parent exists. Raises ConfigError."""
-        check_rule("a bundle's file", name, PATH)
+        if not self.folder.is_dir():
+            raise SSDeviceError("a BundleWriter was used outside its with block")
+        check_rule("a bundle's file", name, integrity.PATH)
         if role is not None:
             self.declare(name, role)
         path = self.folder / name
@@ -176,23 +164,19 @@ class BundleWriter:
     def add_file(self, name: str, content: bytes | Path, role: str | None = None) -> None:
         """Put bytes, or a copy of a file or folder, into the bundle."""
         path = self.path_for(name, role)
-        with disk_errors(self.out):
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            elif content.is_dir():
-                for inside in list_files(content, MAX_FILES):
-                    (path / inside).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(content / inside, path / inside)
-            else:
-                shutil.copyfile(content, path)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content.is_dir():
+            shutil.copytree(content, path, symlinks=True, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(content, path)
 
     def add_bundle(self, bundle: Bundle, *, without: frozenset[str] = frozenset()) -> None:
         """Put the files of another bundle into this one, with their roles, but for the paths in ``without``.
 
         Raises InputError if its manifest has changed since it was opened: another process may have rewritten it.
         """
-        file = bundle.folder / MANIFEST_FILE
-        if parse_manifest(read_bounded(file, MAX_MANIFEST_BYTES), str(file)) != bundle.manifest:
+        if parse_manifest(manifest_bytes(bundle.folder), MANIFEST_FILE) != bundle.manifest:
             raise InputError(f"{bundle.folder} was changed by another process meanwhile; try again")
         for name in bundle.manifest.files:
             if name not in without:
@@ -206,20 +190,17 @@ class BundleWriter:
 
         Raises ConfigError if roles or apps refer to a file that was not written.
         """
-        stage = self._open_stage
-        with disk_errors(self.out):
-            found = list_files(stage.path, MAX_FILES)
-            files = {path: FileEntry(size, file_sha256(stage.path / path, size) or "") for path, size in found.items()}
-            manifest = dataclasses.replace(
-                manifest, files=dict(sorted(files.items())), roles=dict(sorted(self._roles.items()))
-            )
-            manifest.check_files()
-            data = encode_manifest(manifest)
-            if parse_manifest(data, MANIFEST_FILE) != manifest:
-                raise SSDeviceError(f"{MANIFEST_FILE} does not read back as it was written")
-            (stage.path / MANIFEST_FILE).write_bytes(data)
-            check_out(self.out, self.overwrite)
-            stage.publish(replace=self.overwrite)
+        found = list_files(self.folder, MAX_FILES)
+        files = {path: FileEntry(size, file_sha256(self.folder / path, size) or "") for path, size in found.items()}
+        roles = dict(sorted(self._roles.items()))
+        manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())), roles=roles)
+        manifest.check_files()
+        data = encode_manifest(manifest)
+        if parse_manifest(data, MANIFEST_FILE) != manifest:
+            raise SSDeviceError(f"{MANIFEST_FILE} does not read back as it was written")
+        (self.folder / MANIFEST_FILE).write_bytes(data)
+        check_out(self.out, self.overwrite)
+        self._stage.publish(replace=self.overwrite)
         return Bundle(self.out, manifest)
 
 
@@ -254,7 +235,7 @@ def _why_no_bundle(out: Path) -> str | None:
     if not out.is_dir():
         return "it is not a folder"
     try:
-        raw = parse_strict(read_bounded(out / MANIFEST_FILE, MAX_MANIFEST_BYTES), MANIFEST_FILE)
+        raw = integrity.parse_strict(manifest_bytes(out), MANIFEST_FILE)
         listed = raw.get("files")
         if type(raw.get("schema_version")) is not int or not isinstance(listed, dict):
             return f"its {MANIFEST_FILE} is not that of a bundle"

@@ -5,27 +5,23 @@ Nothing here knows the fields of a manifest. Everything here assumes that it was
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.errors import BundleError, ConfigError
+from ssdevice.rules import Rule, check_rule, repeated_name
 
 MANIFEST_FILE = "manifest.json"
 SIGNATURE_FILE = "manifest.json.sig"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_JSON_DEPTH = 32
-
-Rule = Mapping[str, Any]
-"""A subset of JSON Schema: minimum, maximum, maxLength, pattern (with a description of it), minItems, maxItems, items,
-maxProperties, propertyNames, additionalProperties."""
 
 SEGMENT = "[A-Za-z0-9_]([A-Za-z0-9_.+=@-]*[A-Za-z0-9_+=@-])?"
 # ASCII only: no file system then has two spellings of one name, except for case, which is checked.
@@ -36,45 +32,6 @@ PATH: Rule = {
 }
 # Windows reserves these names for devices, with any suffix.
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-
-
-def check_rule(where: str, value: Any, rule: Rule) -> None:
-    """Raise ConfigError if a value of the right type breaks a rule. None passes."""
-    if type(value) is int:
-        low, high = rule.get("minimum"), rule.get("maximum")
-        if (low is not None and value < low) or (high is not None and value > high):
-            raise ConfigError(f"{where} is {str(value)[:30]}, expected {low} to {high}")
-    elif isinstance(value, str):
-        if len(value) > rule.get("maxLength", len(value)):
-            raise ConfigError(f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed")
-        if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
-            raise ConfigError(f"{where} is {value[:100]!r}, expected {rule['description']}")
-    elif isinstance(value, tuple):
-        low, high = rule.get("minItems", 0), rule.get("maxItems", len(value))
-        if not low <= len(value) <= high:
-            raise ConfigError(f"{where} has {len(value)} entries, expected {low} to {high}")
-        for i, item in enumerate(value):
-            check_rule(f"{where}[{i}]", item, rule.get("items", {}))
-    elif isinstance(value, dict):
-        if len(value) > rule.get("maxProperties", len(value)):
-            raise ConfigError(f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed")
-        for key, item in value.items():
-            check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
-            check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
-
-
-def within(low: int, high: int) -> Rule:
-    """The rule for an integer from ``low`` to ``high``."""
-    return {"minimum": low, "maximum": high}
-
-
-@dataclasses.dataclass(frozen=True)
-class Ruled:
-    """A dataclass whose fields carry a Rule as metadata. Raises ConfigError, which names the field that breaks it."""
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            check_rule(item.name, getattr(self, item.name), item.metadata)
 
 
 def check_paths(paths: Iterable[str]) -> frozenset[str]:
@@ -93,16 +50,6 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
     if twice:
         raise ConfigError(f"files: {twice!r} appears twice where case does not count, or is both a file and a folder")
     return frozenset(folders)
-
-
-def repeated_name(names: Iterable[str]) -> str | None:
-    """The first name that occurs a second time."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def parse_strict(data: bytes, where: str) -> dict[str, Any]:
@@ -169,6 +116,11 @@ def read_bounded(file: Path, limit: int) -> bytes:
         raise BundleError(f"{file}: no such file") from error
     except OSError as error:
         raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def manifest_bytes(folder: Path) -> bytes:
+    """The content of a bundle's manifest. Raises BundleError."""
+    return read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
 
 
 def file_sha256(file: Path, size: int) -> str | None:

@@ -6,35 +6,20 @@ bound, written as field metadata in the terms of JSON Schema. The checks here an
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from itertools import zip_longest
 
-from ssdevice import targets
-from ssdevice.bundle.integrity import PATH, SEGMENT, Rule, Ruled, check_paths, parse_strict, repeated_name, within
+from ssdevice import contract, targets
+from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
-from ssdevice.contract import (
-    CHOOSING,
-    DRAFT,
-    FUNCTIONS,
-    MAX_CONTEXT,
-    PLAIN,
-    PREFILL,
-    STEP,
-    VERIFY,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
+from ssdevice.rules import Rule, Ruled, repeated_name, within
 from ssdevice.text.chat_template import ChatFormat
-from ssdevice.tree import MAX_NODES, Tree
 
 SCHEMA_VERSION = 1
 MAX_FILES = 4096
@@ -55,6 +40,7 @@ ROLE: Rule = {
     "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$",
     "description": "a word in lower case, such as tokenizer, or with a name, such as adapter:sql",
 }
+EVERY_FUNCTION = contract.FUNCTIONS + contract.CHOOSING
 COUNT: Rule = within(0, MAX_FILE_BYTES)
 SHORT: Rule = {"maxLength": 200}
 TEXT: Rule = {"maxLength": 1 << 16}
@@ -104,44 +90,6 @@ class ModelIdentity(Ruled):
 
 
 @dataclass(frozen=True)
-class GeometrySpec(Ruled):
-    """``contract.Geometry`` as plain values. ``tree`` lists the rank paths below the root, breadth first."""
-
-    layers: int = field(metadata=within(1, 1024))
-    kv_heads: int = field(metadata=within(1, 4096))
-    head_dim: int = field(metadata=within(1, 8192))
-    vocab: int = field(metadata=within(1, 1 << 24))
-    gamma: int = field(metadata=within(0, 32))
-    k: int = field(metadata=within(1, MAX_NODES))
-    tree: tuple[tuple[int, ...], ...] = field(
-        metadata={
-            "maxItems": MAX_NODES - 1,
-            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
-        }
-    )
-    context: int = field(metadata=within(1, MAX_CONTEXT))
-    chunk: int = field(metadata=within(1, 1 << 16))
-    hidden: int = field(default=0, metadata=within(0, 1 << 20))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.geometry
-
-    @classmethod
-    def of(cls, geometry: Geometry) -> GeometrySpec:
-        """The plain values of a geometry."""
-        values = {f.name: getattr(geometry, f.name) for f in dataclasses.fields(cls)}
-        return cls(**{**values, "tree": geometry.tree.paths[1:]})
-
-    @cached_property
-    def geometry(self) -> Geometry:
-        """The geometry. Raises ConfigError if its numbers contradict each other."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # Not Tree.of, which accepts paths that repeat or are out of order.
-        return Geometry(**{**values, "tree": Tree(((), *self.tree))})
-
-
-@dataclass(frozen=True)
 class App(Ruled):
     """An app of the bundle.
 
@@ -168,10 +116,9 @@ class App(Ruled):
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
-        every = FUNCTIONS + CHOOSING
         for name in self.functions:
-            if name not in every:
-                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(every)})")
+            if name not in EVERY_FUNCTION:
+                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(EVERY_FUNCTION)})")
 
     @property
     def answers_as_base(self) -> bool:
@@ -211,9 +158,9 @@ class Manifest(Ruled):
     schedule: Schedule
     cache: CacheForm
     cache_dtype: CacheDtype
-    geometry: GeometrySpec
+    geometry: Geometry
     msa_layers: int = field(metadata=within(0, 1023))
-    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(FUNCTIONS + CHOOSING)})
+    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(EVERY_FUNCTION)})
     chat: ChatFormat
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
@@ -253,12 +200,12 @@ class Manifest(Ruled):
         self._check_apps()
 
     def _check_functions(self) -> None:
-        expected = functions(self.geometry.geometry, self.cache, self.cache_dtype)
+        expected = contract.functions(self.geometry, self.cache, self.cache_dtype)
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
             raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")
-        deciding = {STEP, PLAIN} & set(names)
-        if PREFILL not in names or not deciding or (STEP in names and not self.geometry.gamma):
+        deciding = {contract.STEP, contract.PLAIN} & set(names)
+        if contract.PREFILL not in names or not deciding or (contract.STEP in names and not self.geometry.gamma):
             raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
         _check_pair("functions", names, self.mode)
         for spec in self.functions:
@@ -307,8 +254,8 @@ class Manifest(Ruled):
 
 def _check_pair(what: str, names: Collection[str], mode: Mode | None) -> None:
     """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to the front."""
-    if mode is not None and (VERIFY in names) != (DRAFT in names):
-        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {VERIFY} and {DRAFT} need each other")
+    if mode is not None and (contract.VERIFY in names) != (contract.DRAFT in names):
+        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each other")
 
 
 def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:

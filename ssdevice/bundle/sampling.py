@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ssdevice.bundle.integrity import Rule, Ruled, within
-from ssdevice.errors import ConfigError
+from ssdevice.rules import Rule, Ruled, within
 
 MOST = 1 << 31
+FACTOR: Rule = within(0, 100)
 TOKEN: Rule = within(0, (1 << 24) - 1)
 TOKENS: Rule = {"maxItems": 1 << 16, "items": TOKEN}
 
@@ -21,12 +21,12 @@ class ModelSampling(Ruled):
     """
 
     do_sample: bool = False
-    temperature: float | None = None
+    temperature: float | None = field(default=None, metadata=FACTOR)
     top_k: int | None = field(default=None, metadata=within(0, MOST))
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
+    top_p: float | None = field(default=None, metadata=FACTOR)
+    min_p: float | None = field(default=None, metadata=FACTOR)
+    typical_p: float | None = field(default=None, metadata=FACTOR)
+    repetition_penalty: float | None = field(default=None, metadata=FACTOR)
     no_repeat_ngram_size: int | None = field(default=None, metadata=within(0, MOST))
     min_new_tokens: int | None = field(default=None, metadata=within(0, MOST))
     min_length: int | None = field(default=None, metadata=within(0, MOST))
@@ -35,12 +35,6 @@ class ModelSampling(Ruled):
     bad_words: tuple[tuple[int, ...], ...] = field(
         default=(), metadata={"maxItems": 1 << 16, "items": {"minItems": 1, "maxItems": 64, "items": TOKEN}}
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in self.named().items():
-            if isinstance(value, float) and not 0 <= value <= 100:
-                raise ConfigError(f"{name} is {value}, expected 0 to 100")
 
     def named(self) -> dict[str, Any]:
         """The settings that the model names, without ``do_sample``."""

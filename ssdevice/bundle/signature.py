@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ssdevice.bundle.integrity import MANIFEST_FILE, MAX_MANIFEST_BYTES, SIGNATURE_FILE, read_bounded
+from ssdevice.bundle.integrity import MANIFEST_FILE, SIGNATURE_FILE, manifest_bytes, read_bounded
 from ssdevice.bundle.staging import Stage, disk_errors, sync_tree
 from ssdevice.errors import BundleError, InputError, MissingExtraError
 
@@ -43,7 +43,7 @@ def sign_bundle(folder: Path, private_key: Path) -> Path:
     Raises InputError for a key that cannot be used, MissingExtraError without cryptography.
     """
     private = _load_key(private_key, private=True)
-    data = read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    data = manifest_bytes(folder)
     out = folder / SIGNATURE_FILE
     # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
     with disk_errors(out), closing(Stage(folder.parent / f"{folder.name}.sig", folder=False)) as stage:

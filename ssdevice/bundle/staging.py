@@ -40,15 +40,12 @@ def check_writable(out: Path, option: str = "") -> None:
     """
     where = f"{option} {out}".strip()
     try:
-        if out.is_dir():
-            with tempfile.TemporaryFile(dir=out):
-                return
-        if out.exists():
+        if out.exists() and not out.is_dir():
             if not os.access(out, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        parent = next(folder for folder in out.absolute().parents if folder.exists())
-        with tempfile.TemporaryFile(dir=parent):
+        nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=nearest):
             return
     except OSError as error:
         raise InputError(f"{where}: cannot be written ({error.strerror or error})") from error
@@ -88,13 +85,18 @@ class Stage:
         the next writer restores it. Raises InputError if ``out`` exists and ``replace`` is False.
         """
         sync_tree(self.path)
-        if replace and self.out.is_dir():
-            self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
-            self._replace_folder()
-        elif replace:
-            os.replace(self.path, self.out)
-        else:
-            self._publish_new()
+        if not replace and os.path.lexists(self.out):
+            raise InputError(f"{self.out} exists; choose another name")
+        try:
+            if replace and self.out.is_dir():
+                self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
+                self._replace_folder()
+            else:
+                (os.replace if replace else os.rename)(self.path, self.out)
+        except OSError as error:
+            if not replace and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                raise InputError(f"another process has created {self.out}; choose another name") from error
+            raise
         _sync(self.out.parent)
 
     def _replace_folder(self) -> None:
@@ -106,16 +108,6 @@ class Stage:
             _remove(aside)
         finally:
             os.close(lock)
-
-    def _publish_new(self) -> None:
-        if os.path.lexists(self.out):
-            raise InputError(f"{self.out} exists; choose another name")
-        try:
-            os.rename(self.path, self.out)
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
-                raise InputError(f"another process has created {self.out}; choose another name") from error
-            raise
 
     def close(self) -> None:
         """Remove what was not published and release the lock."""

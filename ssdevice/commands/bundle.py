@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.manifest import AdapterKind, App, Manifest, Precision
+from ssdevice.bundle.signature import sign_bundle
 from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.errors import InputError, needs_extra
+from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
 from ssdevice.progress import count
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import App, Manifest
+from ssdevice.runtime.apps import add_app, signature_lost
+from ssdevice.runtime.opened import tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,27 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
-        return actions.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[shared]
-        )
+        described = f"{summary[0].upper()}{summary[1:]}."
+        return actions.add_parser(name, help=summary, description=described, parents=[shared])
 
+    shared.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     signing = action("sign", "check a bundle and sign its manifest, which contains the hash of every file")
-    _add_folder(signing)
     signing.add_argument("--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key")
 
     adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
-    _add_folder(adding)
     adding.add_argument("app", metavar="[NAME=]DIR", help="app and its adapter folder")
     add_adapter_precision(adding)
 
     removing = action("remove-app", "remove an app whose weights are separate files")
-    _add_folder(removing)
     removing.add_argument("app", metavar="NAME", help="the app to remove")
     removing.add_argument("--default", metavar="NAME", help="the new default app, if the default one is removed")
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,18 +51,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sign(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.signature import sign_bundle
-
     bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
     return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
 
 
 def _add_app(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import Precision
-    from ssdevice.runtime.apps import add_app
-
     name, folder = named_folder(args.app)
     bundle = Bundle.open(args.bundle)
     _check_tokenizer(bundle, folder)
@@ -77,9 +64,6 @@ def _add_app(args: argparse.Namespace) -> str:
 
 def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
     """Raise InputError for an adapter that brings another tokenizer or chat template than the bundle has."""
-    from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
-    from ssdevice.runtime.opened import tokenizer_of
-
     if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
         return
     with needs_extra("export"):
@@ -90,10 +74,6 @@ def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
 
 
 def _remove_app(args: argparse.Namespace) -> str:
-    from ssdevice.bundle.folder import Bundle, BundleWriter
-    from ssdevice.bundle.manifest import AdapterKind
-    from ssdevice.runtime.apps import signature_lost
-
     bundle = Bundle.open(args.bundle)
     manifest, app = bundle.manifest, bundle.app(args.app)
     rest = tuple(other for other in manifest.apps if other is not app)

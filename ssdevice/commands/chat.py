@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice.bundle.staging import write_json
 from ssdevice.commands.opening import add_bundle, check_new_file, open_session, refuse_ignored
@@ -17,11 +17,9 @@ from ssdevice.commands.sampling import add_answers, sampling_of
 from ssdevice.config import read_json
 from ssdevice.errors import InputError
 from ssdevice.progress import count
-from ssdevice.runtime.overflow import DROP_OLDEST, OVERFLOWS
-from ssdevice.text.messages import SYSTEM, USER, WAITING, checked
-
-if TYPE_CHECKING:
-    from ssdevice.runtime.session import Session
+from ssdevice.runtime.session import Session
+from ssdevice.strict_json import utf8
+from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM, USER, WAITING, checked
 
 PROMPT, DRAFTED = "> ", "green"
 HELP = """\
@@ -147,12 +145,8 @@ def _lines(interactive: bool) -> Iterator[str]:
             while True:
                 yield input(PROMPT)
         print()
-    for number, raw in enumerate(() if interactive else sys.stdin.buffer, 1):
-        try:
-            line = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input, line {number}: not UTF-8 text (byte {error.start})") from error
-        yield line
+    for number, line in enumerate(() if interactive else sys.stdin.buffer, 1):
+        yield utf8(line, f"standard input, line {number}")
 
 
 def _say(text: str) -> None:

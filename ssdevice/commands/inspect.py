@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ssdevice.bundle.folder import Bundle
+from ssdevice.bundle.manifest import Manifest
 from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.errors import needs_extra
 from ssdevice.runtime.target import runtime_target
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.bundle.manifest import Manifest
+from ssdevice.text.tokenizer import TOKENIZER_ROLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the bundle and print its contents."""
-    from ssdevice.bundle.folder import Bundle
-
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
     with needs_extra(target.extra):
@@ -38,57 +35,37 @@ def run(args: argparse.Namespace) -> int:
 def describe(bundle: Bundle) -> dict[str, Any]:
     """What bundles of all targets have, as plain values; sizes in bytes."""
     manifest, geometry = bundle.manifest, bundle.geometry
+
+    def told(of: object, *names: str) -> dict[str, Any]:
+        return {name: to_json(getattr(of, name)) for name in names}
+
     return {
         "bundle": str(bundle.folder),
-        "target": manifest.target,
-        "precision": manifest.precision.value,
-        "model": {
-            "family": manifest.model.model_type,
-            "parameters": manifest.model.parameters,
-            "layers": manifest.model.layers,
-            "hidden_size": manifest.model.hidden_size,
-            "vocab": manifest.model.vocab,
-            "sha256": manifest.model.sha256,
-        },
-        "mode": manifest.mode.value if manifest.mode else None,
-        "schedule": manifest.schedule.value,
-        "gamma": geometry.gamma,
-        "k": geometry.k,
-        "msa_layers": manifest.msa_layers,
-        "tree": geometry.tree.to_json(),
+        **told(manifest, "target", "precision"),
+        "model": told(manifest.model, "model_type", "parameters", "layers", "hidden_size", "vocab", "sha256"),
+        **told(manifest, "mode", "schedule", "msa_layers"),
+        **told(geometry, "gamma", "k", "tree", "context", "chunk"),
         "tree_size": geometry.tree.size,
-        "context": geometry.context,
-        "chunk": geometry.chunk,
         "functions": [spec.name for spec in manifest.functions],
         "apps": [
             {
-                "name": app.name,
+                **told(app, "name", "kind", "mode", "rank", "instruction"),
                 "default": app.name == manifest.default_app,
-                "kind": app.kind.value,
-                "mode": app.mode.value if app.mode else None,
-                "rank": app.rank,
-                "instruction": app.instruction,
                 "bytes": sum(manifest.files[path].size for path in app.files),
             }
             for app in manifest.apps
         ],
         "stop_ids": list(manifest.chat.stop_ids),
-        "sampling": to_json(manifest.sampling),
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "bytes": manifest.total_bytes,
-        "calibrated_rows": manifest.calibrated_rows,
         "memory": memory(manifest),
-        "parity": manifest.parity,
-        "notes": list(manifest.notes),
-        "tools": manifest.tools,
+        **told(manifest, "calibrated_rows", "sampling", "parity", "notes", "tools"),
     }
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
-    from ssdevice.text.tokenizer import TOKENIZER_ROLE
-
-    geometry = manifest.geometry.geometry
+    geometry = manifest.geometry
     tokenizer = manifest.roles.get(TOKENIZER_ROLE)
     weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
     row = geometry.token_bytes(manifest.cache_dtype)

@@ -6,16 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ssdevice.adapters.settings import SETTINGS, read_settings
+from ssdevice.adapters.storage import PRECISIONS
+from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import LONGER, NOT_APPLIED, Precision
 from ssdevice.bundle.staging import check_writable
 from ssdevice.errors import InputError
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.engine import EngineOptions
-    from ssdevice.runtime.session import Session
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.session import Session
 
 MAX_THREADS = 1024
 QUANTS = tuple(precision.value for precision in Precision)
@@ -38,8 +37,6 @@ def add_signature(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
     """Declare ``--adapter-precision``."""
-    from ssdevice.adapters.storage import PRECISIONS
-
     parser.add_argument(
         "--adapter-precision",
         choices=[precision.value for precision in PRECISIONS],
@@ -50,8 +47,6 @@ def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     """The parts of ``NAME=DIR``; of ``DIR`` alone, the app it was trained for. Raises InputError, naming ``option``."""
-    from ssdevice.adapters.settings import SETTINGS, read_settings
-
     name, separator, folder = text.partition("=")
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
@@ -67,18 +62,16 @@ def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> N
     parser.add_argument("--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)")
 
 
-def use_threads(threads: int) -> None:
-    """Let torch use so many CPU threads; 0 for all cores."""
+def prepare_frameworks(threads: int = 0) -> None:
+    """Let torch use so many CPU threads (0: all cores), and turn off the progress bars of transformers.
+
+    They appear even if stderr is not a terminal.
+    """
     import torch
+    from transformers.utils import logging
 
     if threads:
         torch.set_num_threads(threads)
-
-
-def quiet_frameworks() -> None:
-    """Turn off the progress bars of transformers, which appear even if stderr is not a terminal."""
-    from transformers.utils import logging
-
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
@@ -96,27 +89,21 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """The options that ``add_engine`` declared."""
-    from ssdevice.runtime.engine import EngineOptions
-
     spinning, kernels = not args.no_spinning, not args.no_kernels
     return EngineOptions(threads=args.threads, spinning=spinning, profile=profile, kernels=kernels)
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
     """The checked bundle of ``add_bundle``, or the one in ``folder``."""
-    from ssdevice.bundle.folder import Bundle
-
     return Bundle.open(folder or args.bundle, require_signature=args.require_signature)
 
 
-def open_session(args: argparse.Namespace, profile: bool = False, folder: Path | None = None) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``; ``folder``: another bundle to open with the same arguments.
+def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
+    """The session of ``add_bundle`` and ``add_engine``.
 
     Says on stderr which settings of the model's ``generate`` the bundle does not apply.
     """
-    from ssdevice.runtime.session import Session
-
-    bundle = open_bundle(args, folder)
+    bundle = open_bundle(args)
     for note in bundle.manifest.notes:
         if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice.commands.opening import add_bundle, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_answers, sampling_of
@@ -16,12 +16,11 @@ from ssdevice.config import read_json
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
+from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.session import Session
+from ssdevice.strict_json import utf8
 from ssdevice.text.messages import checked
-
-if TYPE_CHECKING:
-    from ssdevice.runtime.generation import Generation
-    from ssdevice.runtime.sampling.options import Sampling
-    from ssdevice.runtime.session import Session
 
 STDIN = "-"
 
@@ -132,9 +131,6 @@ def _examples(args: argparse.Namespace) -> list[Example]:
 def _stdin() -> str:
     if sys.stdin is None:
         raise InputError("standard input is closed")
-    try:
-        prompt = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text (byte {error.start})") from error
+    prompt = utf8(sys.stdin.buffer.read(), "standard input")
     # The last line break comes from the shell or editor; it is not part of the prompt.
     return prompt.removesuffix("\n").removesuffix("\r")

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice import strict_json
+from ssdevice.bundle.folder import Bundle
 from ssdevice.commands.opening import add_engine, positive, refuse_ignored
 from ssdevice.errors import InputError
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.sampling.options import Sampling
-    from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.options import DRAWING, Sampling
+from ssdevice.runtime.structure.options import Structure
 
 HELP = {
     "temperature": (float, "0 chooses the likeliest token; above, tokens are sampled"),
@@ -34,11 +32,11 @@ HELP = {
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
 
-STRUCTURES = {
-    "json_schema": ("FILE", "answer in JSON that fits this JSON schema"),
-    "json_object": (None, "answer with a JSON object"),
-    "regex": ("RE", "answer with text that this regular expression matches as a whole"),
-    "grammar": ("FILE", "answer in the language of this Lark grammar, such as FILE.lark"),
+STRUCTURES: dict[str, tuple[str, str, Callable[[Any], Structure]]] = {
+    "json_schema": ("FILE", "answer in JSON that fits this JSON schema", Structure.json_schema),
+    "json_object": ("", "answer with a JSON object", lambda _: Structure.json_object()),
+    "regex": ("RE", "answer with text that this regular expression matches as a whole", Structure.regex),
+    "grammar": ("FILE", "answer in the language of this Lark grammar, such as FILE.lark", Structure.lark),
 }
 MAX_STRUCTURE_BYTES = 4 << 20
 
@@ -57,8 +55,6 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sampling_of``."""
-    from ssdevice.runtime.sampling.options import DRAWING
-
     group = parser.add_argument_group(
         "choice of tokens",
         "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
@@ -73,8 +69,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
     )
     form = group.add_mutually_exclusive_group()
-    for name, (what, text) in STRUCTURES.items():
-        if what is None:
+    for name, (what, text, _) in STRUCTURES.items():
+        if not what:
             form.add_argument(flag(name), action="store_true", help=text)
         else:
             form.add_argument(flag(name), type=Path if what == "FILE" else str, metavar=what, help=text)
@@ -85,8 +81,6 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
     Raises InputError for a value out of range, and for options that would have no effect.
     """
-    from ssdevice.runtime.sampling.options import DRAWING, Sampling
-
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
     given["structure"] = _structure_of(args)
@@ -103,15 +97,10 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
 
 def _structure_of(args: argparse.Namespace) -> Structure | None:
-    from ssdevice.runtime.structure.options import Structure
-
-    if args.json_schema is not None:
-        return _named(args.json_schema, Structure.json_schema)
-    if args.grammar is not None:
-        return _named(args.grammar, Structure.lark)
-    if args.json_object:
-        return Structure.json_object()
-    return Structure.regex(args.regex) if args.regex is not None else None
+    for name, (what, _, make) in STRUCTURES.items():
+        if (given := getattr(args, name)) not in (None, False):
+            return _named(given, make) if what == "FILE" else make(given)
+    return None
 
 
 def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
@@ -119,13 +108,11 @@ def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
-        return make(content.decode("utf-8"))
+        return make(strict_json.utf8(content, str(file)))
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: not UTF-8 text (byte {error.start})") from error
     except InputError as error:
-        raise InputError(f"{file}: {error}") from error
+        raise InputError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
 
 
 def flag(name: str) -> str:

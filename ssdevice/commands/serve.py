@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
         name = f"[{args.host}]" if ":" in args.host else args.host
         print(f"http://{name}:{listening.getsockname()[1]}/v1", flush=True)
         if not args.quiet:
-            assert session.bundle is not None
             apps = ", ".join(app.name for app in session.bundle.manifest.apps)
             print(f"ssdevice: models: {apps}; Ctrl-C ends the server", file=sys.stderr)
         with suppress(KeyboardInterrupt):

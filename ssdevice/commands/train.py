@@ -8,15 +8,17 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ssdevice.bundle.staging import check_writable
-from ssdevice.commands.opening import add_threads, positive, quiet_frameworks, refuse_ignored, use_threads, whole
+from ssdevice.adapters.settings import AdapterFolder
+from ssdevice.bundle.manifest import NAME
+from ssdevice.bundle.staging import check_writable, disk_errors
+from ssdevice.commands.opening import add_threads, positive, prepare_frameworks, refuse_ignored, whole
+from ssdevice.commands.progress import Progress
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
-
-if TYPE_CHECKING:
-    from ssdevice.train.options import TrainOptions
+from ssdevice.rules import check_rule
+from ssdevice.train.options import UNFINISHED, Objective, TrainOptions
 
 OF_STREAMS = (
     "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank", "--stream-mlp",
@@ -90,30 +92,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, then print a JSON object with the tokens per step on the dev rows."""
     with needs_extra("train"):
-        from ssdevice.train import checkpoint
         from ssdevice.train.trainer import train
-    from ssdevice.bundle.integrity import check_rule
-    from ssdevice.bundle.manifest import NAME
-    from ssdevice.bundle.staging import disk_errors
-    from ssdevice.commands.progress import Progress
-
     check_rule("--app", args.app, NAME)
     # An empty folder is filled, an unfinished run is continued.
     if args.out.exists() and not (
-        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / checkpoint.FOLDER).is_dir())
+        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / UNFINISHED).is_dir())
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     check_writable(args.out, "--out")
-    use_threads(args.threads)
     options = _options(args)
     _check_effect(args, options)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
-    quiet_frameworks()
+    prepare_frameworks(args.threads)
     try:
         with disk_errors(args.out), Progress(args.quiet or worker) as progress:
             result = train(options, progress.report)
     except KeyboardInterrupt:
-        if (args.out / checkpoint.FOLDER).is_dir() and not worker:
+        if (args.out / UNFINISHED).is_dir() and not worker:
             print("ssdevice: the same command goes on where this one was", file=sys.stderr)
         raise
     if worker:
@@ -128,8 +123,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
-    from ssdevice.train.options import Objective, TrainOptions
-
     names = (each.name for each in fields(TrainOptions))
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     made = {"data": tuple(args.data), "streams": _streams(args), "objective": Objective(args.objective)}
@@ -138,8 +131,6 @@ def _options(args: argparse.Namespace) -> TrainOptions:
 
 def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
     """Raise InputError for an option that would have no effect."""
-    from ssdevice.train.options import Objective
-
     lossless, layers = options.streams.mode is Mode.LOSSLESS, options.streams.msa_layers
     writes = options.self_distill or options.self_prompt is not None
     for ignored, why, names in (
@@ -156,8 +147,6 @@ def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
 
 def _streams(args: argparse.Namespace) -> StreamConfig:
     """The stream options as given; the others are those of ``--init``, if it has streams, or the defaults."""
-    from ssdevice.adapters.settings import AdapterFolder
-
     settings = AdapterFolder.open(args.init).settings if args.init is not None else None
     start = settings.streams if settings is not None else StreamConfig()
     given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}

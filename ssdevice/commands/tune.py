@@ -5,37 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdevice import targets
+from ssdevice.adapters.settings import read_settings
+from ssdevice.bench.prompts import fitting
+from ssdevice.bench.tuning import Choice, CostTable, check_same, choices, measure_costs, observe
+from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.staging import write_text
-from ssdevice.commands.opening import (
-    DEFAULT_QUANT,
-    QUANTS,
-    add_engine,
-    add_signature,
-    check_new_file,
-    engine_options,
-    named_folder,
-    open_bundle,
-    positive,
-    refuse_ignored,
-)
+from ssdevice.commands import opening
+from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS
+from ssdevice.commands.progress import Progress
 from ssdevice.commands.shown import show
 from ssdevice.config import Schedule, to_json
-from ssdevice.data import read_examples
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, needs_extra
+from ssdevice.export.plan import ExportOptions, Quant, make_plan
+from ssdevice.export.target import exporter
+from ssdevice.progress import Report
+from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
-
-if TYPE_CHECKING:
-    from ssdevice.bench.cost_table import CostTable
-    from ssdevice.bench.tuning import Choice
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.commands.progress import Progress
-    from ssdevice.data import Example
 
 WIDEST = 16
 WIDTH = 4
@@ -47,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
     add("--app", metavar="NAME", help="app of the bundle (default: its default app)")
-    add_signature(parser)
+    opening.add_signature(parser)
     trial = parser.add_argument_group("without a bundle: trial exports are made, timed and deleted")
     trial.add_argument("--model", metavar="DIR", help="Hugging Face folder or hub id of the base")
     trial.add_argument("--adapter", metavar="[NAME=]DIR", help="the app's name and its adapter folder")
@@ -58,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
     )  # fmt: skip
     add("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
-    add("--limit", type=positive, default=50, metavar="N", help="the first N prompts (default 50)")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="per answer (default 64)")
+    add("--limit", type=opening.positive, default=50, metavar="N", help="the first N prompts (default 50)")
+    add("--max-tokens", type=opening.positive, default=64, metavar="N", help="per answer (default 64)")
     add(
         "--cost-of", type=Path, action="append", default=[], metavar="BUNDLE",
         help="also time the steps of this bundle: the same model with another tree or schedule; may be repeated",
@@ -68,111 +60,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-cost-table", type=Path, metavar="FILE", help="write the measured costs, for --cost-table elsewhere")
     add("--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE")
     add("--json", action="store_true", help="print one JSON object")
-    add_engine(parser)
+    opening.add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the best tree of each size with its schedule, the fastest first."""
-    from ssdevice.bench.cost_table import CostTable
-    from ssdevice.bench.prompts import fitting
-    from ssdevice.bench.tuning import choices, measure_costs, observe
-    from ssdevice.commands.progress import Progress
-    from ssdevice.runtime.session import Session
-
     _check_options(args)
     table = CostTable.read(args.cost_table) if args.cost_table is not None else None
     examples = read_examples(args.data, args.limit, require_completion=False)
-    options = engine_options(args)
+    options = opening.engine_options(args)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(args.quiet))
-        bundles = stack.enter_context(_bundles(args, table, examples, progress))
-        for bundle in bundles:
-            if bundle.manifest.mode is None:
-                raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
-        if table is not None:
-            manifest = bundles[0].manifest
-            table.check(str(args.cost_table), manifest.model.sha256, manifest.geometry.gamma, manifest.msa_layers)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssdevice-tune-")))
+        bundles = _bundles(args, table, examples, folder, progress.report)
         # Other bundles run their default app: only the cost of their steps is measured.
         sessions = [
             stack.enter_context(Session.open(bundle, app=None if number else args.app, options=options))
             for number, bundle in enumerate(bundles)
         ]
-        first = sessions[0]
-        reader = (first.tokenizer, first.instruction, first.engine.geometry.context)
-        prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
+        first, context = sessions[0], bundles[0].geometry.context
+        _, prompts = fitting(examples, first.tokenizer, first.instruction, context, file=args.data)
         ranks = observe(first.engine, prompts, first.tokenizer.stop_ids, args.max_tokens, progress.report)
         if table is None:
-            timed = [(session, bundle.manifest) for session, bundle in zip(sessions, bundles, strict=True)]
-            table = measure_costs(timed, prompts, args.max_tokens, options, progress.report)
-        narrow = first.engine.geometry.k == 1
+            table = measure_costs(sessions, prompts, args.max_tokens, options, progress.report)
     if args.write_cost_table is not None:
         table.write(args.write_cost_table)
     found = choices(ranks, table.steps)
     if args.out is not None:
         write_text(args.out, json.dumps(found[0].tree.to_json()) + "\n")
-    show(_found(found, table, narrow), args.json)
+    show(_found(found, table, narrow=bundles[0].geometry.k == 1), args.json)
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
-    check_new_file(args.out, "--out")
-    check_new_file(args.write_cost_table, "--write-cost-table")
+    opening.check_new_file(args.out, "--out")
+    opening.check_new_file(args.write_cost_table, "--write-cost-table")
     if args.cost_table is not None:
-        refuse_ignored(args, "--cost-table times nothing", "--cost-of", "--write-cost-table", "--sizes")
+        opening.refuse_ignored(args, "--cost-table times nothing", "--cost-of", "--write-cost-table", "--sizes")
     if (args.bundle is None) == (args.model is None):
         raise InputError("give a BUNDLE, or --model DIR with --adapter NAME=DIR")
     if args.bundle is not None:
-        refuse_ignored(args, "a BUNDLE is tuned as it is", "--adapter", "--sizes", "--target", "--quant")
+        opening.refuse_ignored(args, "a BUNDLE is tuned as it is", "--adapter", "--sizes", "--target", "--quant")
         return
-    refuse_ignored(args, "trial bundles have only the app of --adapter", "--app")
+    opening.refuse_ignored(args, "trial bundles have only the app of --adapter", "--app")
     if not args.cost_of:
-        refuse_ignored(args, "no signed bundle is opened", "--require-signature")
+        opening.refuse_ignored(args, "no signed bundle is opened", "--require-signature")
 
 
-@contextmanager
 def _bundles(
-    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], progress: Progress
-) -> Iterator[list[Bundle]]:
-    """The bundles to time; the first is the one whose drafts are observed."""
-    from ssdevice.bench.comparable import check_same
+    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, report: Report
+) -> list[Bundle]:
+    """The bundles to time; the first is the one whose drafts are observed. ``folder``: for trials.
 
-    others = [open_bundle(args, folder) for folder in args.cost_of]
-    with tempfile.TemporaryDirectory(prefix="ssdevice-tune-") as folder:
-        found = (
-            [open_bundle(args)] if args.bundle is not None else _trials(args, table, examples, Path(folder), progress)
+    Raises InputError for one without streams, and unless steps cost what those of the first with its tree would.
+    """
+    others = [opening.open_bundle(args, other) for other in args.cost_of]
+    own = [opening.open_bundle(args)] if args.bundle is not None else _trials(args, table, examples, folder, report)
+    first = own[0].manifest
+    for bundle in [*own, *others]:
+        found = bundle.manifest
+        if found.mode is None:
+            raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
+        check_same(
+            f"--cost-of {bundle.folder}",
+            "the first bundle",
+            ("base model", found.model.sha256, first.model.sha256),
+            ("target", found.target, first.target),
+            ("precision", found.precision, first.precision),
+            ("number of MSA layers", found.msa_layers, first.msa_layers),
         )
-        first = found[0].manifest
-        for other in others:  # their steps must cost what those of the first with another tree would
-            manifest = other.manifest
-            check_same(
-                f"--cost-of {other.folder}",
-                "the first bundle",
-                ("base model", manifest.model.sha256, first.model.sha256),
-                ("target", manifest.target, first.target),
-                ("precision", manifest.precision, first.precision),
-                ("number of MSA layers", manifest.msa_layers, first.msa_layers),
-            )
-        yield [*found, *others]
+    if table is not None:
+        table.check(str(args.cost_table), first.model.sha256, first.geometry.gamma, first.msa_layers)
+    return [*own, *others]
 
 
 def _trials(
-    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, progress: Progress
+    args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, report: Report
 ) -> list[Bundle]:
     """Exports of a tree of each size in each schedule, the widest first; with a cost table, only that one.
 
     Raises InputError before the first if the table or an example does not fit them.
     """
-    from ssdevice.bench.prompts import fitting
-
     with needs_extra("export"):
-        from ssdevice.adapters.settings import read_settings
-        from ssdevice.export.plan import ExportOptions, Quant, make_plan
         from ssdevice.export.stages import export_plan
-        from ssdevice.export.target import exporter
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
-    app = named_folder(args.adapter, "--adapter")
+    app = opening.named_folder(args.adapter, "--adapter")
     gamma = read_settings(app[1]).streams.gamma
     sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
     trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())
@@ -191,8 +165,8 @@ def _trials(
     plan = plans[0][0]
     if table is not None:
         table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)
-    fitting(examples, [(plan.tokenizer, plan.apps[0].instruction, plan.geometry.context)], file=args.data)
-    return [export_plan(plan, target, progress.report) for plan, target in plans]
+    fitting(examples, plan.tokenizer, plan.apps[0].instruction, plan.geometry.context, file=args.data)
+    return [export_plan(plan, target, report) for plan, target in plans]
 
 
 def _tree(gamma: int, size: int) -> Tree:
@@ -209,7 +183,7 @@ def _tree(gamma: int, size: int) -> Tree:
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [positive(part) for part in text.split(",")]
+    sizes = [opening.positive(part) for part in text.split(",")]
     if min(sizes) < 2 or max(sizes) > WIDEST:
         raise argparse.ArgumentTypeError(f"{text}, expected sizes of 2..{WIDEST}")
     return sorted(set(sizes))
@@ -218,13 +192,10 @@ def _sizes(text: str) -> list[int]:
 def _found(choices: list[Choice], table: CostTable, narrow: bool) -> dict[str, Any]:
     """What to print: measured costs, and the trees with what is predicted from these and the observed drafts."""
     plain = 1e3 / table.plain_ms if table.plain_ms is not None else None
-    notes = []
-    if plain is not None and choices[0].tokens_per_second <= plain:
-        notes.append("no tree is faster than plain decoding on these prompts")
+    lost = plain is not None and choices[0].tokens_per_second <= plain
+    notes = ["no tree is faster than plain decoding on these prompts"] if lost else []
     if narrow:
-        notes.append(
-            "this bundle drafts one candidate per stream; export one with --tree full:k=3,depth=2 for wider trees"
-        )
+        notes += ["this bundle drafts one candidate per stream; export with --tree full:k=3,depth=2 for wider trees"]
     return {
         "costs": to_json(table),
         "plain_tokens_per_second": plain,

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.bench.equality import Asked, Comparison, coarser
+from ssdevice.bench.modes import against_bundle, compare_modes
+from ssdevice.bench.prompts import fitting
+from ssdevice.bench.sampled import compare_sampled
+from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind
-from ssdevice.commands.opening import (
-    add_bundle,
-    add_engine,
-    engine_options,
-    open_bundle,
-    positive,
-    quiet_frameworks,
-    refuse_ignored,
-)
+from ssdevice.commands import opening
+from ssdevice.commands.progress import Progress
 from ssdevice.commands.shown import show
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
-from ssdevice.progress import count
+from ssdevice.export.target import export_target
+from ssdevice.progress import Report, count
+from ssdevice.runtime.engine import Engine, open_engine
+from ssdevice.runtime.session import Session
 
 if TYPE_CHECKING:
     from ssdevice.bench.against_torch import Agreement
-    from ssdevice.bench.equality import Comparison
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.progress import Report
-    from ssdevice.runtime.engine import Engine
-    from ssdevice.runtime.session import Session
 
 LIMIT, MAX_TOKENS = 50, 64
 RUNNING = (
@@ -50,12 +47,12 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``ssdevice verify BUNDLE``."""
     add = parser.add_argument
-    add_bundle(parser)
+    opening.add_bundle(parser)
     add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
-    add("--limit", type=positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
-    add("--max-tokens", type=positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
+    add("--limit", type=opening.positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
+    add("--max-tokens", type=opening.positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
     add(
-        "--seeds", type=positive, metavar="N",
+        "--seeds", type=opening.positive, metavar="N",
         help="sample each prompt with N seeds of every sampler, where the host chooses (default: with one)",
     )  # fmt: skip
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
@@ -63,18 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
     add("--integrity-only", action="store_true", help="check only the files, run nothing")
     add("--json", action="store_true", help="print the result as one JSON object")
-    add_engine(parser)
+    opening.add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was checked. Raises ParityError (exit code 1) if a number breaks the promise."""
-    from ssdevice.commands.progress import Progress
-
     if args.integrity_only:
-        refuse_ignored(args, "--integrity-only runs nothing", *RUNNING)
+        opening.refuse_ignored(args, "--integrity-only runs nothing", *RUNNING)
     if args.adapter is not None and args.model is None:
         raise InputError("--adapter is for the comparison with torch: give --model too")
-    bundle = open_bundle(args)
+    bundle = opening.open_bundle(args)
     checks = _Checks(args, bundle)
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
@@ -89,7 +84,7 @@ class _Checks:
     """What was ``found`` of a bundle, as JSON, and ``faults`` that break the promise."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
-        self.args, self.bundle = args, bundle
+        self.args, self.bundle, self.options = args, bundle, opening.engine_options(args)
         self.most = args.max_tokens or MAX_TOKENS
         signed = "; signature valid" if args.require_signature is not None else ""
         files = count(len(bundle.manifest.files), "file")
@@ -104,39 +99,29 @@ class _Checks:
 
     def numbers(self, report: Report) -> None:
         """Compare all decoding modes, then the plain answers with whatever else was asked for."""
-        from ssdevice.bench.modes import against_bundle, compare_modes
-        from ssdevice.bench.prompts import fitting
-        from ssdevice.bench.sampled import compare_sampled
-        from ssdevice.runtime.engine import open_engine
-        from ssdevice.runtime.session import Session
-
         args, bundle = self.args, self.bundle
         limit = args.limit or LIMIT
         examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
         folder, other = self._reference(), _other_bundle(args, bundle)
-        with Session.open(bundle, app=args.app, options=engine_options(args)) as session:
+        with Session.open(bundle, app=args.app, options=self.options) as session:
             engine, tokenizer = session.engine, session.tokenizer
+            context = engine.geometry.context
+            prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
             if examples:
-                reader = (tokenizer, session.instruction, engine.geometry.context)
-                prompts = [ids for (ids,) in fitting(examples, [reader], file=args.data)[1]]
-            else:
-                room = engine.geometry.context - 1
-                prompts = [session.prompt_ids(prompt)[-room:] for prompt in PROMPTS[:limit]]
+                _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
             if VERIFY not in engine.functions:
-                refuse_ignored(args, "this app's host has no choice (export --choose host) or no drafts", "--seeds")
+                why = "this app's host has no choice (export --choose host) or no drafts"
+                opening.refuse_ignored(args, why, "--seeds")
             shown, precision = self._engine_with_logits(bundle), bundle.manifest.precision
-            result = compare_modes(engine, shown, prompts, tokenizer.stop_ids, self.most, precision, report)
+            asked = Asked(prompts, tokenizer.stop_ids, self.most, precision, report)
+            result = compare_modes(engine, shown, asked)
             self.add("equality", result)
             if VERIFY in engine.functions:
-                seeds = args.seeds or 0
-                self.add("sampled", compare_sampled(engine, tokenizer, prompts, self.most, precision, seeds, report))
+                self.add("sampled", compare_sampled(engine, tokenizer, asked, args.seeds or 0))
             if other is not None:
-                engines = open_engine(other, args.app, engine_options(args)), self._engine_with_logits(other)
-                stops, precisions = tokenizer.stop_ids, (precision, other.manifest.precision)
-                compared = against_bundle(
-                    shown, *engines, prompts, result.answers, stops, self.most, precisions, report
-                )
-                self.add("against", compared)
+                engines = open_engine(other, args.app, self.options), self._engine_with_logits(other)
+                asked = replace(asked, precision=coarser(precision, other.manifest.precision))
+                self.add("against", against_bundle(shown, *engines, asked, result.answers))
                 self.found["against"]["bundle"] = str(args.against)
             if folder is not None:
                 self._torch(folder, session, prompts, result.answers, report)
@@ -148,7 +133,7 @@ class _Checks:
             return None
         with needs_extra("export"):
             from ssdevice.bench.against_torch import reference_folder
-        quiet_frameworks()
+        opening.prepare_frameworks()
         return reference_folder(self.bundle, args.app, args.model, args.adapter)
 
     def _torch(
@@ -173,19 +158,14 @@ class _Checks:
 
     def _engine_with_logits(self, bundle: Bundle) -> Engine | None:
         """An engine of a bundle that also shows logits; None if the target has none, which the output then says."""
-        from ssdevice.export.target import export_target
-
-        return export_target(bundle.manifest.target).logits_engine(bundle, self.args.app, engine_options(self.args))
+        return export_target(bundle.manifest.target).logits_engine(bundle, self.args.app, self.options)
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
     """The bundle of ``--against``. Raises InputError, before anything runs, if it has another model."""
     if args.against is None:
         return None
-    from ssdevice.bench.comparable import check_same
-
-    other = open_bundle(args, args.against)
-    mine, theirs = bundle.manifest.model.sha256, other.manifest.model.sha256
-    check_same(f"--against {args.against}", str(bundle.folder), ("base model", theirs, mine))
+    other = opening.open_bundle(args, args.against)
+    bundle.check_base(f"the base of --against {args.against}", other.manifest.model.sha256)
     other.app(args.app)
     return other

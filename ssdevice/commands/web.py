@@ -8,18 +8,15 @@ import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ssdevice.bundle.folder import check_outside
+from ssdevice.bundle.folder import Bundle, check_outside
+from ssdevice.bundle.integrity import MANIFEST_FILE
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
 from ssdevice.errors import BundleError, InputError, needs_extra
 from ssdevice.runtime.target import runtime_target
 from ssdevice.serve.names import LOOPBACK, listen
 from ssdevice.text.frames import NO_FRAMES
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 PORT = 8080
 TREE = Path(__file__).resolve().parents[2] / "apps" / "web_demo"
@@ -82,8 +79,6 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
 
     Raises BundleError for a bundle that no browser runs, InputError if a file of the runtime is missing.
     """
-    from ssdevice.bundle.integrity import MANIFEST_FILE
-
     manifest = bundle.manifest
     runtime_target(manifest.target).check_browser(bundle)
     if manifest.chat.frames is None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ssdevice.adapters.base_files import INDEX, WHOLE, shards, weight_files
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
-from ssdevice.bundle.integrity import check_rule
-from ssdevice.bundle.manifest import GeometrySpec
 from ssdevice.config import StreamConfig
+from ssdevice.contract import Geometry
 from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, first_line, is_out_of_memory
 from ssdevice.model.adapter import load_streams
 from ssdevice.model.backbone import Backbone
@@ -28,6 +27,7 @@ from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes, wrapper_note
 from ssdevice.model.streams import Streams
+from ssdevice.rules import check_rule
 from ssdevice.text.chat_template import read_object
 
 
@@ -93,7 +93,7 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (*REFUSALS, StrictDataclassError) as error:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
-    rules = {field.name: field.metadata for field in fields(GeometrySpec)}
+    rules = {field.name: field.metadata for field in fields(Geometry)}
     for name, size in SIZES.items():
         check_rule(f"{file}: {name}", getattr(config, name, None), rules[size])
     return config

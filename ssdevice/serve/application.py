@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -19,8 +19,7 @@ from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.session import Session
 from ssdevice.serve import metrics
 from ssdevice.serve.decoder import Decoder
-from ssdevice.serve.guard import HEALTH, Guard, content_of
-from ssdevice.serve.refusal import Refusal
+from ssdevice.serve.guard import HEALTH, Guard, Refusal, content_of
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 
@@ -31,61 +30,46 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 def application(session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None) -> Guard:
     """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; see Guard."""
     counts = metrics.Metrics()
-    endpoints = _Endpoints(Decoder(session, counts, waiting))
-    routes = [
-        Route(HEALTH, endpoints.health),
-        Route("/metrics", endpoints.metrics),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name}", endpoints.model),
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/completions", endpoints.text, methods=["POST"]),
-    ]
-    handlers: dict[Any, Any] = {HTTPException: _http_error, SSDeviceError: _error}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), counts, hosts, key)
+    decoder, bundle = Decoder(session, counts, waiting), session.bundle
+    names = [app.name for app in bundle.manifest.apps]
+    created, fingerprint = int(bundle.folder.stat().st_mtime), f"fp_{bundle.manifest.model.sha256[:12]}"
 
-
-class _Endpoints:
-    def __init__(self, decoder: Decoder) -> None:
-        assert decoder.session.bundle is not None
-        self.decoder = decoder
-        self.bundle = decoder.session.bundle
-        self.created = int(self.bundle.folder.stat().st_mtime)
-        self.fingerprint = f"fp_{self.bundle.manifest.model.sha256[:12]}"
-
-    async def health(self, _: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def metrics(self, _: HttpRequest) -> Response:
-        return PlainTextResponse(self.decoder.metrics.text(self.decoder.pending), media_type=metrics.TYPE)
-
-    async def models(self, _: HttpRequest) -> Response:
-        found = [self._model(app.name) for app in self.bundle.manifest.apps]
-        return JSONResponse({"object": "list", "data": found})
-
-    async def model(self, request: HttpRequest) -> Response:
-        return JSONResponse(self._model(self._known(request.path_params["name"])))
-
-    async def chat(self, request: HttpRequest) -> Response:
-        return await self._answer(request, chat_request)
-
-    async def text(self, request: HttpRequest) -> Response:
-        return await self._answer(request, text_request)
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "ssdevice"}
-
-    def _known(self, name: str) -> str:
-        names = [app.name for app in self.bundle.manifest.apps]
+    def known(name: str) -> dict[str, Any]:
         if name not in names:
             what = f"there is no model {name[:100]!r}; the bundle's apps are {', '.join(names)}"
             raise Refusal(what, 404, code="model_not_found", param="model")
-        return name
+        return {"id": name, "object": "model", "created": created, "owned_by": "ssdevice"}
 
-    async def _answer(self, http: HttpRequest, parse: Callable[[bytes], Request]) -> Response:
-        request = parse(await content_of(http))
-        self._known(request.app)
-        reply = Reply(request, self.decoder.session.tokenizer, self.fingerprint)
-        return _Answer(self.decoder.answers(request), reply, http)
+    async def health(_: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def counted(_: HttpRequest) -> Response:
+        return PlainTextResponse(counts.text(decoder.pending), media_type=metrics.TYPE)
+
+    async def models(_: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": list(map(known, names))})
+
+    async def model(http: HttpRequest) -> Response:
+        return JSONResponse(known(http.path_params["name"]))
+
+    def answering(parse: Callable[[bytes], Request]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def answer(http: HttpRequest) -> Response:
+            request = parse(await content_of(http))
+            known(request.app)
+            return _Answer(decoder.answers(request), Reply(request, session.tokenizer, fingerprint), http)
+
+        return answer
+
+    routes = [
+        Route(HEALTH, health),
+        Route("/metrics", counted),
+        Route("/v1/models", models),
+        Route("/v1/models/{name}", model),
+        Route("/v1/chat/completions", answering(chat_request), methods=["POST"]),
+        Route("/v1/completions", answering(text_request), methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: _http_error, SSDeviceError: _error}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), counts, hosts, key)
 
 
 class _Answer(StreamingResponse):

@@ -13,9 +13,9 @@ from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
-from ssdevice.runtime.structure.calls import call_structure
+from ssdevice.runtime.structure.grammar import call_structure
+from ssdevice.serve.guard import Refusal
 from ssdevice.serve.metrics import Metrics
-from ssdevice.serve.refusal import Refusal
 from ssdevice.serve.request import Request
 
 NO_STYLE = "calls cannot be read in the form that this model's chat template gives them; tool_choice can force one"

@@ -1,20 +1,24 @@
-"""What stands before an application: names, keys, sizes and times of requests."""
+"""What stands before an application: names, keys, sizes and times of requests, and what they are refused with."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ssdevice.errors import BundleError, ContextOverflowError, InputError, SSDeviceError
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.names import LOOPBACK, host_name
-from ssdevice.serve.refusal import Refusal
 
 MAX_BODY = 1 << 20
 BODY_S = 30.0
@@ -25,6 +29,47 @@ CONNECTIONS = 256
 LAST_WORDS_S = 5
 """How long answers may go on after Ctrl-C."""
 HEALTH = "/health"
+INVALID, SERVER = "invalid_request_error", "server_error"
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Refusal(SSDeviceError):
+    """A request that is not answered. ``kind`` and ``code``: OpenAI's words; ``param``: the parameter at fault."""
+
+    message: str
+    status: int = 400
+    kind: str = INVALID
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refusal:
+        """The refusal for an error of any kind; one that nobody foresaw is logged."""
+        if isinstance(error, Refusal):
+            return error
+        if isinstance(error, ContextOverflowError):
+            return cls(str(error), code="context_length_exceeded", param="messages")
+        if isinstance(error, InputError) and not isinstance(error, BundleError):
+            return cls(str(error))
+        if isinstance(error, SSDeviceError):
+            return cls(str(error), 500, kind=SERVER)
+        log.error("a request failed", exc_info=error)  # its traceback is not for clients
+        return cls(f"the server failed ({type(error).__name__}); its log says more", 500, kind=SERVER)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        """The HTTP response."""
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 class Guard:

@@ -17,10 +17,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Generation], float]]] = {
     "prefill_seconds": ("Seconds until first tokens.", lambda a: a.prefill_seconds),
     "decode_seconds": ("Seconds of decoding after first tokens.", lambda a: a.decode_seconds),
     "answers": ("Answers, whole or cancelled.", lambda _: 1),
-    "cancelled": (
-        "Answers whose clients went, or that failed.",
-        lambda a: a.reason is Reason.CANCELLED,
-    ),
+    "cancelled": ("Answers whose clients went, or that failed.", lambda a: a.reason is Reason.CANCELLED),
 }
 """What is added up over all answers."""
 

@@ -13,7 +13,7 @@ from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.structure.options import Structure
-from ssdevice.serve.refusal import Refusal
+from ssdevice.serve.guard import Refusal
 from ssdevice.text.tools import ToolStyle, functions_of
 
 MAX_DEPTH = 128

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError, TemplateRefusal
-from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frames, Message, frames_of
+from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frame, Frames, Message, Trim, frames_of
 from ssdevice.text.renderer import Renderer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -21,6 +23,8 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 MAX_TEMPLATE_CHARS = 1 << 20
+PLAIN_PROMPT = "the model has no chat template: a prompt is given to it as it is, after an app's instruction"
+PROBE = "probe"
 OWN_NAMES = ("messages", "add_generation_prompt")
 """What every template is given."""
 OF_TOOLS = {"tool_calls", "reasoning_content"}
@@ -97,11 +101,7 @@ class ChatTemplate:
         """What it reads of messages that have to do with tools."""
 
     def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        values: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None
     ) -> str:
         """The text of a conversation; ``values``: of ``names``.
 
@@ -137,17 +137,34 @@ def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
     return frames_of(template, rendered.constants, rendered.render_all), bool(rendered.names or rendered.keys)
 
 
+def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
+    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text.
+
+    Every message is on a line of its own, but an answer directly behind its prompt: the model goes on with the text.
+    Special tokens that the tokenizer puts before a text (mostly ``bos_token``) are in the frames. Those that it puts
+    behind are not. Raises ConfigError if no frames give these ids.
+    """
+    whole = tokenizer.encode(PROBE)
+    words = [i for i, special in enumerate(whole.special_tokens_mask) if not special] or [0]
+    opening = "".join(whole.tokens[: words[0]])
+    # Tokenizers that begin a text with a space do so only at its very beginning, which a special token takes from them.
+    for space, trim in (("", Trim.NONE), (" ", Trim.SPACE)):
+        ids = tokenizer.encode(f"{opening}{space}{PROBE}", add_special_tokens=False).ids
+        if ids and ids == whole.ids[: words[-1] + 1]:
+            first, line = Frame(opening + space, "", trim), Frame("\n", "")
+            return Frames(first, system=first, after_system=line, user=line, assistant=Frame("", ""), answer="")
+    raise ConfigError(
+        f"{folder}: no chat template, and none can be made that begins a prompt as its tokenizer does; write the "
+        f"model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
+    )
+
+
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither names one."""
-    generation = read_object(folder / GENERATION_CONFIG_FILE)
-    config = read_object(folder / CONFIG_FILE)
-    text_config = config.get("text_config")
-    for file, entries in (
-        (GENERATION_CONFIG_FILE, generation),
-        (CONFIG_FILE, config),
-        (CONFIG_FILE, text_config if isinstance(text_config, dict) else {}),
-    ):
-        ids = entries.get("eos_token_id")
+    generation, config = (read_object(folder / file) for file in (GENERATION_CONFIG_FILE, CONFIG_FILE))
+    inner = config.get("text_config")
+    for file, entries in ((GENERATION_CONFIG_FILE, generation), (CONFIG_FILE, config), (CONFIG_FILE, inner)):
+        ids = entries.get("eos_token_id") if isinstance(entries, dict) else None
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(i) is int and i >= 0 for i in ids):

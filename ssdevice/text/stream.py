@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from ssdevice.errors import ConfigError
 from ssdevice.text.tokenizer_limits import tokenizer_errors
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 UNDECODED = "\ufffd"
 PATIENCE = 16  # tokens without a clean end after which one is searched for
@@ -27,8 +27,6 @@ class TokenTexts:
     """What single tokens of a tokenizer say. Remembered, because the library takes some ten microseconds per text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from tokenizers.decoders import ByteLevel
-
         self.tokenizer = tokenizer
         self._special = special_ids(tokenizer)
         self._bytes = isinstance(tokenizer.decoder, ByteLevel)  # a token then is bytes that depend on no other token

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text.chat_template import TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate
+from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, USER, Chat
-from ssdevice.text.plain_prompt import PROBE, plain_frames
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 from ssdevice.text.tokenizer_limits import check_growth, check_ids, check_sizes, tokenizer_errors
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_ROLE = "tokenizer"
@@ -155,7 +153,7 @@ class ChatTokenizer:
         whole_ids = self.encode(head + tail)
         # Encoded after the head, so that a tokenizer which begins every text with a space does not do so here.
         ids = whole_ids[len(head_ids) :] if whole_ids[: len(head_ids)] == head_ids else self.encode(tail)
-        if not self._closing_stops:
+        if not any(i in self.stop_ids for i in self.encode(self._closing)):
             return [*ids, self.stop_ids[0]]
         while ids[-1] not in self.stop_ids:
             ids.pop()
@@ -171,7 +169,10 @@ class ChatTokenizer:
         opening, found, closing = text.rpartition(PROBE)
         end = _first_special(self.tokenizer, closing) if found else None
         if end is None:
-            raise ConfigError("the chat template does not end a user's turn with a special token")
+            raise ConfigError(
+                "the chat template does not end a user's turn with a special token, so the model cannot write prompts "
+                "(--self-prompt); give --data with --self-distill instead"
+            )
         return self.encode(opening), end
 
     @cached_property
@@ -195,10 +196,6 @@ class ChatTokenizer:
     @cached_property
     def _closing(self) -> str:
         return _closing_of(self._template)
-
-    @cached_property
-    def _closing_stops(self) -> bool:
-        return any(i in self.stop_ids for i in self.encode(self._closing))
 
     def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
         """Ids of a text; raises InputError for halves of characters.
@@ -249,8 +246,6 @@ def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
 
 def load_tokenizer(content: bytes, where: str) -> Tokenizer:
     """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
-    from tokenizers import Tokenizer
-
     check_sizes(content, where)
     with tokenizer_errors(f"{where}: not a tokenizer this version of tokenizers can read", ConfigError):
         tokenizer = Tokenizer.from_buffer(content)

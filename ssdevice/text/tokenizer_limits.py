@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ssdevice import strict_json
 from ssdevice.errors import ConfigError, InputError, first_line
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MAX_BYTES = 1 << 27
 """Of a ``tokenizer.json``; those of models with 262,144 tokens have 33 MB."""

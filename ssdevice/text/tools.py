@@ -137,10 +137,10 @@ def _parse_llama(text: str) -> tuple[str, list[Call]]:
 def _json_call(text: str, at: int, closing: str) -> tuple[Call | None, int]:
     """The call that begins there, and where the text after it begins; the JSON may have ``closing`` in its strings."""
     try:
-        value, at = _JSON.raw_decode(text, _skip(text, at))
+        value, at = _JSON.raw_decode(text, len(text) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
         return None, at
-    at = _skip(text, at)
+    at = len(text) - len(text[at:].lstrip())
     if not text.startswith(closing, at) and at < len(text):
         return None, at
     return _call(value), min(len(text), at + len(closing))
@@ -174,13 +174,6 @@ def _call(value: Any) -> Call | None:
         except (ValueError, RecursionError):
             return None
     return Call(value["name"], given) if isinstance(given, dict) else None
-
-
-def _skip(text: str, at: int) -> int:
-    """Where the white space from there on ends."""
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
 
 
 def _no_number(name: str) -> Any:

@@ -109,8 +109,4 @@ def collate(samples: Sequence[Sample], pad: int) -> Batch:
     tokens = torch.full((len(samples), width), pad, dtype=torch.int64)
     for row, sample in enumerate(samples):
         tokens[row, : len(sample.ids)] = torch.tensor(sample.ids)
-    return Batch(
-        tokens,
-        torch.tensor([s.prompt for s in samples]),
-        torch.tensor([len(s.ids) for s in samples]),
-    )
+    return Batch(tokens, torch.tensor([s.prompt for s in samples]), torch.tensor([len(s.ids) for s in samples]))

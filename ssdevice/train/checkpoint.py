@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,18 @@ import torch
 
 from ssdevice.bundle.staging import Stage, lock_path
 from ssdevice.errors import InputError
+from ssdevice.train.options import UNFINISHED
 
-FOLDER = ".training"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """``step``: optimizer steps done. ``history``: for each step its number and the loss of each stream."""
-
-    step: int
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    history: list[list[float]]
+State = dict[str, Any]
+"""``step``: optimizer steps done; ``weights``, ``optimizer``, ``scheduler``: their tensors; ``history``: for each step
+its number and the loss of each stream."""
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> None:
+def save(folder: Path, state: State) -> None:
     """Write a checkpoint: a kill or a full disk leaves the old one or the new one."""
     content = io.BytesIO()  # torch's own writer does not say why it fails
-    torch.save(vars(checkpoint), content)
-    with closing(Stage(folder / FOLDER / "checkpoint.pt", folder=False)) as stage:
+    torch.save(state, content)
+    with closing(Stage(folder / UNFINISHED / "checkpoint.pt", folder=False)) as stage:
         stage.path.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
         stage.publish(replace=True)
 
@@ -50,7 +41,7 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     If the context fails before the run wrote anything, its mark is removed, so that its command can be corrected.
     Raises InputError if another run was left unfinished in ``folder`` or is at work there.
     """
-    file = folder / FOLDER / "run"
+    file = folder / UNFINISHED / "run"
     if file.is_file() and file.read_bytes() != fingerprint.encode():
         raise InputError(
             f"{folder} holds an unfinished run with other options or data; "
@@ -73,25 +64,26 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
 
 def _release(folder: Path) -> None:
     """Remove the mark of a run that wrote nothing."""
-    left = folder / FOLDER
+    left = folder / UNFINISHED
     if [file.name for file in left.iterdir()] == ["run"]:
         shutil.rmtree(left)
         if not any(folder.iterdir()):
             folder.rmdir()
 
 
-def load(folder: Path) -> Checkpoint | None:
+def load(folder: Path) -> State | None:
     """The checkpoint in ``folder``, if there is one. Raises InputError if it is not as it was written."""
-    target = folder / FOLDER / "checkpoint.pt"
+    target = folder / UNFINISHED / "checkpoint.pt"
     if not target.is_file():
         return None
     content = target.read_bytes()
     size = hashlib.sha256().digest_size
     if hashlib.sha256(content[size:]).digest() != content[:size]:
         raise InputError(f"{target} is damaged; delete {target.parent} to start over")
-    return Checkpoint(**torch.load(io.BytesIO(content[size:]), weights_only=True))
+    state: State = torch.load(io.BytesIO(content[size:]), weights_only=True)
+    return state
 
 
 def remove(folder: Path) -> None:
     """Delete the checkpoint of a finished run."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)

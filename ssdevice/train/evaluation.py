@@ -12,14 +12,13 @@ from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
-from ssdevice.ranks import MISS, tokens_per_step
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample, collate
 from ssdevice.train.distill import own_completions
 from ssdevice.train.job import Job
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
 from ssdevice.train.options import TrainOptions
-from ssdevice.tree import Tree
+from ssdevice.tree import MISS, Tree, tokens_per_step
 
 DEV_LIMIT = 100
 """Dev prompts to decode."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.train import checkpoint
-from ssdevice.train.options import TrainOptions
+from ssdevice.train.options import UNFINISHED, TrainOptions
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
@@ -104,4 +103,4 @@ class Job:
 
     def store(self, stage: str) -> Path:
         """The file in which an unfinished run keeps what the model wrote in a stage."""
-        return self.options.out / checkpoint.FOLDER / f"{stage.replace(' ', '_')}.jsonl"
+        return self.options.out / UNFINISHED / f"{stage.replace(' ', '_')}.jsonl"

@@ -122,10 +122,10 @@ class _Run:
         found = checkpoint.load(folder)
         if found is None:
             return
-        self.loss.load_state_dict(found.weights, strict=False)
-        self.optimizer.load_state_dict(found.optimizer)
-        self.schedule.load_state_dict(found.scheduler)
-        self.step, self.history = found.step, found.history
+        self.loss.load_state_dict(found["weights"], strict=False)
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.schedule.load_state_dict(found["scheduler"])
+        self.step, self.history = found["step"], found["history"]
 
     def update(self, losses: list[float]) -> None:
         """Follow the gradients of a step with these losses. Raises SSDeviceError if they are not finite."""
@@ -144,8 +144,8 @@ class _Run:
         """Write a checkpoint, unless a step was interrupted or nothing is new."""
         if self._whole:
             weights = {name: p.detach().cpu() for name, p in self.learned.items()}
-            state = self.optimizer.state_dict(), self.schedule.state_dict(), self.history
-            checkpoint.save(folder, checkpoint.Checkpoint(self.step, weights, *state))
+            state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.schedule.state_dict()}
+            checkpoint.save(folder, {"step": self.step, "weights": weights, "history": self.history, **state})
             self._whole = False
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +13,7 @@ from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIG
 from ssdevice.config import Mode, StreamConfig, to_json
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError
+from ssdevice.rules import ABOVE_0, POSITIVE, Ruled, within
 
 
 class Objective(StrEnum):
@@ -25,10 +25,12 @@ class Objective(StrEnum):
 
 ANSWER_TOKENS = 192
 EPOCHS = 5
+UNFINISHED = ".training"
+"""Folder in ``out`` that holds an unfinished run."""
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Ruled):
     """The options of one run.
 
     ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj of eq. 5; None for 0.1, or 1 if main rows stay as
@@ -51,26 +53,27 @@ class TrainOptions:
     objective: Objective = Objective.STREAMING
     instruction: str = ""
     dev: Path | None = None
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=POSITIVE)
     init: Path | None = None
     freeze_lora: bool = False
-    steps: int | None = None
-    batch_size: int = 32
-    lr: float = 5e-4
-    alpha_stream: float | None = None
+    steps: int | None = field(default=None, metadata=POSITIVE)
+    batch_size: int = field(default=32, metadata=POSITIVE)
+    lr: float = field(default=5e-4, metadata=ABOVE_0)
+    alpha_stream: float | None = field(default=None, metadata=within(0, 1e6))
     by_reach: bool | None = None
-    soft_labels: float = 0.0
-    max_length: int = 512
-    segment: int = 64
+    soft_labels: float = field(default=0.0, metadata=within(0, 1))
+    max_length: int = field(default=512, metadata={"minimum": 2})
+    segment: int = field(default=64, metadata=POSITIVE)
     precision: str = "auto"
     base_precision: str = "fp32"
     draft_vocabulary: int | None = None
-    self_prompt: int | None = None
-    answer_tokens: int | None = None
-    seed: int = 0
+    self_prompt: int | None = field(default=None, metadata=POSITIVE)
+    answer_tokens: int | None = field(default=None, metadata=POSITIVE)
+    seed: int = field(default=0, metadata=within(0, (1 << 63) - 1))
     self_distill: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
         if bool(self.data) == (self.self_prompt is not None):
@@ -83,18 +86,7 @@ class TrainOptions:
             self.init is None or self.streams.mode is Mode.LOSSLESS or self.objective is Objective.NEXT_TOKEN
         ):
             raise ConfigError("--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        """Raise ConfigError for a share, weight or rate that no training can use; NaN and infinity are among them."""
-        stream = self.alphas[1]
-        if not 0 <= stream < math.inf:
-            raise ConfigError(f"--alpha-stream {stream}: expected a finite number, 0 or more")
-        if not 0 <= self.soft_labels <= 1:
-            raise ConfigError(f"--soft-labels {self.soft_labels}: expected a share from 0 to 1")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr}: expected a finite number above 0")
-        if not stream and self.frozen:
+        if self.frozen and not self.alphas[1]:
             raise ConfigError("nothing is learned: raise --alpha-stream above 0")
 
     @property

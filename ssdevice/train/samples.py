@@ -15,12 +15,11 @@ from typing import Any
 from ssdevice.adapters.settings import AdapterFolder
 from ssdevice.config import Mode
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError, InputError
+from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.lora import merge_lora
 from ssdevice.text.stream import special_ids
-from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.train.batches import Sample, tokenize
 from ssdevice.train.decoding import Decoding, sampling
 from ssdevice.train.distill import own_completions, written
@@ -122,11 +121,3 @@ def write_rows(job: Job, prompts: Sequence[str], samples: Sequence[Sample]) -> N
             answer = job.tokenizer.decode(sample.ids[sample.prompt :])
             if answer.strip():
                 file.write(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n")
-
-
-def check_template(tokenizer: ChatTokenizer, instruction: str) -> None:
-    """Raise ConfigError, before weights are loaded, for a model that cannot write its own prompts."""
-    try:
-        tokenizer.user_opening(instruction)
-    except ConfigError as error:
-        raise ConfigError(f"--self-prompt: {error}; give --data with --self-distill instead") from error

@@ -25,7 +25,7 @@ from ssdevice.model.streams import Streams
 from ssdevice.model.tokenizer import FILES, check_vocabulary, open_tokenizer, tokenizer_folder
 from ssdevice.progress import Report
 from ssdevice.runtime.notice import say_once
-from ssdevice.text.plain_prompt import NOTE as PLAIN_PROMPT
+from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder, Sample
 from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate
@@ -33,7 +33,7 @@ from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.optimization import optimize
 from ssdevice.train.options import Objective, TrainOptions
-from ssdevice.train.samples import check_template, read_samples
+from ssdevice.train.samples import read_samples
 from ssdevice.train.start import scale_follow
 
 ADDED = {"token_rank": "token", "follow_rank": "follow"}
@@ -53,7 +53,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     folder = loading.resolve_folder(options.model)
     tokenizer = open_tokenizer(folder, options.init)
     if options.self_prompt is not None:
-        check_template(tokenizer, options.instruction)
+        tokenizer.user_opening(options.instruction)  # raises, before weights are loaded, if there is none
     dev_examples = read_examples(options.dev, limit=DEV_LIMIT) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
     examples = read_examples(options.data, limit=options.limit) if options.data else []

@@ -24,4 +24,4 @@ def test_the_peak_does_not_include_the_parent() -> None:
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(SSDeviceError, match="measures memory: BundleError: .*no such bundle"):
-        measure_memory(tmp_path / "none", None, "plain", EngineOptions(), [1], 1)
+        measure_memory(tmp_path / "none", None, EngineOptions(), "plain", [1], 1)

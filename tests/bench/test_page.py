@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ssdevice.bench.machine import Load
-from ssdevice.bench.memory import ProcessMemory
 from ssdevice.bench.page import page, write_page
 from ssdevice.bench.report import TITLES, as_json
 from ssdevice.bench.runner import BenchOptions, BenchResult, measure
@@ -60,8 +59,9 @@ def report() -> dict[str, Any]:
         "bundle": f"bundles/{HOSTILE}", "app": HOSTILE, "target": "onnx", "precision": "int4", "schedule": "deferred",
         "mode": "shared", "parameters": 135_000_000, "threads": 2, "kernels": True, "data": "dev.jsonl",
         "app_bytes": 2_500_000, "model_mb": 103.0, "versions": {"onnxruntime": "1.31.1"},
+        "sampling": None,
     }  # fmt: skip
-    memory = {name: ProcessMemory(209, 333) for name in result.modes}
+    memory = {name: {"resident_mb": 209.0, "peak_rss_mb": 333.0} for name in result.modes}
     return as_json(setting, session.engine.geometry, options, result, {}, memory)
 
 
@@ -103,17 +103,14 @@ def test_losses_are_shown_as_losses(report: dict[str, Any]) -> None:
     words = Checker(text).words
     assert '<div class="bad"><b>0.70x</b>' in text and '<tr class="bad"><td>speculative</td>' in text
     assert "speculative is slower than the fastest plain one on 2 of 3 prompts" in words
-    assert "speculative gave other tokens on 1 prompts; the first is prompt 2" in words and "Not valid" in words
+    assert "speculative gave other tokens on 1 prompt; the first is prompt 2" in words and "Not valid" in words
 
 
-def test_two_bundles_and_other_engines(report: dict[str, Any]) -> None:
-    faster = {"plain": {"estimate": 0.9, "low": None, "high": None}}
-    both = report | {"beside": {"report": report, "faster": faster, "equal_answers": 2, "prompts": 3}}
-    assert Checker(page(both, COMMAND)).words.count("Ways to decode") == 2
+def test_other_engines(report: dict[str, Any]) -> None:
     arm = report["arms"]["plain"] | {"version": "llama.cpp 1", "disk_mb": 98.0}
     common = {name: report[name] for name in ("prompts", "skipped_prompts", "data", "valid", "machine", "ssdevice")}
-    common |= {name: report[name] for name in ("threads", "rounds", "max_tokens")}
-    peers = common | {"model": "smol", "arms": {HOSTILE: arm}, "fastest_plain_peer": None, "skipped": {"hf": "gone"}}
+    common |= {name: report[name] for name in ("threads", "rounds", "max_tokens", "context", "sampling")}
+    peers = common | {"model": "smol", "arms": {HOSTILE: arm}, "baseline": HOSTILE, "skipped": {"hf": "gone"}}
     words = Checker(page(peers, COMMAND)).words
     assert HOSTILE in words and "hf was left out: gone" in words and "llama.cpp 1" in words
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ssdevice.bench.equality import Asked
 from ssdevice.bench.modes import FORCED
 from ssdevice.bench.sampled import SAMPLERS, Sampled, compare_sampled
 from ssdevice.bundle.manifest import Precision
@@ -20,7 +21,9 @@ from tests.runtime.tiny_bundle import tiny_bundle
 
 def compare(session: Session, seeds: int = 0) -> Sampled:
     prompts = [[3, 4, 5], [6], [7, 8, 9, 3, 4, 5, 6, 7, 8, 9]]
-    return compare_sampled(session.engine, session.tokenizer, prompts, 30, Precision.FP32, seeds, lambda *_: None)
+    return compare_sampled(
+        session.engine, session.tokenizer, Asked(prompts, (), 30, Precision.FP32, lambda *_: None), seeds
+    )
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, function: str, by: Any) -> None:

@@ -12,7 +12,6 @@ from ssdevice.bundle.manifest import (
     App,
     CacheDtype,
     FileEntry,
-    GeometrySpec,
     Manifest,
     ModelIdentity,
     Precision,
@@ -61,7 +60,7 @@ def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
         schedule=Schedule.DEFERRED,
         cache=CacheForm.EXTERNAL,
         cache_dtype=CacheDtype.FP32,
-        geometry=GeometrySpec.of(geometry),
+        geometry=geometry,
         msa_layers=1,
         functions=tuple(functions(geometry, CacheForm.EXTERNAL, "float32").values()),
         chat=ChatFormat(

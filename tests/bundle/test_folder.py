@@ -149,7 +149,10 @@ MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "huge layers": ({"geometry|layers": 10**9}, "layers is 1000000000, expected 1 to 1024"),
     "huge context": ({"geometry|context": 1 << 21}, "context is 2097152"),
     "huge number": ({"geometry|vocab": 10**4000}, "vocab is 1000"),
-    "deep tree": ({"geometry|tree": [[0]] * 300}, "tree has 300 entries, expected 0 to 255"),
+    "deep tree": (
+        {"geometry|tree": [[0]] * 300},
+        "geometry.tree: a draft tree has at most 256 nodes, this one has",
+    ),
     "unordered tree": ({"geometry|tree": [[1], [0]]}, "breadth-first"),
     "repeated path": ({"geometry|tree": [[0], [0]]}, "appears twice"),
     "other shape": ({"functions|0|inputs|1|shape": [4, 2]}, "step.inputs[1] is 'drafts' 'int32' [4, 2]"),

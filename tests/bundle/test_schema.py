@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ssdevice.bundle.manifest import GeometrySpec, Manifest
+from ssdevice.bundle.manifest import Manifest
 from ssdevice.config import load_strict, to_json
 from ssdevice.contract import PLAIN, PREFILL, CacheForm, Geometry, functions
 from ssdevice.errors import ConfigError
@@ -38,6 +38,8 @@ def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": schema_of(args[0], definitions)}
     if origin is dict:
         return {"type": "object", "additionalProperties": schema_of(args[1], definitions)}
+    if hint is Tree:
+        return {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
     if issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}
     if hint.__name__ not in definitions:
@@ -102,7 +104,7 @@ def small_document() -> dict[str, Any]:
     )
     specs = functions(geometry, CacheForm.INTERNAL, "float32")
     document |= {"mode": None, "msa_layers": 0, "cache": "state", "apps": document["apps"][:1], "default_app": "base"}
-    document |= {"geometry": to_json(GeometrySpec.of(geometry)), "functions": to_json([specs[PREFILL], specs[PLAIN]])}
+    document |= {"geometry": to_json(geometry), "functions": to_json([specs[PREFILL], specs[PLAIN]])}
     load_strict(Manifest, document, "manifest")
     return document
 

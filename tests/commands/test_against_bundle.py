@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.equality import Difference
+from ssdevice.bench.equality import Asked, Difference, coarser
 from ssdevice.bench.modes import Agreement, against_bundle, answer
 from ssdevice.bundle.manifest import Precision
 from ssdevice.export.onnx.logits import LogitsEngine
@@ -17,12 +17,12 @@ from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
 
 PROMPTS = [[3, 4, 5], [6], [7, 8]]
-FP32 = (Precision.FP32, Precision.FP32)
+ASKED = Asked(PROMPTS, (), 12, Precision.FP32, lambda *_: None)
 
 
-def compared(answers: list[list[int]], precisions: tuple[Precision, Precision] = FP32) -> Agreement:
+def compared(answers: list[list[int]], precision: Precision = Precision.FP32) -> Agreement:
     engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
-    return against_bundle(engines[0], engines[1], engines[2], PROMPTS, answers, (), 12, precisions, lambda *_: None)
+    return against_bundle(engines[0], engines[1], engines[2], replace(ASKED, precision=precision), answers)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_answers_are_compared_as_far_as_the_other_context_holds_them(answers: li
     full = tiny.tiny_bundle("fp32").geometry
     engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
     engines[1].geometry = replace(full, context=10)
-    result = against_bundle(*engines, PROMPTS, answers, (), 12, FP32, lambda *_: None)
+    result = against_bundle(*engines, ASKED, answers)
     assert result.differences == [] and result.faults() == []
 
 
@@ -71,13 +71,13 @@ def test_only_between_float32_bundles_is_a_difference_a_fault() -> None:
 
 def test_of_two_precisions_the_coarser_counts(answers: list[list[int]]) -> None:
     for precisions in ((Precision.FP32, Precision.INT8), (Precision.INT8, Precision.FP32)):
-        assert compared(answers, precisions).precision is Precision.INT8
+        assert compared(answers, coarser(*precisions)).precision is Precision.INT8
 
 
 def test_a_bundle_of_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, other = tiny.tiny_bundle("fp32"), tiny.bundle_of_another_base(tmp_path / "other")
     assert call("verify", str(mine.folder), "--against", str(other), "--threads", "1") == 2
-    assert f"--against {other}: its base model is 000000000000" in capsys.readouterr().err
+    assert f"the base of --against {other} is not the base of" in capsys.readouterr().err
 
 
 def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None:

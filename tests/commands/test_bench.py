@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.bench.acceptance import Acceptance
-from ssdevice.bench.beside import as_markdown, compare
 from ssdevice.bench.machine import LOADED, Load, LoadWatch
-from ssdevice.bench.runner import BenchOptions, BenchResult, measure, measure_beside
+from ssdevice.bench.runner import Acceptance, BenchOptions, BenchResult, measure
 from ssdevice.data import Example
-from ssdevice.errors import ConfigError, ContextOverflowError, InputError
+from ssdevice.errors import ConfigError, ContextOverflowError
 from ssdevice.runtime.generation import accepted_path
 from ssdevice.tree import Tree
 from tests.commands.test_run import call
@@ -71,25 +69,17 @@ def test_arms_run_the_same_prompts_and_agree() -> None:
     assert result.speedup is not None and result.baseline is not None and result.baseline.name != "speculative"
 
 
-def test_two_bundles_are_measured_in_turns_and_compared_by_token() -> None:
-    sessions = [make_session(Tree.chain(2)), make_session(Tree.chain(3))]
-    results = measure_beside(sessions, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
-    assert [list(result.modes) for result in results] == [["plain", "plain_step", "speculative", "adaptive"]] * 2
-    assert results[0].load is results[1].load
-    assert all(len(mode.rounds) == 2 for result in results for mode in result.modes.values())
-    found = compare(*results)
-    assert set(found["faster"]) == {"plain", "plain_step", "speculative", "adaptive"}
-    assert (found["equal_answers"], found["prompts"]) == (3, 3)  # the scripted model is the same, whatever its tree
-    text = as_markdown(found, "a", "b")
-    assert "## a beside b" in text and "plain answers equal on 3 of 3 prompts" in text
-
-
-def test_bundles_that_share_no_way_to_decode_are_not_compared() -> None:
-    result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
-    plain, rest = ({n: a for n, a in result.modes.items() if (n == "plain") is which} for which in (True, False))
-    parts = [BenchResult(result.examples, modes, result.acceptance, result.load, 0) for modes in (plain, rest)]
-    with pytest.raises(InputError, match="no decoding mode took a step in both"):
-        compare(*parts)
+def test_speeds_are_compared_by_token() -> None:
+    result = measure(make_session(Tree.chain(2)), examples("one", "two", "three"), BenchOptions(rounds=2), silent)
+    plain, speculative = (result.modes[name] for name in ("plain", "speculative"))
+    for answers, seconds in ((plain.rounds, 1.0), (speculative.rounds, 0.5)):
+        for answer in (answer for each in answers for answer in each):
+            answer.decode_seconds = seconds * sum(answer.accepted)
+    ratio = speculative.over(plain)
+    assert ratio is not None and ratio.estimate == pytest.approx(2.0)
+    for answer in speculative.rounds[0] + speculative.rounds[1]:
+        answer.accepted = []
+    assert speculative.over(plain) is None
 
 
 def test_a_differing_arm_is_found() -> None:

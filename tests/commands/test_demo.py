@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.commands import demo, smollm2
+from ssdevice.commands import demo
 from ssdevice.data import read_examples
 from tests.commands.test_run import call
 
@@ -43,7 +43,7 @@ def test_what_smollm2_needs_is_said_before_any_work(
     arguments: list[str], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "PACKAGE", "a-package-that-nobody-installed")
+    monkeypatch.setattr(demo, "PACKAGE", "a-package-that-nobody-installed")
     (tmp_path / "empty").mkdir()
     assert call("demo", *(part.format(empty=tmp_path / "empty") for part in arguments)) == 2
     assert message in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_smollm2_takes_the_adapter_that_is_there_with_prompts_that_fit_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "_call", stop)
-    adapters = tmp_path / "adapters" / smollm2.NAME
+    adapters = tmp_path / "adapters" / demo.NAME
     (tmp_path / "prompts").mkdir()
     for prompts in (demo.QUESTIONS, demo.PROMPTS):
         (tmp_path / prompts).write_text('{"prompt": "Why?"}\n')

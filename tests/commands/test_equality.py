@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssdevice.bench.equality import Answer, Difference, Equality
+from ssdevice.bench.equality import Answer, Asked, Comparison, Difference
 from ssdevice.bench.modes import FORCED, compare_modes, led
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import COUNT, TOKENS
@@ -40,9 +40,9 @@ class Forgetful(ScriptedCache):
         super().write([rows[0], *[(row + 1) % self.geometry.vocab for row in rows[1:]]])
 
 
-def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Equality:
+def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Comparison:
     engine = ScriptedEngine(make_geometry(TREE, context=90), random_drafter(0, 0.0), kind)
-    return compare_modes(engine, None, PROMPTS, (), 40, precision, lambda *_: None)
+    return compare_modes(engine, None, Asked(PROMPTS, (), 40, precision, lambda *_: None))
 
 
 def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
@@ -58,8 +58,8 @@ def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[Scrip
     assert any("forced" in fault and "not a near-tie" in fault for fault in result.faults())
 
 
-def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Equality:
-    result = Equality(precision, prompts, modes=[FORCED], largest_change=change)
+def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Comparison:
+    result = Comparison(precision, prompts, modes=[FORCED], largest_change=change)
     result.differences = [Difference(FORCED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
     return result
 
@@ -72,7 +72,7 @@ def test_a_near_tie_is_at_most_twice_the_largest_change() -> None:
 def test_a_margin_is_the_distance_of_both_tokens_and_a_change_that_of_rows_that_agree() -> None:
     mine = np.array([[1, 0, 0], [2.0, 1.9, 0], [0, 0, 1]], np.float32)
     theirs = np.array([[1, 0.06, 0], [1.5, 2.5, 0], [0, 0, 0.9]], np.float32)
-    result = Equality(Precision.INT8, 1)
+    result = Comparison(Precision.INT8, 1)
     result.add(0, FORCED, Answer([0, 0, 2], lambda: mine), Answer([0, 1, 2], lambda: theirs))
     (found,) = result.differences
     assert (found.position, found.expected, found.found) == (1, 0, 1)
@@ -82,7 +82,7 @@ def test_a_margin_is_the_distance_of_both_tokens_and_a_change_that_of_rows_that_
 
 def test_an_answer_that_ends_early_is_no_near_tie() -> None:
     rows = np.zeros((2, 3), np.float32)
-    result = Equality(Precision.INT8, 1)
+    result = Comparison(Precision.INT8, 1)
     result.add(0, FORCED, Answer([0, 0], lambda: rows), Answer([0], lambda: rows))
     assert [d.margin for d in result.differences] == [None] and result.faults()
 

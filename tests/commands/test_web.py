@@ -57,7 +57,7 @@ def changed(out: Path, **changes: object) -> Path:
 
 def cached(out: Path, dtype: CacheDtype) -> Path:
     """A bundle with another type of cache."""
-    specs = functions(sample_manifest().geometry.geometry, CacheForm.EXTERNAL, dtype)
+    specs = functions(sample_manifest().geometry, CacheForm.EXTERNAL, dtype)
     return changed(out, cache_dtype=dtype, functions=tuple(specs.values()))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the export extra")
 
-from ssdevice.bench.equality import Comparison
+from ssdevice.bench.equality import Asked, Comparison
 from ssdevice.bench.modes import compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import Precision
@@ -52,7 +52,7 @@ def test_every_family_exports_to_every_target(family: str, target: str, quant: s
     bundle, precision = Bundle.open(out), Precision(quant)
     engine = open_engine(bundle, None, EngineOptions())
     shown = export_target(target).logits_engine(bundle, None, EngineOptions())
-    result = compare_modes(engine, shown, [PROMPT], (), TOKENS, precision, lambda *_: None)
+    result = compare_modes(engine, shown, Asked([PROMPT], (), TOKENS, precision, lambda *_: None))
     engine.close()
     assert result.nodes_ended == set(range(NODES))
     assert Comparison.faults(result) == []  # differences are near-ties, or there are none where no logits are shown

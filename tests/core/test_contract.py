@@ -126,12 +126,12 @@ def test_integers_stand_first_in_the_signature() -> None:
         ({"chunk": 0}, "chunk is 0"),
         ({"context": 0}, "context is 0"),
         ({"context": 7}, "cannot hold a draft tree of 7 nodes"),
-        ({"context": contract.MAX_CONTEXT + 1}, "is more than"),
-        ({"gamma": -1}, "γ = -1"),
+        ({"context": contract.MAX_CONTEXT + 1}, "context is 1048577, expected 1 to 1048576"),
+        ({"gamma": -1}, "gamma is -1"),
         ({"gamma": 1}, "2 deep"),
-        ({"k": 0}, "k = 0"),
+        ({"k": 0}, "k is 0"),
         ({"k": 1}, "candidate 1"),
-        ({"k": 101}, "k = 101"),
+        ({"k": 101}, "k is 101, the model has 100"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:

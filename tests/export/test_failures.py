@@ -32,6 +32,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
     monkeypatch.setattr(stages, "check_export", lambda *_: ())
     monkeypatch.setattr(stages.ExportJob, "of", lambda *_: None)
     monkeypatch.setattr(stages, "smoothed_job", lambda job, *_: job)
+    monkeypatch.setattr(stages, "calibrated_job", lambda job, *_: job)
     monkeypatch.setattr(OnnxExporter, "prepare", lambda _, job: job)
     monkeypatch.setattr(OnnxExporter, "export", lambda _, job, folder: (folder / "half").write_text("x"))
 

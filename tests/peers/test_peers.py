@@ -13,13 +13,12 @@ import pytest
 from ssdevice.bench.machine import LoadWatch
 from ssdevice.bench.runner import BenchOptions, take_turns
 from ssdevice.cli import main
-from ssdevice.errors import InputError, SSDeviceError
+from ssdevice.errors import SSDeviceError
 from ssdevice.peers import genai, hf, llamacpp, ours
 from ssdevice.peers.arm import PEERS, Answer, Arm, Setup, Skip, UnavailableError
-from ssdevice.peers.compare import compare, offers
+from ssdevice.peers.compare import as_json, as_markdown, compare, offers
+from ssdevice.peers.ours import DraftModel
 from ssdevice.peers.remote import Worker
-from ssdevice.peers.table import as_json, as_markdown
-from ssdevice.peers.two_models import DraftModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import decode
 from ssdevice.text.stream import Emission
@@ -127,8 +126,7 @@ def test_a_comparison_runs_all_arms_and_tells_which_differ_from_their_plain_answ
         "mine, plain": None, "mine, speculative": [], "other, plain": None, "other, lookup": [1],
     }  # fmt: skip
     assert all(len(row.measured.rounds) == 2 and row.resident_mb > 1 and row.peak_mb > 1 for row in found.rows)
-    fastest = found.fastest_plain_peer
-    assert fastest is not None and fastest.arm.name == "other, plain"
+    assert found.baseline.arm.name == "other, plain"
     reasons = {skip.name: skip.reason for skip in found.skipped}
     assert set(reasons) == {"third, plain", "fourth, plain", "fifth"}
     assert "no_such_package is not installed" in reasons["third, plain"]
@@ -136,9 +134,9 @@ def test_a_comparison_runs_all_arms_and_tells_which_differ_from_their_plain_answ
 
     report = as_json(found, setup_of(tmp_path), BenchOptions(rounds=2, max_tokens=8), "d.jsonl", 1, ["take note"])
     report = json.loads(json.dumps(report))
-    assert report["prompts"] == 2 and report["skipped"] == reasons and report["fastest_plain_peer"] == "other, plain"
+    assert report["prompts"] == 2 and report["skipped"] == reasons and report["baseline"] == "other, plain"
     row = report["arms"]["mine, speculative"]
-    assert row["equal_to_plain"] is True and row["disk_mb"] == 1.5 and row["over_fastest_plain_peer"]["estimate"] > 0
+    assert row["equal_to_plain"] is True and row["disk_mb"] == 1.5 and row["over_baseline"]["estimate"] > 0
     assert report["arms"]["other, lookup"]["equal_to_plain"] is False
     assert report["arms"]["other, plain"]["equal_to_plain"] is None
     text = as_markdown(report)
@@ -151,14 +149,26 @@ def test_a_comparison_runs_all_arms_and_tells_which_differ_from_their_plain_answ
 
 def test_without_a_peer_there_is_nothing_to_be_faster_than(fake: str) -> None:
     found = compare([arm(fake, "mine, plain", ours=True)], [[1]], BenchOptions(rounds=1, max_tokens=3), silent)
-    assert found.fastest_plain_peer is None and found.over_fastest(found.rows[0]) is None
+    assert found.baseline is found.rows[0] and found.over_baseline(found.rows[0]) is None
+
+
+def test_bundles_are_compared_with_the_first_where_there_is_no_peer(fake: str, tmp_path: Path) -> None:
+    arms = [
+        arm(fake, "one, plain", ours=True),
+        arm(fake, "one, speculative", "one, plain", ours=True, by=3),
+        arm(fake, "two, plain", ours=True, wrong=24),
+    ]
+    options = BenchOptions(rounds=2, max_tokens=8)
+    report = as_json(compare(arms, [[10], [20]], options, silent), setup_of(tmp_path), options, "d.jsonl", 0, [])
+    assert report["baseline"] == "one, plain" and report["arms"]["one, plain"]["over_baseline"] is None
+    text = as_markdown(report)
+    assert "- two, plain: the tokens of one, plain on 1 of 2 prompts" in text
+    assert "- one, speculative: " in text and "as fast by token as one, plain" in text
 
 
 def test_a_bundle_that_cannot_be_opened_is_no_skip(fake: str) -> None:
     with pytest.raises(UnavailableError, match="mine: AssertionError: this model is unknown"):
         compare([arm(fake, "mine", ours=True, fails=True)], [[1]], BenchOptions(rounds=1), silent)
-    with pytest.raises(InputError, match="no prompts"):
-        compare([arm(fake, "mine")], [], BenchOptions(rounds=1), silent)
 
 
 def test_a_worker_that_fails_or_dies_is_an_error_that_says_why(fake: str) -> None:

@@ -209,7 +209,7 @@ def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
 
 def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
-    session.bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None)))
+    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None)))
     session._apps = {
         name: OpenApp(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
     }

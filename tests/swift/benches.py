@@ -6,10 +6,9 @@ from dataclasses import asdict
 from random import Random
 from typing import Any
 
-from ssdevice.bench.acceptance import Acceptance
 from ssdevice.bench.machine import Load
 from ssdevice.bench.report import as_json
-from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
+from ssdevice.bench.runner import Acceptance, BenchOptions, BenchResult, Measured
 from ssdevice.data import Example
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE

@@ -68,7 +68,7 @@ def _write_whole(folder: Path) -> None:
 def _manifest() -> Manifest:
     sample = sample_manifest()
     geometry = dataclasses.replace(sample.geometry, hidden=sample.model.hidden_size)
-    specs = functions(geometry.geometry, CacheForm.INTERNAL, "float16")
+    specs = functions(geometry, CacheForm.INTERNAL, "float16")
     apps = (
         App("base", AdapterKind.BASE, sample.model.sha256, functions={"prefill": "p", "step_plain": "q"}),
         App(

@@ -121,7 +121,7 @@ def test_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
         assert main(again) == 1
     assert "the loss is not finite at step 3; lower --lr" in capsys.readouterr().err
     left = checkpoint.load(tmp_path / "x")
-    assert left is not None and left.step == len(left.history) == 2
+    assert left is not None and left["step"] == len(left["history"]) == 2
     assert main(again) == 0
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ssdevice.config import Schedule
-from ssdevice.ranks import MISS, count_paths, tokens_per_step
 from ssdevice.train.batches import Sample
 from ssdevice.train.evaluation import stream_ranks
-from ssdevice.tree import Tree
+from ssdevice.tree import MISS, Tree, count_paths, tokens_per_step
 from tests.model.reference import Reference
 from tests.train.test_loss import GAMMA, tiny_model
 

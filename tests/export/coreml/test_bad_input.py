@@ -16,7 +16,7 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, GeometrySpec, Precision
+from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, Precision
 from ssdevice.cli import main
 from ssdevice.contract import CacheForm, functions
 from ssdevice.export.coreml.compact import PROGRAM
@@ -47,7 +47,7 @@ def write_bundle(out: Path, change: Change = lambda _: None) -> Bundle:
         precision=Precision.FP16,
         cache=CacheForm.INTERNAL,
         cache_dtype=CacheDtype.FP16,
-        geometry=GeometrySpec.of(greedy),
+        geometry=greedy,
         functions=tuple(tensors.values()),
         apps=(App("letters", AdapterKind.MERGED, BASE),),
         default_app="letters",

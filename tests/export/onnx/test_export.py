@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.equality import Equality
+from ssdevice.bench.equality import Asked, Comparison
 from ssdevice.bench.modes import FORCED, compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
@@ -29,7 +29,7 @@ from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
-from ssdevice.text.plain_prompt import NOTE
+from ssdevice.text.chat_template import PLAIN_PROMPT as NOTE
 from tests.export.models import write_adapter
 from tests.export.onnx import forms
 
@@ -299,7 +299,7 @@ def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, wai
     assert main(["verify", str(bundle), "--data", str(rows), *compared, "--quiet"]) == 0
 
 
-def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Equality:
+def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Comparison:
     """All modes of an export with a chain of so many drafts, on random prompts."""
     flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", f"chain:{drafts}")
     assert main(export(base, folder, *flags)) == 0
@@ -307,7 +307,7 @@ def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, 
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    return compare_modes(engine, engine, prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    return compare_modes(engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None))
 
 
 @pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])

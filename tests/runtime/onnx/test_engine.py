@@ -11,6 +11,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
+from ssdevice.bench.equality import Asked
 from ssdevice.bench.modes import FORCED, compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import Precision
@@ -100,7 +101,7 @@ def test_fp32_tokens_are_those_of_torch(prompt: str) -> None:
 def test_forced_drafts_end_at_every_node_and_change_nothing(bundle: Bundle, session: Session) -> None:
     shown = LogitsEngine.of(bundle, None, ONE_THREAD)
     prompts = [session.prompt_ids(prompt) for prompt in PROMPTS]
-    result = compare_modes(session.engine, shown, prompts, (), 60, bundle.manifest.precision, lambda *_: None)
+    result = compare_modes(session.engine, shown, Asked(prompts, (), 60, bundle.manifest.precision, lambda *_: None))
     assert result.modes == ["plain_step", "speculative", FORCED]
     assert result.nodes_ended == set(range(tiny.TREE.size))
     assert result.differences == [] and result.faults() == []

@@ -142,6 +142,6 @@ def test_a_cache_inside_the_graphs_is_not_saved(tmp_path: Path) -> None:
     manifest = SimpleNamespace(cache=CacheForm.INTERNAL, target="coreml")
     with Session.open(tiny_bundle()) as session:
         "".join(session.chat("a", max_tokens=2))
-        session.bundle = cast(Bundle, SimpleNamespace(manifest=manifest, folder=tmp_path))
+        session._bundle = cast(Bundle, SimpleNamespace(manifest=manifest, folder=tmp_path))
         with pytest.raises(InputError, match="coreml keeps the KV cache inside its graphs"):
             session.save(tmp_path / "talk")

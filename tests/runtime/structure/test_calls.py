@@ -9,8 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.structure.calls import call_structure
-from ssdevice.runtime.structure.grammar import open_grammar
+from ssdevice.runtime.structure.grammar import call_structure, open_grammar
 from ssdevice.text.tools import ToolStyle, answer_text, parse_calls, tool_of
 from tests.runtime.structure.letters import letters
 
@@ -56,7 +55,7 @@ def test_every_answer_is_a_valid_call(style: ToolStyle) -> None:
 
 
 def test_a_named_tool_is_the_only_one() -> None:
-    grammar = open_grammar(call_structure(TOOLS, ToolStyle.LLAMA3, letters(), "time"), letters(), VOCAB)
+    grammar = open_grammar(call_structure([tool_of(time)], ToolStyle.LLAMA3, letters()), letters(), VOCAB)
     assert answer_text(letters(), grammar.forced) == '{"name": "time", "parameters": {}}'
 
 
@@ -76,21 +75,19 @@ def test_a_special_mark_is_its_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "style", "name", "reason"),
+    ("tools", "style", "reason"),
     [
-        (TOOLS, ToolStyle.GEMMA, None, "not write calls in JSON"),
-        (TOOLS, ToolStyle.HERMES, "clock", "no tool 'clock'; the request has weather, time"),
-        ([], ToolStyle.HERMES, None, "has none"),
-        ([{"name": "flat"}], ToolStyle.HERMES, None, r"tools\[0\].function is NoneType"),
-        (["time"], ToolStyle.HERMES, None, r"tools\[0\] is str"),
+        (TOOLS, ToolStyle.GEMMA, "not write calls in JSON"),
+        ([], ToolStyle.HERMES, "there are no tools"),
+        ([{"name": "flat"}], ToolStyle.HERMES, r"tools\[0\].function is NoneType"),
+        (["time"], ToolStyle.HERMES, r"tools\[0\] is str"),
         (
             [{"function": {"name": "f", "parameters": 5}}],
             ToolStyle.HERMES,
-            None,
             r"tools\[0\].function.parameters is int",
         ),
     ],
 )
-def test_what_cannot_be_required_is_refused(tools: Any, style: ToolStyle, name: str | None, reason: str) -> None:
+def test_what_cannot_be_required_is_refused(tools: Any, style: ToolStyle, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        call_structure(tools, style, letters(), name)
+        call_structure(tools, style, letters())
