@@ -96,10 +96,11 @@ class Kernel:
 class Engine(ABC):
     """A bundle opened for one app. ``functions``: those of the contract's functions that the app has.
 
-    ``source``: the file or folder that it was opened from, for messages. ``kernels``: whether it uses ours.
+    ``source``: the file or folder that it was opened from, for messages. ``kernels``: the library of ours that it uses,
+    as a ``Chooser`` does, too; None for none.
     """
 
-    kernels = False
+    kernels: Any = None
 
     def __init__(self, geometry: Geometry, functions: frozenset[str], source: Path) -> None:
         self.geometry = geometry

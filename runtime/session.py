@@ -246,7 +246,7 @@ class Session(OpenBundle):
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
         vocab = self.engine.geometry.vocab
         grammar = open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
-        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar)
+        return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
         known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None

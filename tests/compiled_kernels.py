@@ -28,7 +28,7 @@ def built(kind: str) -> Path:
 
 def native_objects() -> dict[str, str]:
     """Source of the kernels as users get them -> its object, for a compiler that has only to link."""
-    sources = sorted(kernels.SOURCES.glob("*.cpp"))
+    sources = kernels.sources()
     objects = compiled_objects(sources, [str(COMPILER)], [*kernels.FLAGS, *WARNINGS])
     return dict(zip(map(str, sources), objects, strict=True))
 
@@ -72,7 +72,7 @@ def _compiled(name: str, flags: Sequence[str]) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir(mode=0o755)
         given = [*kernels.FLAGS, *flags]
-        objects = compiled_objects(sorted(kernels.SOURCES.glob("*.cpp")), [str(COMPILER)], given)
+        objects = compiled_objects(kernels.sources(), [str(COMPILER)], given)
         subprocess.run([str(COMPILER), *given, "-o", str(folder / "made.so"), *objects], check=True)
         kernels.put(folder / "made.so", folder)
 

@@ -1,17 +1,13 @@
-// The choice of a token from a row of logits: runtime/sampling/choice.py in C++. Hosts agree on it for a seed, so precisions are part of
-// the definition: processors and the division by the temperature are in float, without fused multiply-adds, the rest is in double.
+// The choice of a token from a row of logits, with what changes them before: runtime/sampling/choice.py in C++.
 #pragma once
 
-#include "noise.h"
 #include "processors.h"
-#include "scan.h"
 
 // Chooses the tokens of one answer. `sampling` must outlive it.
 class Chooser {
  public:
   Chooser(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab)
-      : s_(sampling), vocab_(static_cast<int32_t>(vocab)), position_(prompt.size()), process_(sampling, prompt, stops, vocab),
-        highest_((vocab + Noise::kGroup - 1) / Noise::kGroup) {
+      : s_(sampling), vocab_(vocab), position_(prompt.size()), process_(sampling, prompt, stops, vocab) {
     for (const auto& entry : s_.logit_bias) check(entry.first);
     for (const Ids* ids : {&s_.suppress, &s_.begin_suppress}) std::for_each(ids->begin(), ids->end(), [&](int32_t id) { check(id); });
     for (const Ids& word : s_.bad_words) std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
@@ -21,239 +17,25 @@ class Chooser {
   // and if every token is forbidden.
   int32_t operator()(float* logits) {
     process_(logits);
-    if (!measure(logits)) throw Error("the model returned logits that are not numbers");
-    if (!std::isfinite(best_)) throw Error("the request forbids every token that the model could choose");
-    row_ = logits, temperature_ = static_cast<float>(s_.temperature);
-    const int32_t token = s_.temperature > 0 ? sample() : first_of(best_);
+    const int32_t token = sampler_(logits, vocab_, s_, position_);
+    if (token == Sampler::kNoNumbers) throw Error("the model returned logits that are not numbers");
+    if (token == Sampler::kNoToken) throw Error("the request forbids every token that the model could choose");
     process_.accept(token);
     ++position_;
     return token;
   }
 
   // How many tokens truncation left for the last choice, whose logits are still there.
-  int64_t left() {
-    if (all_) truncate();
-    return all_ ? std::count_if(row_, row_ + vocab_, [](float x) { return std::isfinite(x); })
-                : std::count_if(kept_.begin(), kept_.end(), [](const Candidate& each) { return std::isfinite(each.score); });
-  }
+  int64_t left() { return sampler_.left(); }
 
  private:
-  struct Candidate {
-    float score;
-    int32_t id;
-    double weight, key;  // exp(score - the largest); what `border` sorts by
-  };
-
   void check(int32_t id) const {
     if (id < 0 || id >= vocab_) throw Error("token " + std::to_string(id) + " is not one of the model's " + std::to_string(vocab_));
   }
 
-  // Finds the largest logit, of each group and of all. Whether none is NaN or infinity.
-  bool measure(const float* logits) {
-    bool wrong = false;
-    for (int32_t start = 0; start < vocab_; start += Noise::kGroup) {
-      highest_[start / Noise::kGroup] = largest(logits + start, std::min(Noise::kGroup, vocab_ - start), wrong);
-    }
-    best_ = *std::max_element(highest_.begin(), highest_.end());
-    return !wrong && best_ < std::numeric_limits<float>::infinity();
-  }
-
-  int32_t first_of(float logit) const {
-    const auto group = std::find(highest_.begin(), highest_.end(), logit) - highest_.begin();
-    return static_cast<int32_t>(std::find(row_ + group * Noise::kGroup, row_ + vocab_, logit) - row_);
-  }
-
-  float score(float logit) const { return logit / temperature_; }
-
-  int32_t sample() {
-    noise_.at(s_.seed, position_, vocab_);
-    all_ = true;
-    const bool few = s_.top_k > 0 || s_.min_p > 0 || s_.typical_p < 1;  // are left, whose noise is soon compared
-    if (!few) {
-      const int32_t token = best_of_all();
-      if (s_.top_p == 1 || in_nucleus(token)) return token;
-    }
-    truncate();
-    return all_ ? best_of_all() : best_of_kept();
-  }
-
-  // Whether top-p certainly leaves a token, which the likelier ones show soon; else unknown.
-  bool in_nucleus(int32_t token) const {
-    const float own = row_[token];
-    const double h = score(best_), mine = std::exp(score(own) - h), mass = s_.top_p - error();
-    double likelier = -mine;  // it is counted as well
-    for (size_t group = 0; group < highest_.size(); ++group) {
-      if (highest_[group] < own) continue;
-      const auto start = static_cast<int32_t>(group) * Noise::kGroup, end = std::min(vocab_, start + Noise::kGroup);
-      for (int32_t id = start; id < end; ++id) {
-        if (row_[id] >= own) likelier += std::exp(score(row_[id]) - h);
-      }
-    }
-    return likelier < mass * (likelier + mine) || likelier < mass * weight_of_all(row_, vocab_, best_, temperature_);
-  }
-
-  void truncate() {
-    kept_.clear();
-    if (s_.top_k > 0 && s_.top_k < vocab_) keep_top_k();
-    if (s_.top_p < 1) keep_nucleus();
-    if (s_.min_p > 0) keep_above(score(best_) + std::log(s_.min_p));
-    if (s_.typical_p < 1) keep_typical();
-  }
-
-  // Takes a token if its score and noise are more than those of the best one before; the noise of most tokens need not be known.
-  void consider(int32_t id, float score) {
-    if (score + noise_.most(id / Noise::kGroup) < reached_ - 1e-6) return;
-    const double sum = score + noise_.of(id);
-    if (sum > reached_ || (sum == reached_ && id < winner_)) winner_ = id, reached_ = sum;
-  }
-
-  int32_t best_of_all() {
-    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
-    const auto groups = static_cast<int32_t>(highest_.size());
-    for (int32_t group = 0; group < groups; ++group) {
-      if (const int32_t id = noise_.lucky(group); id < vocab_) consider(id, score(row_[id]));
-    }
-    for (int32_t group = 0; group < groups; ++group) {
-      const float bound = below(reached_ - 1e-6 - noise_.most(group));
-      if (highest_[group] < bound) continue;
-      const int32_t end = std::min(vocab_, (group + 1) * Noise::kGroup);
-      for (int32_t id = group * Noise::kGroup; id < end; ++id) {
-        if (row_[id] >= bound) consider(id, score(row_[id]));
-      }
-    }
-    return winner_;
-  }
-
-  int32_t best_of_kept() {
-    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
-    std::iter_swap(kept_.begin(), std::max_element(kept_.begin(), kept_.end(), [](auto& a, auto& b) { return a.score < b.score; }));
-    for (const Candidate& each : kept_) consider(each.id, each.score);
-    return winner_;
-  }
-
-  // Makes candidates of all tokens whose logits are not below a bound.
-  void gather(float bound) {
-    all_ = false;
-    for (size_t group = 0; group < highest_.size(); ++group) {
-      if (highest_[group] < bound) continue;
-      const auto start = static_cast<int32_t>(group) * Noise::kGroup, end = std::min(vocab_, start + Noise::kGroup);
-      for (int32_t id = start; id < end; ++id) {
-        if (row_[id] >= bound) kept_.push_back({score(row_[id]), id, 0, 0});
-      }
-    }
-  }
-
-  template <typename Good>
-  void keep(Good good) {
-    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), [&](const Candidate& each) { return !good(each); }), kept_.end());
-  }
-
-  // A logit below all that give a score: division rounds, and so does this.
-  float below(double score) const {
-    const auto logit = static_cast<float>(score * temperature_);
-    return logit - 1e-6f * std::abs(logit) - std::numeric_limits<float>::min();
-  }
-
-  void keep_top_k() {
-    const auto k = static_cast<size_t>(s_.top_k);
-    float bound = -std::numeric_limits<float>::infinity();
-    if (k <= highest_.size()) {  // the k-th largest of some logits is not above that of all
-      scratch_ = highest_;
-      std::nth_element(scratch_.begin(), scratch_.begin() + k - 1, scratch_.end(), std::greater<>());
-      bound = below(score(scratch_[k - 1]));
-    }
-    gather(bound);
-    scratch_.clear();
-    for (const Candidate& each : kept_) scratch_.push_back(each.score);
-    std::nth_element(scratch_.begin(), scratch_.begin() + k - 1, scratch_.end(), std::greater<>());
-    keep([least = scratch_[k - 1]](const Candidate& each) { return each.score >= least; });
-  }
-
-  void keep_above(double bound) {
-    if (all_) gather(below(bound));
-    keep([&](const Candidate& each) { return each.score >= bound; });
-  }
-
-  // Weighs the candidates; their weight together.
-  double weigh() {
-    const double h = score(best_);
-    double total = 0;
-    for (Candidate& each : kept_) total += each.weight = std::exp(each.score - h);
-    return total;
-  }
-
-  // Of a pass over all logits, as a part of its sum: its own, and that of scores, which are rounded.
-  double error() const { return 3e-5 + 2e-7 * std::abs(score(best_)); }
-
-  // The fewest likeliest tokens that have `top_p` of the weight of all.
-  void keep_nucleus() {
-    const double h = score(best_);
-    double total = 0, near = 0;
-    if (all_) {
-      total = weight_of_all(row_, vocab_, best_, temperature_);
-      near = error() * total;
-      const double lowest = std::log((1 - s_.top_p) / vocab_ * total) - 1e-3;  // tokens below have less than 1 - top_p together
-      for (double depth = -4;; depth *= 2) {
-        gather(below(h + std::max(depth, lowest)));
-        if (weigh() >= s_.top_p * total + near || depth <= lowest) break;
-        kept_.clear();
-      }
-    } else {
-      total = weigh();
-    }
-    for (Candidate& each : kept_) each.key = -each.score;
-    auto [last, before] = border(s_.top_p * total);
-    if (std::min(std::abs(before - s_.top_p * total), std::abs(before + kept_[last].weight - s_.top_p * total)) < near) {
-      total = 0;
-      for (int32_t id = 0; id < vocab_; ++id) total += std::exp(score(row_[id]) - h);
-      last = border(s_.top_p * total).first;
-    }
-    kept_.resize(last + 1);
-  }
-
-  // The tokens whose surprise is nearest to the entropy and that have `typical_p` of the weight together.
-  void keep_typical() {
-    if (all_) gather(-std::numeric_limits<float>::infinity());
-    const double total = weigh();
-    keep([](const Candidate& each) { return each.weight > 0; });
-    double entropy = 0;
-    const double most = std::log(total) + score(best_);
-    for (const Candidate& each : kept_) entropy += each.weight / total * (most - each.score);
-    for (Candidate& each : kept_) each.key = std::abs(most - each.score - entropy);
-    const double farthest = kept_[border(s_.typical_p * total).first].key;
-    keep([&](const Candidate& each) { return each.key <= farthest; });
-  }
-
-  // In the order of keys and ids, the first candidate with which all so far weigh `mass`, and what those before it weigh. Moves them so
-  // that those before it are before it.
-  std::pair<size_t, double> border(double mass) {
-    size_t low = 0, high = kept_.size();
-    double before = 0;
-    while (high - low > 1) {
-      const size_t middle = low + (high - low) / 2;
-      std::nth_element(kept_.begin() + low, kept_.begin() + middle, kept_.begin() + high,
-                       [](const Candidate& a, const Candidate& b) { return a.key != b.key ? a.key < b.key : a.id < b.id; });
-      double more = 0;
-      for (size_t at = low; at < middle; ++at) more += kept_[at].weight;
-      if (before + more >= mass) {
-        high = middle;
-      } else {
-        low = middle, before += more;
-      }
-    }
-    return {low, before};
-  }
-
   const Sampling& s_;
-  const int32_t vocab_;
+  const int64_t vocab_;
   int64_t position_;
   Processors process_;
-  Noise noise_;
-  std::vector<float> highest_, scratch_;  // `highest_`: the largest logit of each group of Noise
-  const float* row_ = nullptr;            // the processed logits
-  float best_ = 0, temperature_ = 1;
-  bool all_ = true;  // whether nothing was cut yet; otherwise `kept_` has what is left
-  std::vector<Candidate> kept_;
-  int32_t winner_ = -1;
-  double reached_ = 0;
+  Sampler sampler_;
 };

@@ -1,22 +1,18 @@
 // What a user may ask of the choice of tokens, and what changes logits before it. runtime/sampling/options.py and processors.py in C++.
 #pragma once
 
-#include <cstdint>
-#include <limits>
-
+#include "../../runtime/sampling/native/sampler.h"
 #include "schema.h"
 
 using Ids = std::vector<int32_t>;
 
 // What a user may ask; the defaults choose greedily. Meaning and order are those of Python's class of this name, which also has the ranges.
-struct Sampling {
-  double temperature = 0, top_p = 1, min_p = 0, typical_p = 1;
+struct Sampling : Draw {
   double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
-  int64_t top_k = 0, no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
+  int64_t no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
   std::map<int32_t, double> logit_bias;
   Ids suppress, begin_suppress;
   std::vector<Ids> bad_words;
-  uint64_t seed = 0;
 
   struct Number {
     double Sampling::*value;

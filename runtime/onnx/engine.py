@@ -72,9 +72,8 @@ class OnnxEngine(Engine):
         self.cache_dtype = cache_dtype
         self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
         self._library = kernels.library() if options.kernels else None
-        self.kernels = self._library is not None
-        hired = quantized and self.kernels and options.spinning
-        self._crew = (options.threads or kernels.cores()) if hired else 0
+        self.kernels = kernels.loaded(self._library) if self._library is not None else None
+        self._crew = (options.threads or kernels.cores()) if quantized and self.kernels and options.spinning else 0
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: WeakSet[OnnxCache] = WeakSet()
         self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
@@ -108,10 +107,9 @@ class OnnxEngine(Engine):
         if self._profiles is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)
-        file = self.files[function]
+        built, file = self._library, self.files[function]
         if _identity(file) != self._checked[file]:
             raise BundleError(f"{file.parent} was replaced while it was in use; open the session again")
-        built = self._library
         with kernels.crew(built, self._crew, self.options.profile) if built is not None else nullcontext():
             try:
                 if built is not None:
@@ -210,8 +208,7 @@ class _Call:
 
     def binding(self, rows: int) -> ort.IOBinding:
         """The binding that shows the graph the first ``rows`` rows of the cache."""
-        binding = self._bindings.pop(rows, None) or self._bind(rows)
-        self._bindings[rows] = binding
+        binding = self._bindings[rows] = self._bindings.pop(rows, None) or self._bind(rows)
         if len(self._bindings) > BINDINGS:
             del self._bindings[next(iter(self._bindings))]
         return binding

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.noise import Integers, peaks, sample, sample_all
+from ssdevice.runtime.sampling.compiled import Compiled
+from ssdevice.runtime.sampling.noise import Integers, sample, sample_all
 from ssdevice.runtime.sampling.options import Sampling, Scores
 from ssdevice.runtime.sampling.processors import Processors
 from ssdevice.runtime.structure.grammar import Grammar
@@ -43,8 +44,8 @@ MUCH = 1e4
 class Chooser:
     """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
 
-    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. ``grammar``: that of ``sampling.structure``. Raises
-    InputError for ids that the model does not have.
+    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. ``grammar``: that of ``sampling.structure``. ``library``:
+    that of the kernels, which then does most of the work. Raises InputError for ids that the model does not have.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Chooser:
         stops: Sequence[int],
         vocab: int,
         grammar: Grammar | None = None,
+        library: object = None,
     ) -> None:
         sampling.check_ids(vocab)
         self.sampling = sampling
@@ -62,6 +64,7 @@ class Chooser:
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._grammar = grammar
+        self._compiled = Compiled(library, sampling) if library is not None else None
 
     def forced(self) -> Sequence[int]:
         """The tokens that the structure leaves no choice for, in turn from the next one on."""
@@ -83,7 +86,7 @@ class Chooser:
             best = self._best(grammar.masked(scores), logits)
         assert best is not None
         if s.logprobs is not None:
-            self.logprobs.append(log_probabilities(logits, best, s.logprobs, self._spare))
+            self.logprobs.append(self._log_probabilities(logits, best, min(s.logprobs, len(logits))))
         self._processors.accept(best)
         if grammar is not None:
             grammar.accept(best)
@@ -95,22 +98,36 @@ class Chooser:
         ``unmasked``: a structure excludes tokens, and its mask takes longest to compute. The best of all tokens is the
         best of those that are allowed, if it is one of them, and if none that are missing matter for it; else None.
         """
-        s, tops = self.sampling, peaks(scores)
-        highest = np.max(tops)
-        if not np.isfinite(highest):
-            if np.isnan(highest) or not np.isfinite(np.max(logits)):
+        s, position = self.sampling, len(self._processors.ids)
+        compiled = self._compiled if not (unmasked and s.truncates) else None
+        if compiled is not None and (found := compiled.choose(scores, position)) >= 0:
+            return found
+        top = int(np.argmax(scores))
+        if not np.isfinite(scores[top]):
+            if np.isnan(scores[top]) or not np.isfinite(np.max(logits)):
                 raise BundleError("the model returned logits that are not numbers")
             raise InputError("the request forbids every token that the model could choose")
         if not s.temperature:
-            return int(np.argmax(scores))
-        position = len(self._processors.ids)
-        best = sample_all(scores, tops, s.temperature, s.seed, position)
-        if not s.truncates or _stays(scores, best, s, None if unmasked else self._spare):
+            return top
+        best = sample_all(scores, top, s.temperature, s.seed, position)
+        if not s.truncates or _stays(scores, top, best, s, None if unmasked else self._spare):
             return best
         if unmasked:
             return None
         scores, kept = truncated(scores / np.float32(s.temperature), s)
         return best if kept is None or best in kept else sample(scores, kept, s.seed, position, len(logits))
+
+    def _log_probabilities(self, logits: Scores, token: int, best: int) -> Logprobs:
+        """Those of a token and of the ``best`` likeliest ones, ties to the lowest id."""
+        if self._compiled is not None:
+            total, likely = self._compiled.log_total(logits, best)
+        else:
+            highest = np.max(logits)
+            total = float(highest) + math.log(_total(logits, highest, np.float32(1), self._spare))
+            some = np.flatnonzero(logits >= np.partition(logits, -max(best, 1))[-max(best, 1)])
+            likely = some[np.argsort(-logits[some], kind="stable")][:best].tolist()
+        values = tuple(float(logits[i]) - total for i in likely)
+        return Logprobs(float(logits[token]) - total, tuple(likely), values)
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -122,7 +139,7 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
         scores, ids = scores[at], at if ids is None else ids[at]
 
     if 0 < s.top_k < len(scores):
-        keep(np.flatnonzero(scores >= _largest(scores, s.top_k)))
+        keep(np.flatnonzero(scores >= np.partition(scores, -s.top_k)[-s.top_k]))
     if s.top_p < 1:
         keep(_nucleus(scores, s.top_p))
     if s.min_p > 0:
@@ -132,16 +149,15 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
-def _stays(logits: Scores, token: int, s: Sampling, spare: Scores | None) -> bool:
+def _stays(logits: Scores, top: int, token: int, s: Sampling, spare: Scores | None) -> bool:
     """Whether truncation certainly leaves a token of a row, which few others often show; else unknown.
 
-    ``spare [V]``: memory; None: any of the other tokens may be missing.
+    ``top``: the likeliest token. ``spare [V]``: memory; None: any of the other tokens may be missing.
     """
-    if s.typical_p < 1:
-        return False
-    t, own = np.float32(s.temperature), logits[token]
+    if s.typical_p < 1 or token == top:
+        return s.typical_p == 1
+    t, own, highest = np.float32(s.temperature), logits[token], logits[top]
     few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
-    highest = np.max(few)
     p = np.exp((few - highest) / t)
     mine = np.exp((own - highest) / t)
     least = np.sum(p[few >= own])
@@ -194,43 +210,21 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
     return np.sort(likely[order[: 1 + last]])
 
 
-def _largest(scores: Scores, n: int) -> np.float32:
-    """The n-th largest score, which is not below the n-th largest peak."""
-    if n <= len(tops := peaks(scores)):
-        scores = scores[np.flatnonzero(scores >= np.partition(tops, -n)[-n])]
-    return np.float32(np.partition(scores, -n)[-n])
-
-
 def _typical(scores: Scores, mass: float) -> Integers:
     """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
-    highest = np.max(scores)
-    weight = weights(scores, highest)
+    below = np.maximum(scores.astype(np.float64) - float(np.max(scores)), -MUCH)
+    weight = np.exp(below)
     total = np.sum(weight)
-    surprise = np.log(total) + float(highest) - scores.astype(np.float64)
-    entropy = np.sum(weight * np.minimum(surprise, MUCH)) / total
+    mean = np.sum(weight * below) / total  # of a surprise and the entropy, the difference is that of these
     for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
         likely = np.flatnonzero(weight > least * total)
-        far = np.abs(surprise[likely] - entropy)
+        far = np.abs(below[likely] - mean)
         order = np.argsort(far)
         last = int(np.searchsorted(np.cumsum(weight[likely][order] / total), mass))
-        if last < len(order) and least and far[order[last]] < -math.log(least) - entropy:
+        if last < len(order) and least and far[order[last]] < mean - math.log(least * total):
             break  # all others are farther
     near: Integers = likely[far <= far[order[min(last, len(order) - 1)]]]
     return near
-
-
-def log_probabilities(logits: Scores, token: int, best: int, spare: Scores) -> Logprobs:
-    """The log-probabilities of a token and of the ``best`` likeliest ones, ties to the lowest id.
-
-    ``spare [V]``: memory.
-    """
-    tops = peaks(logits)
-    highest = np.max(tops)
-    total = float(highest) + math.log(_total(logits, highest, np.float32(1), spare))
-    some = tops if best <= len(tops) else logits  # as many tokens are at least as likely as the best of these
-    likely = np.flatnonzero(logits >= _largest(some, min(best, len(some)))).tolist() if best else []
-    ids = sorted(likely, key=lambda i: (-logits[i], i))[:best]
-    return Logprobs(float(logits[token]) - total, tuple(ids), tuple(float(logits[i]) - total for i in ids))
 
 
 def walk(tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]) -> tuple[list[int], list[int]]:

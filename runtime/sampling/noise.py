@@ -16,7 +16,6 @@ of it an exponential one, in float64. A score plus its noise is a float64, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,38 +27,24 @@ GROUP = 256
 SEEDS = 1 << 64
 AHEAD = 16
 """Positions whose groups are computed at once, which takes NumPy little longer than those of one."""
-FEW = 256
-"""Tokens whose noise large integers give sooner than arrays do."""
 SLACK = 1e-5
 """More than rounding changes of a score."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Scores = NDArray[np.float32]
-Words = NDArray[np.uint64]
 
 LOW = 0xFFFFFFFF
 
 
-def philox(number: Any, position: Any, kind: int, seed: int, ones: int = 1) -> tuple[Any, Any, Any, Any]:
-    """The 32-bit words of Philox 4x32-10 for counters (number, position, kind, 0).
-
-    ``number``, ``position``: arrays of uint64. Or integers that each hold one number in every 64 bits; ``ones`` then
-    holds a 1 in each of these: a product with 32 bits does not leave its 64, and calls take less time than arrays'.
-    """
-    low, c, d = LOW * ones, kind * ones, 0
-    a, b = number, position
-    for k, m in _keys(seed, ones):
+def philox(number: Any, position: Any, kind: int, seed: int) -> tuple[Any, Any, Any, Any]:
+    """The 32-bit words of Philox 4x32-10 for counters (number, position, kind, 0): integers, or arrays of uint64."""
+    a, b, c, d = number, position, kind, 0
+    for i in range(10):
+        k, m = (seed + i * 0x9E3779B9) & LOW, ((seed >> 32) + i * 0xBB67AE85) & LOW
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = q >> 32 & low ^ b ^ k, q & low, p >> 32 & low ^ d ^ m, p & low
+        a, b, c, d = q >> 32 ^ b ^ k, q & LOW, p >> 32 ^ d ^ m, p & LOW
     return a, b, c, d
-
-
-@lru_cache(maxsize=64)
-def _keys(seed: int, ones: int) -> tuple[tuple[int, int], ...]:
-    """The keys of the ten rounds."""
-    of_round = [((seed + i * 0x9E3779B9) & LOW, ((seed >> 32) + i * 0xBB67AE85) & LOW) for i in range(10)]
-    return tuple((k * ones, m * ones) for k, m in of_round)
 
 
 def exponential(high: Any, low: Any) -> Any:
@@ -88,27 +73,11 @@ def _groups(seed: int, position: int, vocab: int) -> tuple[Floats, Floats, Integ
 def gumbel(seed: int, position: int, ids: Integers, vocab: int) -> Floats:
     """The noise of tokens ``ids [n]`` at a position."""
     smallest, _, lucky = _groups(seed, position, vocab)
-    group, words = ids // GROUP, _words(seed, position, (ids >> 1).astype("<u8"))
+    group, words = ids // GROUP, philox((ids >> 1).astype(np.uint64), position, 1, seed)
     odd = (ids & 1).astype(bool)
     more = exponential(np.where(odd, words[2], words[0]), np.where(odd, words[3], words[1]))
     noise: Floats = -np.log(smallest[group] + np.where(lucky[group] == ids, 0.0, more))
     return noise
-
-
-def _words(seed: int, position: int, numbers: Words) -> Sequence[Words]:
-    """The words of kind 1 for ``numbers [n]``."""
-    count = len(numbers)
-    if count > FEW:
-        return philox(numbers, np.full(count, position, np.uint64), 1, seed)
-    ones = ((1 << 64 * count) - 1) // ((1 << 64) - 1)
-    words = philox(int.from_bytes(numbers.tobytes(), "little"), int(position) * ones, 1, seed, ones)
-    return [np.frombuffer(word.to_bytes(8 * count, "little"), "<u8") for word in words]
-
-
-def peaks(scores: Scores) -> Scores:
-    """``[V] -> [groups]``: the largest score of each group."""
-    highest: Scores = np.maximum.reduceat(scores, np.arange(0, len(scores), GROUP))
-    return highest
 
 
 def sample(scores: Scores, ids: Integers, seed: int, position: int, vocab: int) -> int:
@@ -119,14 +88,13 @@ def sample(scores: Scores, ids: Integers, seed: int, position: int, vocab: int) 
     return int(ids[np.argmax(scores + gumbel(seed, position, ids, vocab))])
 
 
-def sample_all(logits: Scores, highest: Scores, temperature: float, seed: int, position: int) -> int:
-    """``sample`` of all tokens of ``logits [V]`` divided by the temperature; ``highest``: their ``peaks``.
+def sample_all(logits: Scores, top: int, temperature: float, seed: int, position: int) -> int:
+    """``sample`` of all tokens of ``logits [V]`` divided by the temperature; ``top``: the likeliest of them.
 
     The noise is computed for the likeliest token, and for those that could win over it with the luck of their group.
     """
     vocab, t = len(logits), np.float32(temperature)
-    group = int(np.argmax(highest))
-    top = group * GROUP + int(np.argmax(logits[group * GROUP : (group + 1) * GROUP]))
+    group = top // GROUP
     smallest, luck, lucky = _groups(seed, position, vocab)
     words = philox(top >> 1, int(position), 1, seed)
     more = 0.0 if lucky[group] == top else exponential(*words[2:] if top & 1 else words[:2])

@@ -63,7 +63,7 @@ class Processors:
         if banned := self._banned():
             scores[banned] = NEVER
         for processor in s.processors:
-            scores = np.asarray(processor(self.ids, scores), np.float32)
+            scores = np.ascontiguousarray(processor(self.ids, scores), np.float32)
             if scores.shape != logits.shape:
                 raise InputError(f"a processor returned scores {list(scores.shape)}, expected {list(logits.shape)}")
         return scores

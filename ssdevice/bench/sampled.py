@@ -89,7 +89,7 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
     cases = list(product(asked.prompts, samplers, range(seeds)))
     if not seeds:
         cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(asked.prompts)]
-    result = Sampled(asked.precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels)
+    result = Sampled(asked.precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
     conversation = engine.new_conversation()
 
     def sampled(advance: Advance | None) -> Answerer[SampledCase]:
@@ -125,7 +125,7 @@ def _sample(
     """A sampled answer with the rows of logits that its tokens were chosen from."""
     vocab, structure = conversation.geometry.vocab, sampling.structure
     grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
-    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar)
+    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar, conversation.engine.kernels)
     rows: list[Rows] = []
 
     def choose(logits: Rows) -> int:

@@ -174,7 +174,7 @@ def measure_costs(
         target=first.target,
         precision=first.precision.value,
         threads=options.threads,
-        kernels=session.engine.kernels,
+        kernels=session.engine.kernels is not None,
         model=first.model.sha256,
         gamma=first.geometry.gamma,
         msa_layers=first.msa_layers,

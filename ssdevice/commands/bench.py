@@ -132,7 +132,7 @@ def _report(args: argparse.Namespace, session: Session, result: BenchResult, opt
         "parameters": manifest.model.parameters,
         "sampling": _asked(options.sampling),
         "threads": args.threads,
-        "kernels": session.engine.kernels,
+        "kernels": session.engine.kernels is not None,
         "data": str(args.data),
         "app_bytes": sum(manifest.files[path].size for path in session.bundle.app(args.app).files),  # 0 if merged
         "model_mb": round(manifest.total_bytes / 1e6, 3),

@@ -64,7 +64,7 @@ def compare(
     """Compare the host with a session of a bundle, in every mode."""
     asked = options_of(sampling) if sampling else []
     with Session.open(bundle, options=EngineOptions(threads=1, kernels=with_kernels)) as session:
-        assert session.engine.kernels is with_kernels
+        assert (session.engine.kernels is not None) is with_kernels
         given = prompts(session)
         for mode, option in MODES:
             if sampling and mode == "plain_step":

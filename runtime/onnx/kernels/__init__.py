@@ -72,6 +72,8 @@ ATTENTION = "ssdevice.attention"
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
 SOURCES = Path(__file__).parent
+SAMPLING = SOURCES.parents[1] / "sampling" / "native"
+"""The choice of tokens for hosts, which the library has as well."""
 PREFIX, SUFFIX = "kernels-", ".so"
 AGAIN = "build it again with `ssdevice kernels`, or pass --no-kernels"
 ELSEWHERE = f"set {FOLDER} to a folder of your own and build them there, or decode without kernels (--no-kernels)"
@@ -127,12 +129,16 @@ def compiled(folder: Path) -> Path:
         raise InputError(f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)")
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         made = Path(unfinished) / f"made{SUFFIX}"
-        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        done = subprocess.run([compiler, *FLAGS, "-o", str(made), *sources], capture_output=True, text=True)
+        done = subprocess.run([compiler, *FLAGS, "-o", str(made), *map(str, sources())], capture_output=True, text=True)
         if done.returncode:
             said = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
             raise InputError(f"{compiler} cannot compile the kernels ({said})")
         return put(made, folder)
+
+
+def sources(*patterns: str) -> list[Path]:
+    """The files that the library is compiled from; ``patterns``: of others beside them."""
+    return sorted(file for pattern in ("*.cpp", *patterns) for at in (SOURCES, SAMPLING) for file in at.glob(pattern))
 
 
 def put(made: Path, folder: Path) -> Path:
@@ -150,11 +156,7 @@ def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
     ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a broken library, and for
     one that another user can have changed.
     """
-    _check(file)
-    try:
-        library = ctypes.CDLL(str(file))
-    except OSError as error:
-        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {AGAIN}") from error
+    library = loaded(file)
     with _opening:
         library.ssdevice_crew(threads)
         library.ssdevice_apart(apart)
@@ -165,15 +167,22 @@ def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
             library.ssdevice_apart(False)
 
 
+def loaded(file: Path) -> ctypes.CDLL:
+    """The library in this process. Raises the errors of ``crew``."""
+    _check(file)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {AGAIN}") from error
+
+
 def cores() -> int:
     """The processor's cores that this process may use, without the second threads of each."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    siblings = set()
-    for cpu in os.sched_getaffinity(0):
-        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(file.read_text("ascii") if file.is_file() else str(cpu))
-    return len(siblings)
+    of = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    files = {cpu: Path(of.format(cpu)) for cpu in os.sched_getaffinity(0)}
+    return len({file.read_text("ascii") if file.is_file() else str(cpu) for cpu, file in files.items()})
 
 
 def _check(file: Path) -> None:
@@ -193,8 +202,9 @@ def _check_owner(path: Path) -> None:
     """Raise InputError if users other than this one and root can change a file or what is in a folder."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
-        owner = f"another user (id {status.st_uid})"
-        raise InputError(f"{path} belongs to {owner}, whose kernels are not loaded; {ELSEWHERE}")
+        raise InputError(
+            f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; {ELSEWHERE}"
+        )
     if status.st_mode & OTHERS:
         mode = f"{status.st_mode & 0o777:o}"
         raise InputError(f"{path} can be changed by other users (mode {mode}); chmod go-w {path}, or {ELSEWHERE}")
@@ -223,6 +233,6 @@ def _folder() -> Path:
 def _version() -> str:
     """Identifies the sources and how they are compiled; every engine asks for it."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+    for path in sources("*.h"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

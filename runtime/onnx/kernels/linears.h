@@ -53,12 +53,21 @@ __attribute__((target("avx2"), always_inline)) inline void InOrder(__m256i& sum)
 #endif
 
 // Asks for bytes. Kernels ask for those kAhead later: a processor's own guesses end with a page. One row is a sixth faster.
-// Weights are read once in a step, so they are kept out of the large caches (NTA), which activations and the host need:
-// on Zen 4 a step of SmolLM2 is 5 % faster and the host 10 %, and a model that fits into the caches is as fast.
-constexpr size_t kAhead = 1024;
+// Weights are read once in a step. On AMD's processors they are kept out of the large caches (NTA), which activations and the host
+// need: on Zen 4 a step of SmolLM2 is 5 % faster and the host 10 %, and a model that fits into the caches is as fast. Intel's read
+// them half again as fast without that, from further ahead (Sapphire Rapids, two threads: 19 GB/s, with NTA 12.6).
+#ifdef SSDEVICE_AVX2
+inline const bool kIntel = __builtin_cpu_is("intel");
+#else
+constexpr bool kIntel = false;
+#endif
+inline const size_t kAhead = kIntel ? 4096 : 1024;
 inline void Prefetch([[maybe_unused]] const uint8_t* bytes, [[maybe_unused]] size_t count) {
 #ifdef SSDEVICE_AVX2
-  for (size_t at = 0; at < count; at += kLine) _mm_prefetch(reinterpret_cast<const char*>(bytes + at), _MM_HINT_NTA);
+  for (size_t at = 0; at < count; at += kLine) {
+    const auto* line = reinterpret_cast<const char*>(bytes + at);
+    kIntel ? _mm_prefetch(line, _MM_HINT_T0) : _mm_prefetch(line, _MM_HINT_NTA);
+  }
 #endif
 }
 
