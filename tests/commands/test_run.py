@@ -81,7 +81,7 @@ def test_standard_input_that_is_no_text_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert call("run", bundle, "--prompt", "-") == 2
-    assert capsys.readouterr().err == "ssdevice: error: standard input is not UTF-8 text (byte 2)\n"
+    assert capsys.readouterr().err == "ssdevice: error: standard input: not UTF-8 text (byte 2)\n"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_folder_that_is_no_bundle_is_refused(
 def test_inspect_tells_what_is_inside(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("inspect", bundle) == 0
     text = capsys.readouterr().out
-    for part in ("onnx", "fp32", "family mistral", "letters", "Go on.", "weights.bin", "kv_cache_per_token 256"):
+    for part in ("onnx", "fp32", "model_type mistral", "letters", "Go on.", "weights.bin", "kv_cache_per_token 256"):
         assert part in text
     assert call("inspect", bundle, "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ssdevice.cli import MAX_MESSAGE, one_line
-from ssdevice.config import MAX_RANK, StreamConfig
+from ssdevice.config import RANK, StreamConfig
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -36,8 +36,8 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
 
 @pytest.mark.parametrize("name", ["init_rank", "token_rank", "adapter_rank", "lora_rank"])
 def test_a_rank_that_fills_memory_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {MAX_RANK + 1}"):
-        StreamConfig(**{name: MAX_RANK + 1})
+    with pytest.raises(ConfigError, match=f"{name} is {RANK['maximum'] + 1}"):
+        StreamConfig(**{name: RANK["maximum"] + 1})
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

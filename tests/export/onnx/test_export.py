@@ -221,7 +221,7 @@ def test_bases_that_cannot_be_exported_are_refused(
         assert not list(tmp_path.iterdir())
 
     refuse({"model_type": "mamba"}, None, "'mamba' is not supported")
-    refuse({"hidden_size": "wide"}, None, "config.json: Validation error for field 'hidden_size'")
+    refuse({"hidden_size": "wide"}, None, "Validation error for field 'hidden_size'")
     refuse(None, "config.json", "no config.json; expected a Hugging Face model folder")
     refuse(None, "tokenizer.json", "tokenizer.json")
     refuse(None, "model.safetensors", "no .safetensors")
