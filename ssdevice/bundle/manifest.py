@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 37  # a sparse file of a terabyte would be hashed for minu
 MAX_APPS = 256
 LONGER = "the context is longer than the model was made for, so answers may get worse"
 NOT_APPLIED = "generation_config.json asks for settings that a bundle does not apply"
-"""A note that begins so is repeated wherever a bundle answers."""
+"""Notes that begin with one of these two are repeated wherever a bundle answers."""
 
 SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$", "description": "64 hexadecimal digits"}
 NAME: Rule = {

@@ -101,7 +101,8 @@ def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
 def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     """The session of ``add_bundle`` and ``add_engine``.
 
-    Says on stderr which settings of the model's ``generate`` the bundle does not apply.
+    Says on stderr which settings of the model's ``generate`` the bundle does not apply, and whether its context is
+    longer than the model was made for.
     """
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:

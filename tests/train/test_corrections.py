@@ -80,12 +80,13 @@ def test_streams_to_go_on_from_decide_what_was_not_asked_for(
 @pytest.mark.parametrize(
     "change",
     [
-        {"lr": float("nan")}, {"lr": float("inf")}, {"lr": 0.0}, {"alpha_stream": -1.0}, {"alpha_stream": float("nan")},
-        {"streams": LOSSLESS, "alpha_stream": 0.0},
+        {"steps": -5}, {"steps": 0}, {"limit": 0}, {"seed": -1},
+        {"batch_size": 0}, {"segment": 0}, {"answer_tokens": 0}, {"max_length": 1},
+        {"self_prompt": 0, "data": ()}, {"lr": float("nan")}, {"lr": float("inf")}, {"lr": 0.0}, {"alpha_stream": -1.0},
+        {"alpha_stream": float("nan")}, {"streams": LOSSLESS, "alpha_stream": 0.0},
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_train_are_refused(change: dict[str, Any]) -> None:
-    """Counts are refused where options are read, see ``tests/commands/test_options.py``."""
     with pytest.raises(ConfigError, match="expected|nothing is learned"):
         replace(OPTIONS, **change)
 
