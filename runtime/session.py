@@ -23,7 +23,7 @@ from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.structure.grammar import open_grammar
-from ssdevice.text.messages import ERROR, Chat, check_overflow, fitting, requested
+from ssdevice.text.messages import ERROR, Chat, fitting, requested
 from ssdevice.text.tokenizer import ChatTokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -121,7 +121,6 @@ class Session(OpenBundle):
         that does not fit, never the system message; ``last.dropped`` counts them. Raises the errors of ``generate``,
         and InputError for messages in another form or order, or what the template does not read.
         """
-        check_overflow(overflow)
         chat = requested(self._chat, prompt, messages, system, tools, template)
         ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
         turn = _Turn(kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns))

@@ -17,7 +17,7 @@ from ssdevice.runtime.sampling.options import Scores
 from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
 from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.text.tools import HERMES_MARKS, ToolStyle, functions_of
+from ssdevice.text.tools import ToolStyle, functions_of
 
 EXTRA = "structure"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -163,6 +163,6 @@ def call_structure(tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokeniz
     if style is ToolStyle.HERMES:
         special = {tokenizer.tokenizer.id_to_token(i) for i in special_ids(tokenizer.tokenizer)}
         # A special token is not its text, and written without quotes.
-        first, last = (mark if mark in special else json.dumps(mark) for mark in HERMES_MARKS)
+        first, last = (mark if mark in special else json.dumps(mark) for mark in style.value[0][:2])
         start = f'{first} "\\n" ({start}) "\\n" {last}'
     return Structure.lark("\n".join([f"start: {start}", *rules]))
