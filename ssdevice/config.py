@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice import strict_json
-from ssdevice.errors import ConfigError, check_no_pointer
+from ssdevice.errors import ConfigError, check_no_pointer, reading
 from ssdevice.rules import Rule, Ruled, within
 
 T = TypeVar("T")
@@ -203,10 +203,6 @@ def to_json(value: Any) -> Any:
 
 def read_json(path: Path) -> Any:
     """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
-    try:
-        check_no_pointer(path)
+    check_no_pointer(path)
+    with reading(path, ConfigError):
         return strict_json.parse(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ssdevice.bundle.sampling import MOST, ModelSampling
 from ssdevice.errors import InputError
 from ssdevice.rules import Rule, Ruled, within
-from ssdevice.runtime.sampling.noise import SEEDS
+from ssdevice.runtime.sampling.noise import SEEDS, Scores
 from ssdevice.runtime.structure.options import Structure
 
-Scores = NDArray[np.float32]
 Processor = Callable[[Sequence[int], Scores], Scores]
 """``(ids, scores [V]) -> scores [V]``, after all other processors and before the temperature; see ``Sampling``."""
 MAX_LOGPROBS = 1000

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.sampling.options import Sampling, Scores
+from ssdevice.runtime.sampling.noise import Scores
+from ssdevice.runtime.sampling.options import Sampling
 
 NEVER = np.float32(-np.inf)
 

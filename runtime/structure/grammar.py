@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import InputError, first_line, needs_extra
-from ssdevice.runtime.sampling.options import Scores
+from ssdevice.runtime.sampling.noise import Scores
 from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
 from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer

@@ -71,11 +71,11 @@ class Chat:
         """With the user's next message. Raises InputError for one without words."""
         if not arguments.text("prompt", prompt).strip():
             raise InputError("the prompt is empty")
-        return replace(self, messages=(*self.messages, {"role": USER, "content": prompt}))
+        return self.then(USER, prompt)
 
-    def answered(self, text: str) -> Chat:
-        """With the model's answer."""
-        return replace(self, messages=(*self.messages, {"role": ASSISTANT, "content": text}))
+    def then(self, role: str, content: str) -> Chat:
+        """With a further message."""
+        return replace(self, messages=(*self.messages, {"role": role, "content": content}))
 
     @property
     def turns(self) -> list[int]:
