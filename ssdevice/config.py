@@ -127,16 +127,9 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        options = [a for a in args if a is not type(None)]
-        for option in options[:-1]:
-            try:
-                return _coerce(option, value, where)
-            except ConfigError:
-                continue
-        return _coerce(options[-1], value, where)
+    if origin is types.UnionType:  # of one type and None
+        (present,) = set(args) - {types.NoneType}
+        return None if value is None else _coerce(present, value, where)
     if origin is tuple and isinstance(value, list):
         kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(kinds) != len(value):
