@@ -127,9 +127,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    if origin is types.UnionType:  # of one type and None
-        (present,) = set(args) - {types.NoneType}
-        return None if value is None else _coerce(present, value, where)
+    if origin is types.UnionType:  # of plain types, or of one and None
+        return _coerce(next((kind for kind in args if type(value) is kind), args[0]), value, where)
     if origin is tuple and isinstance(value, list):
         kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(kinds) != len(value):

@@ -30,6 +30,7 @@ class Outer:
     mode: Mode = Mode.SHARED
     flag: bool = False
     note: str | None = None
+    either: int | str = 0
     ranks: tuple[int, ...] = ()
     pair: tuple[str, float] = ("", 0.0)
     many: tuple[Inner, ...] = ()
@@ -50,6 +51,7 @@ outer = st.builds(
     mode=st.sampled_from(Mode),
     flag=st.booleans(),
     note=st.none() | text,
+    either=st.integers() | text,
     ranks=st.lists(st.integers(), max_size=3).map(tuple),
     pair=st.tuples(text, number),
     many=st.lists(inner, max_size=2).map(tuple),
@@ -80,6 +82,7 @@ def test_defaults_fill_what_is_left_out() -> None:
         ({"size": None}, r"x\.size: expected an integer, found null"),
         ({"flag": 1}, r"x\.flag: expected true or false, found an integer"),
         ({"note": 3}, r"x\.note: expected a string, found an integer"),
+        ({"either": 0.5}, r"x\.either: expected an integer, found a number"),
         ({"mode": "Shared"}, r"x\.mode: 'Shared' is not one of shared, lossless"),
         ({"mode": ["shared"]}, r"x\.mode: .* is not one of"),
         ({"mode": None}, r"x\.mode: 'None' is not one of"),
