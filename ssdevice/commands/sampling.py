@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +31,14 @@ HELP = {
     "seed": (int, "the same seed gives the same answer, in every mode (default 0)"),
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
-MAX_STRUCTURE_BYTES = 4 << 20
 
-
-def _named(make: Callable[[str], Structure], file: str) -> Structure:
-    """The structure in a file; errors name it."""
-    with reading(Path(file)), open(file, "rb") as stream:
-        content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
-    try:
-        return make(strict_json.utf8(content, file))
-    except InputError as error:
-        raise InputError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
-
-
-STRUCTURES: dict[str, tuple[str, str, Any]] = {
-    "json_schema": ("FILE", "answer in JSON that fits this JSON schema", partial(_named, Structure.json_schema)),
-    "json_object": ("", "answer with a JSON object", Structure.json_object()),
+STRUCTURES: dict[str, tuple[str, str, Callable[[Any], Structure]]] = {
+    "json_schema": ("FILE", "answer in JSON that fits this JSON schema", Structure.json_schema),
+    "json_object": ("", "answer with a JSON object", lambda _: Structure.json_object()),
     "regex": ("RE", "answer with text that this regular expression matches as a whole", Structure.regex),
-    "grammar": (
-        "FILE",
-        "answer in the language of this Lark grammar, such as FILE.lark",
-        partial(_named, Structure.lark),
-    ),
+    "grammar": ("FILE", "answer in the language of this Lark grammar, such as FILE.lark", Structure.lark),
 }
-"""Options -> what they take, and what makes a structure of that, or is it."""
+MAX_STRUCTURE_BYTES = 4 << 20
 
 
 def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
@@ -86,9 +69,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
     )
     form = group.add_mutually_exclusive_group()
-    for name, (what, text, made) in STRUCTURES.items():
-        how = {"metavar": what, "type": made} if what else {"action": "store_const", "const": made}
-        form.add_argument(flag(name), help=text, **how)
+    for name, (what, text, _) in STRUCTURES.items():
+        if not what:
+            form.add_argument(flag(name), action="store_true", help=text)
+        else:
+            form.add_argument(flag(name), type=Path if what == "FILE" else str, metavar=what, help=text)
 
 
 def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
@@ -98,7 +83,7 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     """
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
-    given["structure"] = next(filter(None, (getattr(args, name) for name in STRUCTURES)), None)
+    given["structure"] = _structure_of(args)
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     model = bundle.manifest.sampling if bundle is not None else None
     if args.temperature == 0:
@@ -109,6 +94,23 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
         named = ", ".join(f"{name}={value}" for name, value in model.named().items())
         print(f"ssdevice: the model recommends sampling ({named[:200]}); --sample does so", file=sys.stderr)
     return Sampling(**asked) if asked else None
+
+
+def _structure_of(args: argparse.Namespace) -> Structure | None:
+    for name, (what, _, make) in STRUCTURES.items():
+        if (given := getattr(args, name)) not in (None, False):
+            return _named(given, make) if what == "FILE" else make(given)
+    return None
+
+
+def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
+    """The structure in a file; errors name it."""
+    with reading(file), file.open("rb") as stream:
+        content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
+    try:
+        return make(strict_json.utf8(content, str(file)))
+    except InputError as error:
+        raise InputError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
 
 
 def flag(name: str) -> str:
