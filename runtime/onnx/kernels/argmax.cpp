@@ -171,7 +171,8 @@ struct Call {
     peaks.resize(static_cast<size_t>(count * head.upper->Groups()));
   }
 
-  int64_t First(size_t part) const { return head.upper->Groups() * static_cast<int64_t>(part) / static_cast<int64_t>(parts); }
+  // Where of so many groups, or sets of them, a part begins.
+  int64_t First(size_t part, int64_t all) const { return all * static_cast<int64_t>(part) / static_cast<int64_t>(parts); }
   Best& BestOf(size_t part, int64_t row) { return best[part * static_cast<size_t>(count) + static_cast<size_t>(row)]; }
 
   Bounds BoundsOf(int64_t row, int64_t group, const float* upper, int64_t columns) const {
@@ -192,8 +193,9 @@ struct Call {
 
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
-    for (int64_t g = First(part); g < First(part + 1); ++g) {
-      EachProduct<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
+    const int64_t sets = products.Sets(weights);
+    for (int64_t set = First(part, sets); set < First(part + 1, sets); ++set) {
+      EachProduct<BlockRows>(weights, set, rows, products, count, [&](int64_t r, int64_t g, const float* upper, int64_t columns) {
         std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
         const Bounds bounds = BoundsOf(r, g, upper, columns);
         peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
@@ -205,12 +207,12 @@ struct Call {
 
   void Look(size_t part) {
     thread_local std::vector<int64_t> found;
-    const int64_t outputs = head.upper->outputs;
+    const int64_t outputs = head.upper->outputs, groups = head.upper->Groups();
     float upper[kColumns] = {};
     for (int64_t r = 0; r < count; ++r) {
       found.clear();
-      for (int64_t g = First(part); g < First(part + 1); ++g) {
-        if (!(peaks[static_cast<size_t>(r * head.upper->Groups() + g)] >= needed[static_cast<size_t>(r)])) continue;
+      for (int64_t g = First(part, groups); g < First(part + 1, groups); ++g) {
+        if (!(peaks[static_cast<size_t>(r * groups + g)] >= needed[static_cast<size_t>(r)])) continue;
         const int64_t columns = std::min<int64_t>(kColumns, outputs - g * kColumns);
         std::copy_n(sums.data() + r * outputs + g * kColumns, columns, upper);
         const Bounds bounds = BoundsOf(r, g, upper, columns);

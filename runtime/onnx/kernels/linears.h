@@ -71,10 +71,13 @@ inline void Prefetch([[maybe_unused]] const uint8_t* bytes, [[maybe_unused]] siz
 #endif
 }
 
-// Some quantized rows, from row ``first`` of ``count`` on, with the weights of one group of columns.
+// Memory is read faster at several places in turn than at one: kernels that have the registers multiply so many groups at once.
+constexpr int kStreams = 2;
+
+// Some quantized rows, from row ``first`` of ``count`` on, with the weights of one group of columns, or of several.
 template <typename Rows>
 struct TileOf {
-  const uint8_t* weights;
+  const uint8_t* weights[kStreams];
   int blocks;
   const Rows& rows;
   int64_t first, count;
@@ -86,27 +89,35 @@ struct TileOf {
 template <typename Rows>
 using ProductOf = void (*)(const TileOf<Rows>&, float (*out)[kColumns]);
 
-// How a kind of processor multiplies 1, 2 .. ``tile`` rows.
+// How a kind of processor multiplies 1, 2 .. ``tile`` rows with ``streams`` groups; its products are those of the first group first.
 template <typename Rows>
 struct ProductsOf {
   const ProductOf<Rows>* of;
-  int64_t tile;
+  int64_t tile, streams = 1;
+
+  // How many times so many groups are all groups.
+  int64_t Sets(const Weights& weights) const { return (weights.Groups() + streams - 1) / streams; }
 };
 
-// Multiplies all rows with a group, tile by tile, and calls take(row, products, columns): how many of kColumns there are.
+// Multiplies all rows with the groups of a set, tile by tile, and calls take(row, group, products, columns): how many of kColumns
+// there are. The groups of a set are as far apart as there are sets: whoever takes sets in order reads each stream in order.
 template <typename Rows, typename Take>
-void EachProduct(const Weights& weights, int64_t group, const Rows& rows, ProductsOf<Rows> products, int64_t count, Take take) {
-  const int64_t tiles = (count + products.tile - 1) / products.tile;
-  const int64_t columns = std::min<int64_t>(kColumns, weights.outputs - group * kColumns);
-  float out[kWideTile][kColumns];
+void EachProduct(const Weights& weights, int64_t set, const Rows& rows, ProductsOf<Rows> products, int64_t count, Take take) {
+  const int64_t tiles = (count + products.tile - 1) / products.tile, sets = products.Sets(weights), groups = weights.Groups();
+  TileOf<Rows> t{{}, Blocks(weights.inputs), rows, 0, count};
+  for (int i = 0; i < kStreams; ++i) t.weights[i] = weights.Group(set + i * sets < groups ? set + i * sets : set);
+  float out[kStreams * kWideTile][kColumns];
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t first = count * tile / tiles, last = count * (tile + 1) / tiles;
-    products.of[last - first - 1]({weights.Group(group), Blocks(weights.inputs), rows, first, count}, out);
-    for (int64_t r = first; r < last; ++r) take(r, out[r - first], columns);
+    t.first = count * tile / tiles;
+    const int64_t size = count * (tile + 1) / tiles - t.first;
+    products.of[size - 1](t, out);
+    for (int64_t g = set, i = 0; g < groups && i < products.streams; g += sets, ++i)
+      for (int64_t r = 0; r < size; ++r)
+        take(t.first + r, g, out[i * size + r], std::min<int64_t>(kColumns, weights.outputs - g * kColumns));
   }
 }
 
-// Into how many parts of neighbouring groups of columns a call's work is cut.
+// Into how many parts of neighbouring sets of groups a call's work is cut.
 inline int64_t PartsOf(int64_t groups) { return std::clamp<int64_t>(groups / 2, 1, 32); }
 
 // The two constants of a linear, inputs 1 and 2.
@@ -136,10 +147,10 @@ void Multiply(const Weights& weights, Context& context, ProductsOf<Rows> product
   thread_local Rows room;
   Rows& rows = room;  // that of this thread, for all that work on it
   Quantize(context, x.As<float>(), count, x.shape.Last(), &rows);
-  const int64_t groups = weights.Groups(), parts = PartsOf(groups);
+  const int64_t sets = products.Sets(weights), parts = PartsOf(weights.Groups());
   context.Each(parts, [&](int64_t part) {
-    for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; ++g) {
-      EachProduct(weights, g, rows, products, count, [&](int64_t r, const float* out, int64_t columns) {
+    for (int64_t set = sets * part / parts; set < sets * (part + 1) / parts; ++set) {
+      EachProduct(weights, set, rows, products, count, [&](int64_t r, int64_t g, const float* out, int64_t columns) {
         std::copy(out, out + columns, y + r * weights.outputs + g * kColumns);
       });
     }
