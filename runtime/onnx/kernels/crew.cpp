@@ -17,7 +17,7 @@
 namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(2);  // a thread that has found no work for so long goes to sleep
-constexpr size_t kShares = 4;                              // of a call, for each thread
+constexpr size_t kMost = 16;                               // threads that have a part of their own
 constexpr int kLooks = 64;                                 // between two looks at the clock
 
 std::atomic<int> crew_size{0};
@@ -69,12 +69,14 @@ class Crew {
       for (size_t i = 0; i < total; ++i) work(data, i);
       return;
     }
-    for (; hired_ < threads - 1; ++hired_) std::thread([this] { Serve(); }).detach();
+    for (; hired_ < threads - 1; ++hired_) std::thread([this, me = hired_ + 1] { Serve(me); }).detach();
     work_ = work;
     data_ = data;
-    total_ = total;
-    share_ = std::max<size_t>(1, total / (kShares * threads));
-    next_.store(0);
+    parts_ = std::min(threads, kMost);
+    for (size_t i = 0; i < parts_; ++i) {
+      ends_[i] = total * (i + 1) / parts_;
+      nexts_[i].at.store(total * i / parts_);
+    }
     seats_.store(static_cast<int>(threads) - 1);
     open_.store(true);
     calls_.fetch_add(1);
@@ -83,24 +85,27 @@ class Crew {
       const std::lock_guard<std::mutex> guard(bed_);
       wake_.notify_all();
     }
-    Take();
+    Take(0);
     open_.store(false);
     while (inside_.load() != 0) Pause();
   }
 
  private:
-  void Take() {
-    for (size_t first; (first = next_.fetch_add(share_)) < total_;)
-      for (size_t i = first; i < std::min(first + share_, total_); ++i) work_(data_, i);
+  // Works on the part of thread ``me`` first, then on what others have left.
+  void Take(size_t me) {
+    for (size_t part = 0; part < parts_; ++part) {
+      const size_t whose = (me + part) % parts_;
+      for (size_t i; (i = nexts_[whose].at.fetch_add(1)) < ends_[whose];) work_(data_, i);
+    }
   }
 
-  void Serve() {
+  void Serve(size_t me) {
     for (uint64_t seen = 0;;) {
       Wait(seen);
       seen = calls_.load();
       // The caller closes a call before it looks who is inside. Whoever finds it open here is waited for.
       inside_.fetch_add(1);
-      if (open_.load() && seats_.fetch_sub(1) > 0) Take();
+      if (open_.load() && seats_.fetch_sub(1) > 0) Take(me);
       inside_.fetch_sub(1);
     }
   }
@@ -122,14 +127,16 @@ class Crew {
 
   std::mutex calling_, bed_;
   std::condition_variable wake_;
-  size_t hired_ = 0, total_ = 0, share_ = 1;
+  size_t hired_ = 0, parts_ = 1, ends_[kMost] = {};
   Work work_ = nullptr;
   void* data_ = nullptr;
   std::atomic<int> asleep_{0}, seats_{0}, caller_{-1};
   std::atomic<bool> open_{false};
   alignas(64) std::atomic<uint64_t> calls_{0};
   alignas(64) std::atomic<int> inside_{0};
-  alignas(64) std::atomic<size_t> next_{0};
+  struct alignas(64) Next {
+    std::atomic<size_t> at{0};
+  } nexts_[kMost];
 };
 
 }  // namespace
