@@ -18,6 +18,7 @@
 namespace {
 
 constexpr float kHidden = -1e8f;
+constexpr size_t kLine = 64, kNext = 16;
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
@@ -94,6 +95,11 @@ SSDEVICE_EIGHT void Scores(const Heads& heads, Seen<Element>* seen) {
     Eight sums[G][kLanes];
     for (int j = 0; j < kLanes; ++j) {
       const Element* k = seen->keys[i + j] + heads.offset;
+      const Element* soon = seen->keys[std::min(i + j + kNext, seen->count)] + heads.offset;
+      for (int64_t d = 0; d < end; d += static_cast<int64_t>(kLine / sizeof(Element))) {
+        __builtin_prefetch(soon + d);
+        __builtin_prefetch(seen->values[i + j] + heads.offset + d);
+      }
       Eight sum[G];
       for (int g = 0; g < G; ++g) sum[g] = All(0.0f);
 #pragma GCC unroll 8

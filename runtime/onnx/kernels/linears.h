@@ -66,7 +66,7 @@ inline void Prefetch([[maybe_unused]] const uint8_t* bytes, [[maybe_unused]] siz
 #ifdef SSDEVICE_AVX2
   for (size_t at = 0; at < count; at += kLine) {
     const auto* line = reinterpret_cast<const char*>(bytes + at);
-    kIntel ? _mm_prefetch(line, _MM_HINT_T0) : _mm_prefetch(line, _MM_HINT_NTA);
+    kIntel ? _mm_prefetch(line, _MM_HINT_T1) : _mm_prefetch(line, _MM_HINT_NTA);
   }
 #endif
 }
