@@ -171,8 +171,7 @@ struct Call {
     peaks.resize(static_cast<size_t>(count * head.upper->Groups()));
   }
 
-  // Where of so many groups, or sets of them, a part begins.
-  int64_t First(size_t part, int64_t all) const { return all * static_cast<int64_t>(part) / static_cast<int64_t>(parts); }
+  int64_t First(size_t part) const { return head.upper->Groups() * static_cast<int64_t>(part) / static_cast<int64_t>(parts); }
   Best& BestOf(size_t part, int64_t row) { return best[part * static_cast<size_t>(count) + static_cast<size_t>(row)]; }
 
   Bounds BoundsOf(int64_t row, int64_t group, const float* upper, int64_t columns) const {
@@ -193,26 +192,24 @@ struct Call {
 
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
-    const int64_t sets = products.Sets(weights);
-    for (int64_t set = First(part, sets); set < First(part + 1, sets); ++set) {
-      EachProduct<BlockRows>(weights, set, rows, products, count, [&](int64_t r, int64_t g, const float* upper, int64_t columns) {
-        std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
-        const Bounds bounds = BoundsOf(r, g, upper, columns);
-        peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
-        Best& best = BestOf(part, r);
-        if (bounds.top > best.value) best = {bounds.top, g * kColumns + (std::find(bounds.expected, bounds.expected + columns, bounds.top) - bounds.expected)};
-      });
-    }
+    EachProduct(weights, static_cast<int64_t>(part), static_cast<const BlockRows&>(rows), products, count,
+                [&](int64_t r, int64_t g, const float* upper, int64_t columns) {
+      std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
+      const Bounds bounds = BoundsOf(r, g, upper, columns);
+      peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
+      Best& best = BestOf(part, r);
+      if (bounds.top > best.value) best = {bounds.top, g * kColumns + (std::find(bounds.expected, bounds.expected + columns, bounds.top) - bounds.expected)};
+    });
   }
 
   void Look(size_t part) {
     thread_local std::vector<int64_t> found;
-    const int64_t outputs = head.upper->outputs, groups = head.upper->Groups();
+    const int64_t outputs = head.upper->outputs;
     float upper[kColumns] = {};
     for (int64_t r = 0; r < count; ++r) {
       found.clear();
-      for (int64_t g = First(part, groups); g < First(part + 1, groups); ++g) {
-        if (!(peaks[static_cast<size_t>(r * groups + g)] >= needed[static_cast<size_t>(r)])) continue;
+      for (int64_t g = First(part); g < First(part + 1); ++g) {
+        if (!(peaks[static_cast<size_t>(r * head.upper->Groups() + g)] >= needed[static_cast<size_t>(r)])) continue;
         const int64_t columns = std::min<int64_t>(kColumns, outputs - g * kColumns);
         std::copy_n(sums.data() + r * outputs + g * kColumns, columns, upper);
         const Bounds bounds = BoundsOf(r, g, upper, columns);
@@ -234,18 +231,6 @@ struct Call {
   }
 };
 
-// The best column of each row.
-void BestColumns(Context& context, const Halves& head, const Rows& rows, int64_t count, int64_t* y) {
-  thread_local std::vector<float> room[2];
-  Call call(head, rows, count, static_cast<size_t>(PartsOf(head.upper->Groups())), room);
-  const auto parts = static_cast<int64_t>(call.parts);
-  context.Each(parts, [&](int64_t part) { call.Compute(static_cast<size_t>(part)); });
-  for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
-  context.Each(parts, [&](int64_t part) { call.Look(static_cast<size_t>(part)); });
-  // A row of zeros has scale 0, and products that are all alike.
-  for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
-}
-
 class Argmax : public Kernel {
  public:
   explicit Argmax(const Info& info) {
@@ -261,7 +246,14 @@ class Argmax : public Kernel {
     if (count == 0) return;
     thread_local Rows rows;
     rows.Fill(context, x.As<float>(), count, inputs);
-    BestColumns(context, halves_, rows, count, y);
+    thread_local std::vector<float> room[2];
+    const int64_t parts = PartsOf(halves_.upper->Groups());
+    Call call(halves_, rows, count, static_cast<size_t>(parts), room);
+    context.Each(parts, [&](int64_t part) { call.Compute(static_cast<size_t>(part)); });
+    for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
+    context.Each(parts, [&](int64_t part) { call.Look(static_cast<size_t>(part)); });
+    // A row of zeros has scale 0, and products that are all alike.
+    for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
   }
 
  protected:

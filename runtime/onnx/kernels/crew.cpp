@@ -17,7 +17,7 @@
 namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(2);  // a thread that has found no work for so long goes to sleep
-constexpr size_t kMost = 16;                               // threads that have a part of their own
+constexpr size_t kMost = 256;                              // threads
 constexpr int kLooks = 64;                                 // between two looks at the clock
 
 std::atomic<int> crew_size{0};
@@ -69,15 +69,14 @@ class Crew {
       for (size_t i = 0; i < total; ++i) work(data, i);
       return;
     }
-    for (; hired_ < threads - 1; ++hired_) std::thread([this, me = hired_ + 1] { Serve(me); }).detach();
     work_ = work;
     data_ = data;
-    parts_ = std::min(threads, kMost);
-    for (size_t i = 0; i < parts_; ++i) {
-      ends_[i] = total * (i + 1) / parts_;
-      nexts_[i].at.store(total * i / parts_);
+    threads_ = std::min(threads, kMost);
+    for (; hired_ < threads_; ++hired_) std::thread([this, me = hired_] { Serve(me); }).detach();
+    for (size_t i = 0; i < threads_; ++i) {
+      shares_[i].next.store(total * i / threads_);
+      shares_[i].end = total * (i + 1) / threads_;
     }
-    seats_.store(static_cast<int>(threads) - 1);
     open_.store(true);
     calls_.fetch_add(1);
     if (asleep_.load() > 0) {
@@ -91,11 +90,11 @@ class Crew {
   }
 
  private:
-  // Works on the part of thread ``me`` first, then on what others have left.
+  // What lies together is done by one thread, which reads its weights in order, until it helps with what others have left.
   void Take(size_t me) {
-    for (size_t part = 0; part < parts_; ++part) {
-      const size_t whose = (me + part) % parts_;
-      for (size_t i; (i = nexts_[whose].at.fetch_add(1)) < ends_[whose];) work_(data_, i);
+    for (size_t other = 0; other < threads_; ++other) {
+      Share& share = shares_[(me + other) % threads_];
+      for (size_t i; (i = share.next.fetch_add(1)) < share.end;) work_(data_, i);
     }
   }
 
@@ -105,7 +104,7 @@ class Crew {
       seen = calls_.load();
       // The caller closes a call before it looks who is inside. Whoever finds it open here is waited for.
       inside_.fetch_add(1);
-      if (open_.load() && seats_.fetch_sub(1) > 0) Take(me);
+      if (open_.load() && me < threads_) Take(me);
       inside_.fetch_sub(1);
     }
   }
@@ -127,16 +126,17 @@ class Crew {
 
   std::mutex calling_, bed_;
   std::condition_variable wake_;
-  size_t hired_ = 0, parts_ = 1, ends_[kMost] = {};
+  size_t hired_ = 1, threads_ = 1;  // the caller is the first
   Work work_ = nullptr;
   void* data_ = nullptr;
-  std::atomic<int> asleep_{0}, seats_{0}, caller_{-1};
+  std::atomic<int> asleep_{0}, caller_{-1};
   std::atomic<bool> open_{false};
   alignas(64) std::atomic<uint64_t> calls_{0};
   alignas(64) std::atomic<int> inside_{0};
-  struct alignas(64) Next {
-    std::atomic<size_t> at{0};
-  } nexts_[kMost];
+  struct alignas(64) Share {
+    std::atomic<size_t> next{0};
+    size_t end = 0;
+  } shares_[kMost];
 };
 
 }  // namespace
@@ -145,5 +145,4 @@ class Crew {
 extern "C" __attribute__((visibility("default"))) void ssdevice_crew(int threads) { crew_size.store(threads); }
 
 int CrewSize() { return crew_size.load(); }
-
 void CrewFor(size_t threads, size_t total, Work work, void* data) { Crew::Get().Run(threads, total, work, data); }

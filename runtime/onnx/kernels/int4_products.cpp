@@ -72,8 +72,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns
             w[v] = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
           }
           SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-            int32_t four;
-            std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
+            const int32_t four = Word(rows[r].codes + 16 * half + 4 * i);
             SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
               pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(w[v], _mm256_set1_epi32(four)));
               InOrder(pairs[r][v]);
@@ -105,22 +104,12 @@ SSDEVICE_TARGET_VNNI __attribute__((always_inline)) inline __m512 SixteenScales(
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// Adds the products of sixteen columns' weights, four of each, with four codes of a row. As a memory operand these cost no
-// instruction of their own; compilers load them first.
-SSDEVICE_TARGET_VNNI inline void AddProducts(__m512i& sums, __m512i weights, const int8_t* codes) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*reinterpret_cast<const int8_t(*)[4]>(codes)));
-}
-
 // A product of four codes with four is one instruction, and the sixteen sums of a row are one vector.
 template <int R, Scales S>
 SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   const __m512i low = _mm512_set1_epi8(15);
-  __m512 sums[kStreams][R];
-  const uint8_t* units[kStreams];
-  SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
-    units[s] = t.weights[s];
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[s][r] = _mm512_setzero_ps();
-  }
+  __m512 sums[kStreams][R] = {};
+  const uint8_t* units[kStreams] = {t.weights[0], t.weights[1]};
   for (int b = 0; b < t.blocks; b += 2) {
     SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) Prefetch(units[s] + kAhead, UnitOf(S));
     SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
@@ -130,11 +119,15 @@ SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
         SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = _mm512_set1_epi32(rows[r].zero);
       SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
-        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
-          const __m512i both = _mm512_load_si512(units[s] + CodesAt(second, S) + 4 * kColumns * i);
-          SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
-            const __m512i w = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
-            SSDEVICE_UNROLL for (int r = 0; r < R; ++r) AddProducts(d[s][r], w, rows[r].codes + 16 * half + 4 * i);
+        SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
+          __m512i w[kStreams];
+          SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
+            const __m512i both = _mm512_load_si512(units[s] + CodesAt(second, S) + 4 * kColumns * i);
+            w[s] = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+          }
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            const __m512i four = _mm512_set1_epi32(Word(rows[r].codes + 16 * half + 4 * i));
+            SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = _mm512_dpbusd_epi32(d[s][r], w[s], four);
           }
         }
       }

@@ -66,8 +66,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
       SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v)
         w[v] = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(unit + 2 * kColumns * i + 2 * kLanes * v)));
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        int32_t two;
-        std::memcpy(&two, rows[r].codes + 2 * i, 4);
+        const int32_t two = Word(rows[r].codes + 2 * i);
         SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
           sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w[v], _mm256_set1_epi32(two)));
           InOrder(sums[r][v]);
@@ -87,9 +86,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
 #ifdef SSDEVICE_VNNI
 template <int R>
 SSDEVICE_TARGET_VNNI void Vnni(const TileOf<ShiftedRows>& t, float (*out)[kColumns]) {
-  __m512i sums[kStreams][R];
-  SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s)
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[s][r] = _mm512_setzero_si512();
+  __m512i sums[kStreams][R] = {};
   size_t at = 0;
   for (int b = 0; b < t.blocks; ++b, at += kUnit) {
     SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) Prefetch(t.weights[s] + at + kAhead, kUnit);
@@ -98,9 +95,8 @@ SSDEVICE_TARGET_VNNI void Vnni(const TileOf<ShiftedRows>& t, float (*out)[kColum
       __m512i w[kStreams];
       SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) w[s] = _mm512_load_si512(t.weights[s] + at + 4 * kColumns * i);
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, rows[r].codes + 4 * i, 4);
-        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) sums[s][r] = _mm512_dpbusd_epi32(sums[s][r], _mm512_set1_epi32(four), w[s]);
+        const __m512i four = _mm512_set1_epi32(Word(rows[r].codes + 4 * i));
+        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) sums[s][r] = _mm512_dpbusd_epi32(sums[s][r], four, w[s]);
       }
     }
   }
@@ -209,8 +205,7 @@ class Embedding : public Int8 {
     LookUp(context, weights, [&](int64_t id, float* y) {
       const uint8_t* group = weights.Group(id / kColumns);
       const int64_t column = id % kColumns;
-      float scale;
-      std::memcpy(&scale, group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column), 4);
+      const auto scale = Word<float>(group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column));
       for (int64_t k = 0; k < weights.inputs; ++k) y[k] = static_cast<int8_t>(group[At(k, column)]) * scale;
     });
   }
@@ -219,5 +214,4 @@ class Embedding : public Int8 {
 }  // namespace
 
 Operator Int8Linear() { return {"Int8Linear", Make<Int8>, {Type::kFloat, Type::kInt8, Type::kFloat, Type::kUint8}}; }
-
 Operator Int8Embedding() { return {"Int8Embedding", Make<Embedding>, {Type::kInt32, Type::kInt8, Type::kFloat}}; }
