@@ -232,7 +232,9 @@ class VerifyModule(TreeModule):
         """The rows of the tree after the token ``last [1]``, at ``length [1]`` committed tokens."""
         seen = self.main_rows(last, drafts, length, past)
         h, rows = self.model.run_msa_layers(seen.middle, seen.positions[None], seen.masks, past)
-        return Verified(self.model.backbone.head(h)[0], seen.middle[0], seen.rows + rows)
+        backbone = self.model.backbone  # no graph copies logits to drop their first axis
+        logits = backbone.logits(backbone.finish(h)[0], backbone.lm_head)
+        return Verified(logits, seen.middle[0], seen.rows + rows)
 
 
 class DraftModule(nn.Module):
