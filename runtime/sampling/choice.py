@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.compiled import Compiled
-from ssdevice.runtime.sampling.noise import Integers, sample, sample_all
-from ssdevice.runtime.sampling.options import Sampling, Scores
+from ssdevice.runtime.sampling.noise import Integers, Scores, sample, sample_all
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.processors import Processors
 from ssdevice.runtime.structure.grammar import Grammar
 from ssdevice.tree import Tree
