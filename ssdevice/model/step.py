@@ -164,7 +164,7 @@ class StreamModel(nn.Module):
 
     def draft_logits(self, finished: Tensor) -> Tensor:
         """Logits ``[.., V]`` of streams ``finished [.., W]``, or ``[.., n]`` with a draft vocabulary of n tokens."""
-        return self.backbone.logits(finished, self.backbone.lm_head if self.draft_head is None else self.draft_head)
+        return self.backbone.logits(finished, self.draft_head)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ class VerifyModule(TreeModule):
         """The rows of the tree after the token ``last [1]``, at ``length [1]`` committed tokens."""
         seen = self.main_rows(last, drafts, length, past)
         h, rows = self.model.run_msa_layers(seen.middle, seen.positions[None], seen.masks, past)
-        return Verified(self.model.backbone.head(h)[0], seen.middle[0], seen.rows + rows)
+        # The axis goes before the head: a graph would copy the logits.
+        return Verified(self.model.backbone.logits(self.model.backbone.finish(h)[0]), seen.middle[0], seen.rows + rows)
 
 
 class DraftModule(nn.Module):
