@@ -128,7 +128,7 @@ def test_a_template_that_reads_more_is_kept_and_frames_write_what_they_can(tmp_p
 
 
 def test_what_is_not_given_again_lasts() -> None:
-    chat = Chat().given([TOOL], {"x": 1}).instructed("Be brief.").asked("a").answered("b")
+    chat = Chat().given([TOOL], {"x": 1}).instructed("Be brief.").asked("a").then("assistant", "b")
     after = requested(chat, "c", None, None, (), None)
     assert (after.tools, after.template, len(after.messages)) == ((TOOL,), {"x": 1}, 4)
     assert requested(chat, "c", None, None, (), {}).template == {}
