@@ -33,7 +33,8 @@ class Noise {
       for (size_t at = 0; at < words_.size(); ++at) {
         Words& words = words_[at];
         for (int lane = 0; lane < kLanes; ++lane) {
-          words.of[0][lane] = static_cast<uint32_t>(at * kLanes + lane), words.of[1][lane] = position_, words.of[2][lane] = words.of[3][lane] = 0;
+          words.of[0][lane] = static_cast<uint32_t>(at * kLanes + lane), words.of[1][lane] = position_;
+          words.of[2][lane] = words.of[3][lane] = 0;
         }
         for (int round = 0; round < 10; ++round) {
           for (int lane = 0; lane < kLanes; ++lane) {

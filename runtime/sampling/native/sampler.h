@@ -42,7 +42,7 @@ class Sampler {
       return a.score != b.score ? a.score > b.score : a.id < b.id;
     });
     std::transform(kept_.begin(), end, ids, [](const Candidate& each) { return each.id; });
-    return best_ + std::log(sums_of<false, false>(groups(), scale()).weight);
+    return best_ + std::log(sums_of<false, false>(row()).weight);
   }
 
   // How many tokens truncation left for the last choice, whose logits are still there.
@@ -74,8 +74,7 @@ class Sampler {
   }
 
   float score(float logit) const { return logit / temperature_; }
-  Scale scale() const { return {best_, temperature_}; }
-  Groups groups(float from = -kInfinity, float end = kInfinity) const { return {row_, highest_.data(), vocab_, from, end}; }
+  Row row() const { return {row_, highest_.data(), vocab_, best_, temperature_}; }
 
   // The best of all tokens, if top-p or typical-p certainly leaves it. If it certainly does not, none is left that it comes before, and the
   // best of the others is next. After another truncation it would not be so simple.
@@ -92,10 +91,10 @@ class Sampler {
       if ((!typical && !nucleus) || token < 0) return token;
       const double own = score(row_[token]), mine = std::exp(own - score(best_)), near = 2 * error();
       const float first = below(own - blur());
-      Sums sums = typical ? sums_of<true, true>(groups(), scale(), first) : sums_of<false, true>(groups(first), scale(), first);
+      Sums sums = typical ? sums_of<true, true>(row(), first) : sums_of<false, true>(row(), first, first);
       if (nucleus) {
         if (sums.above - mine < (mass - near) * sums.weight) return token;
-        sums.weight += sums_of<false, false>(groups(-kInfinity, first), scale()).weight;
+        sums.weight += sums_of<false, false>(row(), 0, -kInfinity, first).weight;
       }
       range = before(own, sums, 1);
       const double most = range.low == first ? sums.above : above(range.low);
@@ -124,7 +123,7 @@ class Sampler {
   }
 
   // The weight of logits that are not below a bound.
-  double above(float bound) const { return bound < kInfinity ? sums_of<false, true>(groups(bound), scale(), bound).above : 0; }
+  double above(float bound) const { return bound < kInfinity ? sums_of<false, true>(row(), bound, bound).above : 0; }
 
   void truncate() {
     kept_.clear();
@@ -200,15 +199,14 @@ class Sampler {
     return logit - 1e-6f * std::abs(logit) - std::numeric_limits<float>::min();
   }
 
-  // A logit that the n-th largest is not below, as so many groups reach it, and few more: found by halving, which no branch guesses wrong.
+  // A logit that n groups reach, and few more, if there are so many: found by halving, whose branches are not guessed wrong.
   float nth_of_groups(int64_t n) const {
-    const auto reached = [&](float logit) { return std::count_if(highest_.begin(), highest_.end(), [=](float x) { return x >= logit; }) >= n; };
-    if (n > static_cast<int64_t>(highest_.size())) return -kInfinity;
+    const auto reached = [&](float logit) {
+      return std::count_if(highest_.begin(), highest_.end(), [=](float x) { return x >= logit; }) >= n;
+    };
     float depth = temperature_;
-    for (; !reached(best_ - depth); depth *= 2) {
-      if (depth == kInfinity) return -kInfinity;  // the largest one is infinite
-    }
-    float low = best_ - depth, high = best_ - depth / 2;
+    while (!reached(best_ - depth) && depth < kInfinity) depth *= 2;
+    float low = depth < kInfinity ? best_ - depth : -kInfinity, high = best_ - depth / 2;
     for (int time = 0; time < 5; ++time) {
       const float middle = (low + high) / 2;
       (reached(middle) ? low : high) = middle;
@@ -246,7 +244,7 @@ class Sampler {
     const double h = score(best_);
     double total = 0, near = 0;
     if (all_) {
-      total = sums_of<false, false>(groups(), scale()).weight;
+      total = sums_of<false, false>(row()).weight;
       near = error() * total;
       const double lowest = std::log((1 - s_.top_p) / vocab_ * total) - 1e-3;  // tokens below have less than 1 - top_p together
       for (double depth = -4;; depth *= 2) {

@@ -122,17 +122,12 @@ SSDEVICE_INLINE inline float power_of_two(float x) {
   return bits_of<float>(bits_of<uint32_t>(p) + (bits_of<uint32_t>(rounded) << 23));
 }
 
-// How logits become weights, exp((logit - most) / temperature), up to that of `most`, which is 1: each to 3e-7 of it, and as much as the
-// exponent was rounded; sums to 2e-6.
-struct Scale {
-  float most, temperature;
-};
-
-// The groups of a row of which the largest logit, of those in `highest`, is at least `from` and below `end`.
-struct Groups {
-  const float *logits, *highest;
+// A row's logits, the largest of each group and of all. They weigh exp((logit - most) / temperature): each to 3e-7 of it, and as much as
+// the exponent was rounded; sums to 2e-6.
+struct Row {
+  const float *logits, *largest;
   int size;
-  float from = -kInfinity, end = kInfinity;
+  float most, temperature;
 };
 
 // Of weights: all, those multiplied by their exponents, and those of logits that are not below a bound.
@@ -142,20 +137,20 @@ struct Sums {
 
 constexpr int kTerms = 16;  // added up side by side
 
-// The sums over groups; the moment, and what is above the bound, only where it is asked for.
+// The sums over the groups whose largest logit is at least `from` and below `end`; the moment, and `above`, only where they are asked for.
 template <bool kMoment, bool kAbove>
-Sums sums_of(const Groups& groups, const Scale& by, float bound = 0) {
+Sums sums_of(const Row& row, float bound = 0, float from = -kInfinity, float end = kInfinity) {
   return fastest([=](auto fused) SSDEVICE_INLINE {
     double weight[kTerms] = {}, moment[kTerms] = {}, above[kTerms] = {};
     float room[kGroup];
-    for (int start = 0; start < groups.size; start += kGroup) {
-      const float highest = groups.highest[start / kGroup];
-      if (highest < groups.from || highest >= groups.end) continue;
-      const float* group = group_at(groups.logits, start, groups.size, room);
+    for (int start = 0; start < row.size; start += kGroup) {
+      if (row.largest[start / kGroup] < from || row.largest[start / kGroup] >= end) continue;
+      const float* group = group_at(row.logits, start, row.size, room);
       float weights[kTerms] = {}, moments[kTerms] = {}, aboves[kTerms] = {};
       for (int at = 0; at < kGroup; at += kTerms) {
         for (int term = 0; term < kTerms; ++term) {
-          const float logit = group[at + term], x = bounded((logit - by.most) * (kLog2e / by.temperature)), w = power_of_two<fused.value>(x);
+          const float logit = group[at + term], x = bounded((logit - row.most) * (kLog2e / row.temperature));
+          const float w = power_of_two<fused.value>(x);
           weights[term] += w;
           if (kMoment) moments[term] = times_plus<fused.value>(w, x, moments[term]);
           if (kAbove) aboves[term] += bits_of<float>(bits_of<int32_t>(w) & -static_cast<int32_t>(logit >= bound));

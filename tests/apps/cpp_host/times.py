@@ -29,7 +29,7 @@ from tests.compiled_kernels import COMPILER
 
 PROMPTS = (
     "I have a potential project that requires collaboration with a local company. Can you assist me?",
-    "I'm planning to create a promotional campaign for a sustainable fashion brand. Can you help me come up with a plan?",
+    "I'm planning to create a promotional campaign for a sustainable fashion brand. Can you help me with a plan?",
     "Can you suggest a reliable social media platform for free that offers discounted plans for college students?",
 )
 TOKENS, POSITIONS, TIMES = 13, 10, 5
@@ -120,7 +120,8 @@ def main(bundle: str) -> None:
             sampling = Sampling(**options, seed=1)
             for times in (warm(rows, sampling, session.engine.kernels), decoded(session, sampling)):
                 cells.append(shown(times) if times else "")
-            print(f"| {', '.join(f'{name} {value}' for name, value in options.items())} | {' | '.join(cells)} |", flush=True)
+            said = ", ".join(f"{name} {value}" for name, value in options.items())
+            print(f"| {said or 'greedy'} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
