@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.bundle.manifest import AdapterKind, App
 from ssdevice.contract import ONE_ROW
-from ssdevice.export.exporter import AppResult, ExportJob
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 
 Names = Mapping[str, str]
@@ -35,12 +35,12 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
     return table
 
 
-def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, AppResult]:
+def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, App]:
     """What the manifest says of each app; nothing of a merged one, whose functions are the bundle's."""
     if plan.merged:
         return {}
     return {
-        app.name: AppResult(AdapterKind.FUNCTION if app.folder else AdapterKind.BASE, functions=dict(table[app.name]))
+        app.name: app.entry(app.name, plan.identity.sha256, AdapterKind.FUNCTION, functions=dict(table[app.name]))
         for app in plan.apps
     }
 

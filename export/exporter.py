@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
@@ -71,23 +71,12 @@ class ExportJob:
 
 
 @dataclass(frozen=True)
-class AppResult:
-    """How a target stores a separate app: the ``files`` in ``folder`` that its engine loads, and the contract's
-    functions -> the target's names for this app, if they differ."""
-
-    kind: AdapterKind
-    folder: str | None = None
-    files: tuple[str, ...] = ()
-    functions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class TargetResult:
     """What a target wrote. ``files``: the role of every file or folder -> its path in the bundle (POSIX, relative).
 
     ``notes``: how it differs from the request, one sentence each, for the manifest. ``tools``: packages whose versions
-    the manifest has. ``apps``: every app by name, in a plan that is not merged. ``followed``: what the parity gate
-    found in programs before they were lowered, see ``parity.traced``.
+    the manifest has. ``apps``: every app's entry by name, in a plan that is not merged. ``followed``: what the parity
+    gate found in programs before they were lowered, see ``parity.traced``.
     """
 
     files: Mapping[str, str]
@@ -95,7 +84,7 @@ class TargetResult:
     cache_dtype: str
     notes: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
-    apps: Mapping[str, AppResult] = field(default_factory=dict)
+    apps: Mapping[str, App] = field(default_factory=dict)
     followed: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -9,11 +9,11 @@ from importlib.metadata import version
 
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, Manifest, ModelIdentity
+from ssdevice.bundle.manifest import AdapterKind, CacheDtype, Manifest, ModelIdentity
 from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.crosscheck.check import SKIPPED, check_export
-from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
-from ssdevice.export.plan import AppPlan, ExportOptions, ExportPlan, make_plan
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
+from ssdevice.export.plan import ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
@@ -96,7 +96,10 @@ def make_manifest(
     settings, identity, g = plan.settings, plan.identity, plan.geometry
     streams = settings.streams if settings is not None else None
     mode = streams.mode if streams is not None else None
-    apps = tuple(make_app(plan, result, app) for app in plan.apps)
+    apps = tuple(
+        app.entry(app.name, identity.sha256, AdapterKind.MERGED) if plan.merged else result.apps[app.name]
+        for app in plan.apps
+    )
     return Manifest(
         tools={"ssdevice": __version__, **{name: version(name) for name in result.tools}},
         model=ModelIdentity(
@@ -130,22 +133,4 @@ def make_manifest(
             *result.notes,
         ),
         parity=dict(parity),
-    )
-
-
-def make_app(plan: ExportPlan, result: TargetResult, app: AppPlan) -> App:
-    """An app's entry in the manifest."""
-    merged = AppResult(AdapterKind.MERGED if app.folder is not None else AdapterKind.BASE)
-    kept = merged if plan.merged else result.apps[app.name]
-    return App(
-        name=app.name,
-        kind=kept.kind,
-        base_sha256=plan.identity.sha256,
-        mode=app.mode,
-        msa_layers=app.msa_layers,
-        instruction=app.instruction,
-        rank=app.rank(),
-        folder=kept.folder,
-        files=kept.files,
-        functions=dict(kept.functions),
     )

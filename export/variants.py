@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotKind, SlotLayout, Variant
 from ssdevice.adapters.storage import ADAPTERS, stored
 from ssdevice.adapters.weights import AdapterWeights, fill
-from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.bundle.manifest import AdapterKind, App
 from ssdevice.config import to_json
 from ssdevice.contract import ONE_ROW, PREFILL
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.exporter import AppResult, ExportJob
+from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.model.families import family_of
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
@@ -75,21 +75,21 @@ def write_slots(
     folder: Path,
     file: str,
     write: Callable[[Path, Mapping[str, NDArray[Any]]], None],
-) -> dict[str, AppResult]:
-    """Write the layout, and the tensors of every app to a ``file`` of its own; returns how each app is stored."""
+) -> dict[str, App]:
+    """Write the layout, and the tensors of every app to a ``file`` of its own; returns the apps' entries."""
     (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
     found = {}
     for app in plan.apps:
         variant = layout.variant(app.variant.name)
         assert variant is not None
-        if app.folder is None:
-            found[app.name] = AppResult(AdapterKind.BASE, functions=variant.functions)
-            continue
-        own = f"{ADAPTERS}/{app.name}"
-        (folder / own).mkdir(parents=True, exist_ok=True)
-        tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
-        write(folder / own / file, stored(tensors, plan.options.adapter_precision))
-        found[app.name] = AppResult(AdapterKind.SLOT, own, (f"{own}/{file}",), variant.functions)
+        kept: dict[str, Any] = {"functions": dict(variant.functions)}
+        if app.folder is not None:
+            own = f"{ADAPTERS}/{app.name}"
+            (folder / own).mkdir(parents=True, exist_ok=True)
+            tensors = fill(AdapterWeights.read(app.folder), variant, plan.geometry.gamma, layout.hidden)
+            write(folder / own / file, stored(tensors, plan.options.adapter_precision))
+            kept |= {"folder": own, "files": (f"{own}/{file}",)}
+        found[app.name] = app.entry(app.name, plan.identity.sha256, AdapterKind.SLOT, **kept)
     return found
 
 

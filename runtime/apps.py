@@ -14,7 +14,7 @@ from ssdevice.adapters.storage import ADAPTERS, stored
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import SIGNATURE_FILE
-from ssdevice.bundle.manifest import NAME, AdapterKind, App, Precision
+from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
 from ssdevice.errors import InputError
 from ssdevice.rules import check_rule
 from ssdevice.runtime.opened import tokenizer_of
@@ -35,26 +35,17 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
         raise InputError(f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app")
     file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
     weights, variant, tensors = _fitted(bundle, name, folder)
-    path = f"{ADAPTERS}/{name}/{file}"
     check_instruction(tokenizer_of(bundle), name, weights.instruction, bundle.geometry.context)
-    app = App(
-        name=name,
-        kind=AdapterKind.SLOT,
-        base_sha256=manifest.model.sha256,
-        mode=weights.mode,
-        msa_layers=weights.msa_layers,
-        instruction=weights.instruction,
-        rank=weights.rank(),
-        folder=f"{ADAPTERS}/{name}",
-        files=(path,),
-        functions=dict(variant.functions),
+    own, functions = f"{ADAPTERS}/{name}", dict(variant.functions)
+    app = weights.entry(
+        name, manifest.model.sha256, AdapterKind.SLOT, folder=own, files=(f"{own}/{file}",), functions=functions
     )
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
-        write(writer.path_for(path), stored(tensors, precision))
+        write(writer.path_for(app.files[0]), stored(tensors, precision))
         written = writer.commit(dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={}))
-    entry = written.manifest.files[path]
+    entry = written.manifest.files[app.files[0]]
     return f"added app {name} to {bundle.folder} ({entry.size} bytes, {variant.described}){again}"
 
 

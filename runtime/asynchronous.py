@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ssdevice.errors import InputError
+from ssdevice.runtime.opened import OpenBundle
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Worked(Protocol):
-    @property
-    def worker(self) -> ThreadPoolExecutor: ...
-
-    def cancel(self) -> None: ...
-
-
-S = TypeVar("S", bound=_Worked)
+S = TypeVar("S", bound=OpenBundle)
 
 
 def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncGenerator[T, None]]:
@@ -46,7 +39,7 @@ def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concat
     return pieces
 
 
-async def _done(session: _Worked, call: Callable[[], T]) -> T:
+async def _done(session: OpenBundle, call: Callable[[], T]) -> T:
     try:
         future = session.worker.submit(call)
     except RuntimeError as error:

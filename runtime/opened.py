@@ -138,6 +138,10 @@ class OpenBundle:
         """
         save(file, self.bundle, self.app, self._conversation, self._chat)
 
+    def cancel(self) -> None:
+        """End the answer under way after the call of the model that is made now. Any thread may call this."""
+        self._conversation.cancelled = True
+
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
         """The thread of asynchronous answers."""

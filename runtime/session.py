@@ -23,7 +23,7 @@ from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.structure.grammar import open_grammar
-from ssdevice.text.messages import ERROR, Chat, check_overflow, fitting, requested
+from ssdevice.text.messages import ASSISTANT, ERROR, Chat, fitting, requested
 from ssdevice.text.tokenizer import ChatTokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -121,7 +121,6 @@ class Session(OpenBundle):
         that does not fit, never the system message; ``last.dropped`` counts them. Raises the errors of ``generate``,
         and InputError for messages in another form or order, or what the template does not read.
         """
-        check_overflow(overflow)
         chat = requested(self._chat, prompt, messages, system, tools, template)
         ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
         turn = _Turn(kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns))
@@ -151,10 +150,6 @@ class Session(OpenBundle):
     def sampling(self, **asked: Any) -> Sampling:
         """``Sampling`` as asked for, and in everything else as the model's ``generation_config.json`` recommends."""
         return Sampling.sampled(self._bundle.manifest.sampling if self._bundle is not None else None, **asked)
-
-    def cancel(self) -> None:
-        """End the answer under way after the call of the model that is made now. Any thread may call this."""
-        self._conversation.cancelled = True
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
@@ -229,7 +224,7 @@ class Session(OpenBundle):
             finally:
                 answer.reason = answer.reason or Reason.CANCELLED
                 if turn and answer.tokens and self._running is answer:
-                    self._chat = turn.chat.answered(answer.text)
+                    self._chat = turn.chat.then(ASSISTANT, answer.text)
 
         return runs()
 

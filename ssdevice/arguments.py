@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _wrong(name, value, "an object")
     return value
+
+
+def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list or another sequence."""
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        raise _wrong(name, value, "a list of objects")
+    return [mapping(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def path(name: str, value: Any) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice import strict_json
-from ssdevice.errors import ConfigError, check_no_pointer
+from ssdevice.errors import ConfigError, check_no_pointer, reading
 from ssdevice.rules import Rule, Ruled, within
 
 T = TypeVar("T")
@@ -127,16 +127,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        options = [a for a in args if a is not type(None)]
-        for option in options[:-1]:
-            try:
-                return _coerce(option, value, where)
-            except ConfigError:
-                continue
-        return _coerce(options[-1], value, where)
+    if origin is types.UnionType:  # of plain types, or of one and None
+        return _coerce(next((kind for kind in args if type(value) is kind), args[0]), value, where)
     if origin is tuple and isinstance(value, list):
         kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(kinds) != len(value):
@@ -203,10 +195,6 @@ def to_json(value: Any) -> Any:
 
 def read_json(path: Path) -> Any:
     """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
-    try:
-        check_no_pointer(path)
+    check_no_pointer(path)
+    with reading(path, ConfigError):
         return strict_json.parse(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

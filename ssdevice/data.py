@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice import arguments, strict_json
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, reading
 
 MAX_LINE_BYTES = 16 << 20
 GZIP_MAGIC = b"\x1f\x8b"
@@ -87,28 +87,26 @@ def read_examples(
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     zipped = path.suffix == ".gz"
     number = 0
-    try:
-        with gzip.open(path) if zipped else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise InputError(
-                        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is it JSON Lines?"
-                    )
-                if number == 1 and not zipped and line.startswith(GZIP_MAGIC):
-                    raise InputError(f"{path}: holds gzip data; rename it to end in .gz")
-                yield number, line
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        hint = "its name ends in .gz but it is not gzip" if number == 0 else f"damaged gzip data after line {number}"
-        raise InputError(f"{path}: {hint} ({error})") from error
-    except EOFError as error:
-        raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with reading(path):
+        try:
+            with gzip.open(path) if zipped else path.open("rb") as file:
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        long = f"longer than {MAX_LINE_BYTES >> 20} MiB; is it JSON Lines?"
+                        raise InputError(f"{path}, line {number}: {long}")
+                    if number == 1 and not zipped and line.startswith(GZIP_MAGIC):
+                        raise InputError(f"{path}: holds gzip data; rename it to end in .gz")
+                    yield number, line
+        except IsADirectoryError as error:
+            raise InputError(f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            hint = (
+                "its name ends in .gz but it is not gzip" if number == 0 else f"damaged gzip data after line {number}"
+            )
+            raise InputError(f"{path}: {hint} ({error})") from error
+        except EOFError as error:
+            raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
 
 
 def _example(fields: Any, where: str, require_completion: bool) -> Example:

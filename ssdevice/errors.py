@@ -53,6 +53,17 @@ def needs_extra(name: str) -> Iterator[None]:
         raise MissingExtraError(name, error.name or name) from error
 
 
+@contextmanager
+def reading(file: Path, error: type[SSDeviceError] = InputError) -> Iterator[None]:
+    """In this context a file that cannot be read is an ``error`` that names it."""
+    try:
+        yield
+    except FileNotFoundError as problem:
+        raise error(f"{file}: no such file") from problem
+    except OSError as problem:
+        raise error(f"{file}: cannot be read ({problem.strerror or problem})") from problem
+
+
 class ContextOverflowError(InputError):
     """A prompt that does not fit the context of the bundle."""
 

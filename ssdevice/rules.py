@@ -20,7 +20,8 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
     if type(value) in (int, float) and rule:
         low, high, above = rule.get("minimum", -inf), rule.get("maximum", inf), rule.get("exclusiveMinimum", -inf)
         if not (low <= value <= high and value > above):
-            expected = f"above {above}" if above > -inf else f"{low} to {high}" if high < inf else f"{low} or more"
+            least = f"above {above}, at most" if above > -inf else f"{low} to"
+            expected = f"{least} {high}" if high < inf else f"{low} or more"
             raise ConfigError(f"{where} is {str(value)[:30]}, expected {expected}")
     elif isinstance(value, str):
         if len(value) > rule.get("maxLength", len(value)):

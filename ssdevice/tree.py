@@ -135,10 +135,9 @@ class Tree:
         try:
             if kind == "chain":
                 return cls.chain(_positive(rest))
-            names, values = zip(*(part.split("=") for part in rest.split(",")), strict=True)
-            if sorted(names) == ["depth", "k"]:
-                options = dict(zip(names, values, strict=True))
-                return cls.full(_positive(options["k"]), _positive(options["depth"]))
+            (first, depth), (second, k) = sorted(part.split("=") for part in rest.split(","))
+            if (first, second) == ("depth", "k"):
+                return cls.full(_positive(k), _positive(depth))
         except ValueError as error:
             raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}") from error
         raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}")

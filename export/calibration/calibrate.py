@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.calibration.rounding import calibrated
-from ssdevice.export.calibration.rows import Rows, Tokens
+from ssdevice.export.calibration.rows import Rows
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import low_rank_factors
+from ssdevice.text.tokenizer import Sample
 
 
 @torch.no_grad()
 def calibrate(
     model: StreamModel,
-    rows: Sequence[Tokens],
+    rows: Sequence[Sample],
     grid_of: Callable[[nn.Linear, bool], Grid | None],
     report: Callable[[int], None],
 ) -> None:

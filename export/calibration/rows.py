@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,34 +12,22 @@ from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, causal, own_streams, stream_positions, within
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
 NODES = 64
 """Tokens of a completion whose streams run, at most: they are γ times as many."""
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """One row: ``ids`` of prompt and completion, and how many are the prompt's."""
-
-    ids: tuple[int, ...]
-    prompt: int
-
-
-def tokenized(examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, context: int) -> list[Tokens]:
+def tokenized(examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, context: int) -> list[Sample]:
     """Examples through the chat template, cut at ``context`` tokens."""
-    rows = []
-    for example in examples:
-        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
-        answer = tokenizer.completion_ids(example.completion) if example.completion is not None else ()
-        rows.append(Tokens((*prompt, *answer)[:context], min(len(prompt), context)))
-    return rows
+    rows = (tokenizer.sample(example, instruction) for example in examples)
+    return [Sample(row.ids[:context], min(row.prompt, context)) for row in rows]
 
 
 class Rows:
     """The hidden states of every row before the next layer: ``h [1, R, D]``, and from the MSA layers on streams."""
 
-    def __init__(self, model: StreamModel, rows: Sequence[Tokens]) -> None:
+    def __init__(self, model: StreamModel, rows: Sequence[Sample]) -> None:
         self.model, self.rows = model, rows
         self.main: list[Tensor] = []
         self.streams: list[Tensor | None] = []
@@ -65,7 +52,7 @@ class Rows:
             if advance:
                 self.main[i], self.streams[i] = h, s
 
-    def _main(self, layer: int, row: Tokens, h: Tensor) -> tuple[Tensor, list[KeyValue]]:
+    def _main(self, layer: int, row: Sample, h: Tensor) -> tuple[Tensor, list[KeyValue]]:
         backbone = self.model.backbone
         at = torch.arange(len(row.ids), dtype=torch.int32)
         window = backbone.window(layer)
@@ -73,7 +60,7 @@ class Rows:
         nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
         return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks, nothing)
 
-    def _streams(self, layer: int, row: Tokens, s: Tensor, new: Sequence[KeyValue]) -> Tensor:
+    def _streams(self, layer: int, row: Sample, s: Tensor, new: Sequence[KeyValue]) -> Tensor:
         model, backbone = self.model, self.model.backbone
         assert model.streams is not None
         nodes = _nodes(row)
@@ -89,6 +76,6 @@ class Rows:
             return backbone.run(layer, layer + 1, s, backbone.rope(at), masks, context)[0]
 
 
-def _nodes(row: Tokens) -> Tensor:
+def _nodes(row: Sample) -> Tensor:
     """Row numbers from the last prompt token to the last but one token, NODES at most."""
     return torch.arange(row.prompt - 1, max(row.prompt, len(row.ids) - 1))[:NODES]

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ssdevice.export.calibration.rows import Rows, Tokens
+from ssdevice.export.calibration.rows import Rows
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
 NOTE = "outliers of channels are moved into the weights of the linears that read them, so that rounded rows are even"
 """The note in a bundle whose model was smoothed. It is a part of the format, because `verify --model` looks for it."""
@@ -52,13 +52,13 @@ class _Read:
         return torch.where(used, self.rows**STRENGTH / self.weights ** (1 - STRENGTH), 1.0).nan_to_num(1.0, 1.0)
 
 
-def texts(tokenizer: ChatTokenizer) -> list[Tokens]:
+def texts(tokenizer: ChatTokenizer) -> list[Sample]:
     """The rows on which channels are measured."""
-    return [Tokens(tuple(ids), len(ids) // 2) for ids in map(tokenizer.encode, TEXTS)]
+    return [Sample(tuple(ids), len(ids) // 2) for ids in map(tokenizer.encode, TEXTS)]
 
 
 @torch.no_grad()
-def smooth(model: StreamModel, rows: Sequence[Tokens], report: Callable[[int], None] = lambda _: None) -> int:
+def smooth(model: StreamModel, rows: Sequence[Sample], report: Callable[[int], None] = lambda _: None) -> int:
     """Smooth whatever linears of the layers read, where that leaves each layer's results as they were.
 
     Returns how often that was possible. Main rows decide the factors, so a model gets the same ones with streams and

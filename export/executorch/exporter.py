@@ -15,7 +15,7 @@ from torch import nn
 from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
 from ssdevice.adapters.weights import AdapterWeights, fill
-from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
@@ -25,7 +25,7 @@ from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.stored import check_stored
-from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Recorder, follow_traced
@@ -73,7 +73,7 @@ class ExecutorchExporter(Exporter):
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)
         files = {PROGRAM: PROGRAM_FILE}
-        apps: dict[str, AppResult] = {}
+        apps: dict[str, App] = {}
         shown: Mapping[str, NDArray[np.float32]] = {}
         source = job.loaded.model
         if not plan.merged:
@@ -124,11 +124,11 @@ class ExecutorchExporter(Exporter):
         quant, options = plan.options.quant, EngineOptions()
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
-            kept = result.apps.get(app.name, AppResult(AdapterKind.MERGED))
-            slots = AdapterSlots(folder / kept.files[0]) if kept.files else None
+            kept = result.apps.get(app.name)
+            slots = AdapterSlots(folder / kept.files[0]) if kept and kept.files else None
             model = self.reference or quantized(one.loaded.model, quant).model
             reference = replace(one, loaded=replace(one.loaded, model=model))
-            names = tuple(kept.functions) or plan.function_names
+            names = tuple(kept.functions) if kept else plan.function_names
             engine = ExecutorchEngine(file, plan.geometry, names, options, adapter=slots)
             with held_values(model, folder), EngineDriver(engine) as driver:
                 return check(reference, driver, FLOAT_JITTER if quant is Quant.FP32 else QUANTIZED_JITTER)

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
-from ssdevice.bundle.manifest import AdapterKind
+from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import AppResult, Exporter, ExportJob, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
@@ -95,9 +95,9 @@ class OnnxExporter(Exporter):
         whole = {role: path for role, path in result.files.items() if role != WEIGHTS}
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
-            kept = AppResult(AdapterKind.MERGED, functions=whole) if plan.merged else result.apps[app.name]
-            files = {function: folder / path for function, path in kept.functions.items()}
-            tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept.files else None
+            kept = result.apps.get(app.name)
+            files = {function: folder / path for function, path in (kept.functions if kept else whole).items()}
+            tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept and kept.files else None
             engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
             shown = OnnxShown(files, self.products, one.plan, result.cache_dtype, tensors)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
@@ -107,8 +107,8 @@ class OnnxExporter(Exporter):
         return check_each(job, check_app)
 
 
-Files = tuple[dict[str, str], dict[str, AppResult]]
-"""The files of a bundle by role, and how it stores each separate app."""
+Files = tuple[dict[str, str], dict[str, App]]
+"""The files of a bundle by role, and the entries of separate apps."""
 
 
 def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ssdevice.errors import BundleError
+from ssdevice.errors import BundleError, reading
 
 IDENTIFIER = b"ET12"
 EXTENDED = b"eh00"
@@ -29,6 +29,7 @@ COREML, XNNPACK = "CoreMLBackend", b"XH00"
 """The name of Core ML's backend, and the bytes 4 to 7 of the data of XNNPACK's."""
 GRAPHS = (b"XN00", b"XN01")
 """How the flatbuffers in delegates of XNNPACK begin."""
+READ = mmap.ACCESS_READ
 Data = bytes | mmap.mmap
 Found = TypeVar("Found")
 
@@ -36,15 +37,13 @@ Found = TypeVar("Found")
 def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
     """The result of ``read`` on a program's bytes and root table. Raises BundleError for a damaged file."""
     try:
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with reading(file, BundleError), file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=READ) as data:
             if data[4:8] != IDENTIFIER:
                 raise ValueError(f"it does not begin like {IDENTIFIER.decode()} programs")
             root = Table.root(data, 0)
             for entry in root.tables(4):
                 segment(data, entry)
             return read(data, root)
-    except OSError as error:
-        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({error})") from error
 

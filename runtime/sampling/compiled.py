@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.runtime.sampling.options import Sampling, Scores
+from ssdevice.runtime.sampling.noise import Scores
+from ssdevice.runtime.sampling.options import Sampling
 
 
 class Compiled:

@@ -7,24 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ssdevice.bundle.sampling import ModelSampling
+from ssdevice.bundle.sampling import MOST, ModelSampling
 from ssdevice.errors import InputError
-from ssdevice.runtime.sampling.noise import SEEDS
+from ssdevice.rules import Rule, Ruled, within
+from ssdevice.runtime.sampling.noise import SEEDS, Scores
 from ssdevice.runtime.structure.options import Structure
 
-Scores = NDArray[np.float32]
 Processor = Callable[[Sequence[int], Scores], Scores]
 """``(ids, scores [V]) -> scores [V]``, after all other processors and before the temperature; see ``Sampling``."""
 MAX_LOGPROBS = 1000
+PART: Rule = {"exclusiveMinimum": 0, "maximum": 1}
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 """Fields of Sampling that ask for sampling, unless the temperature is 0."""
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Ruled):
     """How a token is chosen from logits; the defaults choose greedily.
 
     Meaning and order are those of ``transformers``' logits processors: ``repetition_penalty`` (of prompt and answer),
@@ -42,37 +40,34 @@ class Sampling:
     logits. Raises InputError for a value outside of its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    min_new_tokens: int = 0
-    min_length: int = 0
+    temperature: float = field(default=0.0, metadata=within(0, 100))
+    top_k: int = field(default=0, metadata=within(0, MOST))
+    top_p: float = field(default=1.0, metadata=PART)
+    min_p: float = field(default=0.0, metadata=within(0, 1))
+    typical_p: float = field(default=1.0, metadata=PART)
+    repetition_penalty: float = field(default=1.0, metadata={"exclusiveMinimum": 0, "maximum": 100})
+    presence_penalty: float = field(default=0.0, metadata=within(-100, 100))
+    frequency_penalty: float = field(default=0.0, metadata=within(-100, 100))
+    no_repeat_ngram_size: int = field(default=0, metadata=within(0, MOST))
+    min_new_tokens: int = field(default=0, metadata=within(0, MOST))
+    min_length: int = field(default=0, metadata=within(0, MOST))
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     suppress: tuple[int, ...] = ()
     begin_suppress: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    seed: int = 0
-    logprobs: int | None = None
+    seed: int = field(default=0, metadata=within(0, SEEDS - 1))
+    logprobs: int | None = field(default=None, metadata=within(0, MAX_LOGPROBS))
     processors: tuple[Processor, ...] = ()
     structure: Structure | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high, what in _RANGES:
-            value = getattr(self, name)
-            whole = isinstance(getattr(Sampling, name), int)
-            kind = isinstance(value, int) if whole else isinstance(value, (int, float))
-            if not kind or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
-                raise InputError(f"{name} is {value!r}, expected {what}")
+        for each in fields(self):
+            value, kinds = getattr(self, each.name), (int, float) if isinstance(each.default, float) else int
+            if each.metadata and value is not each.default and (type(value) is bool or not isinstance(value, kinds)):
+                raise InputError(f"{each.name} is {value!r}, expected {'a whole' if kinds is int else 'a'} number")
+        super().__post_init__()
         if 0 < self.temperature < 1e-6:
             raise InputError(f"temperature is {self.temperature!r}, expected 0 (greedy), or 1e-6 to 100")
-        if self.logprobs is not None and (type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS):
-            raise InputError(f"logprobs is {self.logprobs!r}, expected 0 to {MAX_LOGPROBS}")
         if not all(type(bias) in (int, float) and not math.isnan(bias) for bias in self.logit_bias.values()):
             raise InputError("logit_bias has a value that is no number")
         if self.structure is not None and not isinstance(self.structure, Structure):
@@ -113,21 +108,6 @@ class Sampling:
                 raise InputError(f"token {token!r} is not one of the model's {vocab}")
 
 
-_UNIT, _SMALL = 1.0, 5e-324
-_RANGES = (
-    ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
-    ("top_k", 0, 1 << 31, "0 (all) or more"),
-    ("top_p", _SMALL, _UNIT, "more than 0, at most 1"),
-    ("min_p", 0.0, _UNIT, "0 to 1"),
-    ("typical_p", _SMALL, _UNIT, "more than 0, at most 1"),
-    ("repetition_penalty", _SMALL, 100.0, "more than 0, at most 100"),
-    ("presence_penalty", -100.0, 100.0, "-100 to 100"),
-    ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
-    ("no_repeat_ngram_size", 0, 1 << 31, "0 (no ban) or more"),
-    ("min_new_tokens", 0, 1 << 31, "0 or more"),
-    ("min_length", 0, 1 << 31, "0 or more"),
-    ("seed", 0, SEEDS - 1, "0 to 2^64 - 1"),
-)
 _AFTERWARDS = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs", "structure"))
 _PROCESSED = tuple(each.name for each in fields(Sampling) if each.name not in _AFTERWARDS)
 _PLAIN = Sampling()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.sampling.options import Sampling, Scores
+from ssdevice.runtime.sampling.noise import Scores
+from ssdevice.runtime.sampling.options import Sampling
 
 NEVER = np.float32(-np.inf)
 
@@ -77,7 +78,7 @@ class Processors:
         if new < s.min_new_tokens or len(ids) < s.min_length:
             banned += self._stops
         if s.no_repeat_ngram_size and len(ids) >= s.no_repeat_ngram_size - 1:
-            banned += self._followers.get(self._end(len(ids), s.no_repeat_ngram_size - 1), ())
+            banned += self._followers.get(tuple(ids[len(ids) - s.no_repeat_ngram_size + 1 :]), ())
         for *before, last in self._bad:
             if len(before) <= len(ids) and ids[len(ids) - len(before) :] == before:
                 banned.append(last)
@@ -87,7 +88,5 @@ class Processors:
         """Remember the n-gram that ends with the token before ``end``."""
         size = self.sampling.no_repeat_ngram_size
         if size and end >= size:
-            self._followers[self._end(end - 1, size - 1)].append(self.ids[end - 1])
-
-    def _end(self, end: int, size: int) -> tuple[int, ...]:
-        return tuple(self.ids[end - size : end])
+            *before, last = self.ids[end - size : end]
+            self._followers[tuple(before)].append(last)

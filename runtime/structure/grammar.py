@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ssdevice.errors import InputError, first_line, needs_extra
-from ssdevice.runtime.sampling.options import Scores
-from ssdevice.runtime.structure.options import JSON_SCHEMA, LARK, REGEX, Structure, check_multiples
+from ssdevice.runtime.sampling.noise import Scores
+from ssdevice.runtime.structure.options import JSON_SCHEMA, Structure, check_multiples
 from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.text.tools import HERMES_MARKS, ToolStyle, functions_of
+from ssdevice.text.tools import ToolStyle, functions_of
 
 EXTRA = "structure"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -117,15 +117,12 @@ def _compiled(structure: Structure, tokens: Any) -> Any:
 
     library: Any = llguidance
     matchers, limits = library.LLMatcher, library.LLParserLimits(**LIMITS)
-    if structure.kind == JSON_SCHEMA:
-        check_multiples(structure.source)
-    read = {
-        JSON_SCHEMA: partial(matchers.grammar_from_json_schema, defaults=SPACING),
-        REGEX: matchers.grammar_from_regex,
-        LARK: matchers.grammar_from_lark,
-    }[structure.kind]
     try:
-        grammar = read(structure.source)
+        if structure.kind == JSON_SCHEMA:
+            check_multiples(structure.source)
+            grammar = matchers.grammar_from_json_schema(structure.source, defaults=SPACING)
+        else:
+            grammar = getattr(matchers, f"grammar_from_{structure.kind}")(structure.source)
     except ValueError as error:
         raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
     matcher = matchers(tokens, grammar, log_level=0, limits=limits)
@@ -163,6 +160,6 @@ def call_structure(tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokeniz
     if style is ToolStyle.HERMES:
         special = {tokenizer.tokenizer.id_to_token(i) for i in special_ids(tokenizer.tokenizer)}
         # A special token is not its text, and written without quotes.
-        first, last = (mark if mark in special else json.dumps(mark) for mark in HERMES_MARKS)
+        first, last = (mark if mark in special else json.dumps(mark) for mark in style.value[0][:2])
         start = f'{first} "\\n" ({start}) "\\n" {last}'
     return Structure.lark("\n".join([f"start: {start}", *rules]))

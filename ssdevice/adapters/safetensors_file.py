@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from ssdevice.errors import InputError, check_no_pointer, first_line
+from ssdevice.errors import InputError, check_no_pointer, first_line, reading
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
 
@@ -33,11 +33,10 @@ def read_floats(file: Path) -> dict[str, NDArray[np.float32]]:
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
+    check_no_pointer(file)
     try:
-        check_no_pointer(file)
-        tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+        with reading(file):
+            tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise InputError(f"{file}: not a safetensors file ({first_line(error)})") from error
     return {name: _array(f"{file}: tensor {name!r}", entry) for name, entry in sorted(tensors)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ssdevice.adapters.base_files import weights_sha256
 from ssdevice.adapters.slots import Variant
-from ssdevice.bundle.manifest import ModelIdentity
+from ssdevice.bundle.manifest import AdapterKind, App, ModelIdentity
 from ssdevice.config import Mode, StreamConfig, load_strict, read_json
 from ssdevice.errors import ConfigError, InputError
 
@@ -108,6 +108,11 @@ class Adapter:
         config = read_json(self.folder / PEFT_CONFIG)
         return max([int(config.get("r", 0)), *(int(rank) for rank in (config.get("rank_pattern") or {}).values())])
 
+    def entry(self, name: str, base_sha256: str, kind: AdapterKind, **stored: Any) -> App:
+        """Its app's entry in a manifest. ``kind``: of a folder. ``stored``: ``folder``, ``files``, ``functions``."""
+        kind = kind if self.folder is not None else AdapterKind.BASE
+        return App(name, kind, base_sha256, self.mode, self.msa_layers, self.instruction, self.rank(), **stored)
+
 
 @dataclass(frozen=True)
 class AdapterFolder(Adapter):
@@ -146,8 +151,6 @@ class AdapterFolder(Adapter):
 
         Where apps share a base, stream rows would need the LoRA and their own adapters beside every linear.
         """
-        if self.has_lora and self.settings is not None and self.settings.streams.mode is Mode.LOSSLESS:
-            raise InputError(
-                f"{self.folder}: lossless streams over a LoRA cannot share a bundle with other apps yet: export this "
-                "app by itself"
-            )
+        if self.has_lora and self.mode is Mode.LOSSLESS:
+            why = "lossless streams over a LoRA cannot share a bundle with other apps yet: export this app by itself"
+            raise InputError(f"{self.folder}: {why}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice import strict_json
-from ssdevice.errors import BundleError, ConfigError
+from ssdevice.errors import BundleError, ConfigError, reading
 from ssdevice.rules import Rule, check_rule, repeated_name
 
 MANIFEST_FILE = "manifest.json"
@@ -78,31 +78,28 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
     waiting, seen = [""], 0
     while waiting:
         inside = waiting.pop()
-        try:
-            with os.scandir(folder / inside) as entries:
-                for entry in entries:
-                    seen += 1
-                    path = f"{inside}{entry.name}"
-                    status = entry.stat(follow_symlinks=False)
-                    if seen > 2 * limit:
-                        raise BundleError(f"{folder}: more than {2 * limit} files and folders")
-                    if stat.S_ISDIR(status.st_mode):
-                        if path.count("/") > 15:
-                            raise BundleError(f"{folder}: {path[:100]!r} is nested too deeply")
-                        waiting.append(f"{path}/")
-                    elif stat.S_ISREG(status.st_mode):
-                        found[path] = status.st_size
-                    else:
-                        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
-                        raise BundleError(f"{folder}: {path!r} is {kind}")
-        except OSError as error:
-            raise BundleError(f"{folder}: {inside!r} cannot be read ({error.strerror})") from error
+        with reading(folder / inside, BundleError), os.scandir(folder / inside) as entries:
+            for entry in entries:
+                seen += 1
+                path = f"{inside}{entry.name}"
+                status = entry.stat(follow_symlinks=False)
+                if seen > 2 * limit:
+                    raise BundleError(f"{folder}: more than {2 * limit} files and folders")
+                if stat.S_ISDIR(status.st_mode):
+                    if path.count("/") > 15:
+                        raise BundleError(f"{folder}: {path[:100]!r} is nested too deeply")
+                    waiting.append(f"{path}/")
+                elif stat.S_ISREG(status.st_mode):
+                    found[path] = status.st_size
+                else:
+                    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
+                    raise BundleError(f"{folder}: {path!r} is {kind}")
     return found
 
 
 def read_bounded(file: Path, limit: int) -> bytes:
     """The content of a plain file of at most ``limit`` bytes. Raises BundleError for anything else."""
-    try:
+    with reading(file, BundleError):
         # O_NONBLOCK: opening a pipe must not wait for its writer.
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as stream:
@@ -112,10 +109,6 @@ def read_bounded(file: Path, limit: int) -> bytes:
             if status.st_size > limit:
                 raise BundleError(f"{file}: {status.st_size} bytes, at most {limit} are allowed")
             return stream.read(limit)
-    except FileNotFoundError as error:
-        raise BundleError(f"{file}: no such file") from error
-    except OSError as error:
-        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def manifest_bytes(folder: Path) -> bytes:
@@ -127,14 +120,11 @@ def file_sha256(file: Path, size: int) -> str | None:
     """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(1 << 20))
-    try:
-        with file.open("rb", buffering=0) as stream:
-            while size:
-                count = stream.readinto(block[: min(size, len(block))])
-                if not count:
-                    return None
-                digest.update(block[:count])
-                size -= count
-    except OSError as error:
-        raise BundleError(f"{file}: cannot be read ({error.strerror})") from error
+    with reading(file, BundleError), file.open("rb", buffering=0) as stream:
+        while size:
+            count = stream.readinto(block[: min(size, len(block))])
+            if not count:
+                return None
+            digest.update(block[:count])
+            size -= count
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from typing import Any
 from ssdevice import strict_json
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands.opening import add_engine, positive, refuse_ignored
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, reading
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.structure.options import Structure
 
@@ -105,12 +105,10 @@ def _structure_of(args: argparse.Namespace) -> Structure | None:
 
 def _named(file: Path, make: Callable[[str], Structure]) -> Structure:
     """The structure in a file; errors name it."""
+    with reading(file), file.open("rb") as stream:
+        content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
     try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_STRUCTURE_BYTES)  # more than any structure may have
         return make(strict_json.utf8(content, str(file)))
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
     except InputError as error:
         raise InputError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
 

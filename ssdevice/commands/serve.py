@@ -9,8 +9,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.errors import InputError, needs_extra
+from ssdevice.errors import InputError, needs_extra, reading
 from ssdevice.serve.names import HOSTS, LOOPBACK, listen
+from ssdevice.strict_json import utf8
 
 PORT = 8000
 WAITING = 16
@@ -58,11 +59,8 @@ def _key(file: Path | None) -> str | None:
     """What requests must bear. Raises InputError for a key that headers cannot hold, or that is soon guessed."""
     if file is None:
         return None
-    try:
-        key = file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--key-file {file}: cannot be read: {reason}") from error
+    with reading(file):
+        key = utf8(file.read_bytes(), str(file)).strip()
     if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
         raise InputError(f"--key-file {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
     return key

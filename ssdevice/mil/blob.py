@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssdevice.errors import BundleError
+from ssdevice.errors import BundleError, reading
 from ssdevice.mil.dtypes import BY_BLOB, Array, DType
 
 ALIGNMENT = 64
@@ -29,12 +29,9 @@ class BlobFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise BundleError(f"{path}: cannot read the weight file: {error.strerror or error}") from None
+        with reading(path, BundleError), path.open("rb") as file:
+            size = file.seek(0, 2)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         if size < _HEADER.size:
             raise BundleError(f"{path}: a weight file of {size} bytes is shorter than its header; export again")
         self.size = size

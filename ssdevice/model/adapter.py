@@ -37,7 +37,7 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
     """
     file = folder / WEIGHTS
     if not file.is_file():  # opening a pipe would block
-        raise InputError(f"{file}: cannot be read as safetensors (no such file)")
+        raise InputError(f"{file}: no such file")
     try:
         check_no_pointer(file)
         weights = load_file(str(file))

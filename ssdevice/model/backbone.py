@@ -184,7 +184,7 @@ class Backbone(nn.Module):
 
     def head(self, h: Tensor) -> Tensor:
         """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
-        return self.logits(self.finish(h), self.lm_head)
+        return self.logits(self.finish(h))
 
     def head_rows(self, ids: Tensor) -> nn.Linear:
         """A copy of the LM head for the tokens ``ids``, with frozen weights."""
@@ -195,10 +195,10 @@ class Backbone(nn.Module):
             rows.bias = nn.Parameter(whole.bias.detach()[ids].clone(), requires_grad=False)
         return rows
 
-    def logits(self, finished: Tensor, head: nn.Module) -> Tensor:
-        """Logits ``[.., n]`` of ``finished [.., W]`` states through a ``head`` for n tokens."""
+    def logits(self, finished: Tensor, head: nn.Module | None = None) -> Tensor:
+        """Logits ``[.., n]`` of ``finished [.., W]`` states through a ``head`` for n tokens; None: the LM head."""
         config, family = self.config, self.family
-        logits: Tensor = head(finished)
+        logits: Tensor = (self.lm_head if head is None else head)(finished)
         if family.logit_scale is not None:
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:

@@ -164,7 +164,7 @@ class StreamModel(nn.Module):
 
     def draft_logits(self, finished: Tensor) -> Tensor:
         """Logits ``[.., V]`` of streams ``finished [.., W]``, or ``[.., n]`` with a draft vocabulary of n tokens."""
-        return self.backbone.logits(finished, self.backbone.lm_head if self.draft_head is None else self.draft_head)
+        return self.backbone.logits(finished, self.draft_head)
 
 
 @dataclass(frozen=True)
@@ -205,14 +205,14 @@ class TreeModule(nn.Module):
         Its tokens are gathered from the drafts, one position per depth; a node sees the past, its ancestors and itself
         (2402.11131 eq. 4).
         """
-        model = self.model
-        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
+        given = torch.cat([last, drafts.reshape(-1)]) if self.tree.size > 1 else last  # Core ML has no empty tensors
+        tokens = given.index_select(0, self.draft_indices)
         positions = length + self.depths
-        masks = model.masks(
+        masks = self.model.masks(
             positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)
         )
-        h = model.backbone.embed(tokens[None], positions[None])
-        middle, rows = model.run_main_layers(h, positions[None], masks, past)
+        h = self.model.backbone.embed(tokens[None], positions[None])
+        middle, rows = self.model.run_main_layers(h, positions[None], masks, past)
         return TreeRows(tokens, positions, masks, middle, rows)
 
 
@@ -232,7 +232,8 @@ class VerifyModule(TreeModule):
         """The rows of the tree after the token ``last [1]``, at ``length [1]`` committed tokens."""
         seen = self.main_rows(last, drafts, length, past)
         h, rows = self.model.run_msa_layers(seen.middle, seen.positions[None], seen.masks, past)
-        return Verified(self.model.backbone.head(h)[0], seen.middle[0], seen.rows + rows)
+        # The axis goes before the head: a graph would copy the logits.
+        return Verified(self.model.backbone.logits(self.model.backbone.finish(h)[0]), seen.middle[0], seen.rows + rows)
 
 
 class DraftModule(nn.Module):

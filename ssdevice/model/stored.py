@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssdevice.adapters.base_files import weight_files
 from ssdevice.config import read_json
-from ssdevice.errors import InputError, first_line
+from ssdevice.errors import InputError, first_line, reading
 from ssdevice.text.chat_template import CONFIG_FILE
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -51,12 +51,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
         try:
-            with safe_open(str(file), framework="np") as tensors:
+            with reading(file), safe_open(str(file), framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # no mapping
                     entry = tensors.get_slice(name)
                     found[name] = Stored(entry.get_dtype(), tuple(entry.get_shape()))
-        except OSError as error:
-            raise InputError(f"{file}: cannot be read ({error.strerror or error})") from error
         except SafetensorError as error:
             raise InputError(
                 f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)}): "

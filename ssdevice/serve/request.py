@@ -144,11 +144,9 @@ def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[
     return tools, forced
 
 
-def _functions(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{name} is {type(value).__name__}, expected a list")
+def _functions(_: str, value: Any) -> list[Any]:
     functions_of(value)
-    return value
+    return list(value)
 
 
 def _structure(name: str, value: Any) -> Structure | None:

@@ -50,16 +50,13 @@ class Chat:
 
         Raises InputError for what JSON cannot hold.
         """
-        if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-            raise InputError(f"tools is {repr(tools)[:60]}, expected a list of JSON schemas of functions")
-        for number, tool in enumerate(tools):
-            arguments.mapping(f"tools[{number}]", tool)
+        schemas = [dict(tool) for tool in arguments.objects("tools", tools)]
         for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
                 raise InputError(f"template: {name!r} is no argument of it; give it as an option of its own")
         return replace(
             self,
-            tools=tuple(_json("tools", [dict(tool) for tool in tools])) or self.tools,
+            tools=tuple(_json("tools", schemas)) or self.tools,
             template=self.template if template is None else _json("template", dict(template)),
         )
 
@@ -74,11 +71,11 @@ class Chat:
         """With the user's next message. Raises InputError for one without words."""
         if not arguments.text("prompt", prompt).strip():
             raise InputError("the prompt is empty")
-        return replace(self, messages=(*self.messages, {"role": USER, "content": prompt}))
+        return self.then(USER, prompt)
 
-    def answered(self, text: str) -> Chat:
-        """With the model's answer."""
-        return replace(self, messages=(*self.messages, {"role": ASSISTANT, "content": text}))
+    def then(self, role: str, content: str) -> Chat:
+        """With a further message."""
+        return replace(self, messages=(*self.messages, {"role": role, "content": content}))
 
     @property
     def turns(self) -> list[int]:
@@ -113,20 +110,16 @@ def requested(
     return chat if prompt is None else chat.asked(prompt)
 
 
-def check_overflow(overflow: object) -> None:
-    """Raise InputError for what is none of OVERFLOWS."""
-    if overflow not in OVERFLOWS:
-        raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
-
-
 def fitting(
     chat: Chat, ids_of: Callable[[Chat], list[int]], context: int, overflow: str, max_tokens: int
 ) -> tuple[list[int], Chat]:
     """The tokens of a conversation, and what is left of it with DROP_OLDEST: it then fits together with its answer.
 
     The answer has room for ``max_tokens``, at most half of the context. Only the oldest turns are dropped, and as few
-    of them as possible; the last one stays, whether it fits or not.
+    of them as possible; the last one stays, whether it fits or not. Raises InputError for what is none of OVERFLOWS.
     """
+    if overflow not in OVERFLOWS:
+        raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
     if overflow == ERROR:
         return ids_of(chat), chat
     room, most = min(max_tokens, context // 2), len(chat.turns) - 1
@@ -155,13 +148,11 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
     A content is a string, or a list of text parts, which become lines. Arguments of tool calls are an object, or its
     JSON as OpenAI sends it. Raises InputError for a conversation in another form or order.
     """
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
-        raise InputError(f"messages is {type(messages).__name__}, expected a list of objects with 'role' and 'content'")
     last, ids = "", set[str]()
     found = []
-    for number, given in enumerate(messages):
+    for number, given in enumerate(arguments.objects("messages", messages)):
         where = f"messages[{number}]"
-        message = _message(where, arguments.mapping(where, given))
+        message = _message(where, given)
         role = message["role"]
         if role not in FOLLOWS[last]:
             place = f"come after {last!r}" if last else "be the first"
@@ -199,19 +190,17 @@ def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _content(what: str, value: Any, role: str) -> str:
     if not isinstance(value, list):
         return "" if value is None and role == ASSISTANT else arguments.text(what, value)
-    for number, part in enumerate(value):
-        if (kind := arguments.mapping(f"{what}[{number}]", part).get("type")) != "text":
+    for number, part in enumerate(arguments.objects(what, value)):
+        if (kind := part.get("type")) != "text":
             raise InputError(f"{what}[{number}]: a part of type {repr(kind)[:60]}; the model reads text only")
     return "\n".join(arguments.text(f"{what}[{i}]: text", part.get("text")) for i, part in enumerate(value))
 
 
 def _calls(what: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{what} is {type(value).__name__}, expected a list of calls")
     found = []
-    for number, call in enumerate(value):
+    for number, call in enumerate(arguments.objects(what, value)):
         where = f"{what}[{number}]"
-        function = dict(arguments.mapping(f"{where}.function", arguments.mapping(where, call).get("function")))
+        function = dict(arguments.mapping(f"{where}.function", call.get("function")))
         arguments.text(f"{where}.function.name", function.get("name"))
         if isinstance(given := function.get("arguments", {}), str):
             given = strict_json.parse(given, f"{where}.function.arguments", InputError)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
 from ssdevice.text.frames import Frames, Message
@@ -29,6 +30,14 @@ NO_TEMPLATE = (
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
 PROMPT: tuple[Message, ...] = ({"role": "user", "content": PROBE},)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of one example, prompt first, and how many are the prompt's."""
+
+    ids: tuple[int, ...]
+    prompt: int
 
 
 def user_content(instruction: str | None, prompt: str) -> str:
@@ -139,6 +148,12 @@ class ChatTokenizer:
         if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
             return self._full.render(messages, add_generation_prompt=True, values=values)
         return self._template.render(messages, add_generation_prompt=True)
+
+    def sample(self, example: Example, instruction: str | None) -> Sample:
+        """The ids of an example and of its completion, if it has one; errors as in ``prompt_ids``."""
+        prompt = self.prompt_ids(example.prompt, instruction=instruction, system=example.system)
+        answer = self.completion_ids(example.completion) if example.completion is not None else ()
+        return Sample((*prompt, *answer), len(prompt))
 
     def completion_ids(self, text: str) -> list[int]:
         """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.

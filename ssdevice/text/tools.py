@@ -9,15 +9,26 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from ssdevice import arguments
 from ssdevice.errors import InputError
 from ssdevice.text.tokenizer import ChatTokenizer
 
 
-class ToolStyle(StrEnum):
+class Marks(NamedTuple):
+    """What is before and after a call, and around its strings."""
+
+    opening: str
+    closing: str
+    quote: str = '"'
+
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+class ToolStyle(Enum):
     """How a family's chat template writes calls.
 
     HERMES, also Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``. LLAMA3: the whole answer is
@@ -25,31 +36,36 @@ class ToolStyle(StrEnum):
     ``call:NAME{key:value}`` between tokens of its own, other ones around strings.
     """
 
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    GEMMA = "gemma"
+    HERMES = (Marks("<tool_call>", "</tool_call>"),)
+    LLAMA3 = (Marks(PYTHON_TAG, ";"), Marks("{", ";"))
+    GEMMA = (
+        Marks("<start_function_call>", "<end_function_call>", "<escape>"),
+        Marks("<|tool_call>", "<tool_call|>", '<|"|>'),
+    )
+
+    @property
+    def openings(self) -> list[str]:
+        """What a call may begin with."""
+        return [marks.opening for marks in self.value]
 
     @classmethod
     def of(cls, template: str | None) -> ToolStyle | None:
         """The style of a chat template; None where it writes no calls, or in a way that is not read here."""
-        template = template or ""
-        if any(mark.opening in template for mark in _GEMMA):
+
+        def has(*texts: str) -> bool:
+            return any(text in (template or "") for text in texts)
+
+        if has(*cls.GEMMA.openings):
             return cls.GEMMA
-        if HERMES_MARKS[0] in template:
-            return None if any(other in template for other in ("<function=", "<arg_key>")) else cls.HERMES
-        return cls.LLAMA3 if _PYTHON_TAG in template or "ipython" in template else None
+        if has(*cls.HERMES.openings):
+            return None if has("<function=", "<arg_key>") else cls.HERMES
+        return cls.LLAMA3 if has(PYTHON_TAG, "ipython") else None
 
     @classmethod
     def forced(cls, template: str | None) -> ToolStyle:
         """The style of a call that must be written: the template's own, otherwise plain JSON."""
         style = cls.of(template)
         return cls.LLAMA3 if style in (None, cls.GEMMA) else style
-
-    @property
-    def openings(self) -> tuple[str, ...]:
-        """What a call may begin with."""
-        llama, gemma = (_PYTHON_TAG, "{"), tuple(mark.opening for mark in _GEMMA)
-        return {self.HERMES: HERMES_MARKS[:1], self.LLAMA3: llama, self.GEMMA: gemma}[self]
 
 
 @dataclass(frozen=True)
@@ -60,18 +76,6 @@ class Call:
     arguments: dict[str, Any]
 
 
-class _Marks(typing.NamedTuple):
-    opening: str
-    quote: str
-    closing: str
-
-
-HERMES_MARKS = ("<tool_call>", "</tool_call>")
-_PYTHON_TAG = "<|python_tag|>"
-_GEMMA = (
-    _Marks("<start_function_call>", "<escape>", "<end_function_call>"),
-    _Marks("<|tool_call>", '<|"|>', "<tool_call|>"),
-)
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 _GEMMA_CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
@@ -89,9 +93,9 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
     Raises InputError for tools in another form.
     """
     found = {}
-    for number, tool in enumerate(tools):
+    for number, tool in enumerate(arguments.objects("tools", tools)):
         where = f"tools[{number}]"
-        if (kind := arguments.mapping(where, tool).get("type", "function")) != "function":
+        if (kind := tool.get("type", "function")) != "function":
             raise InputError(f"{where}: type {repr(kind)[:60]}, expected 'function'")
         function = arguments.mapping(f"{where}.function", tool.get("function"))
         if not (name := arguments.text(f"{where}.function.name", function.get("name"))):
@@ -107,60 +111,52 @@ def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
     """
     if style is ToolStyle.LLAMA3:
         return _parse_llama(text)
-    marks = [(mark.opening, mark.closing) for mark in _GEMMA] if style is ToolStyle.GEMMA else [HERMES_MARKS]
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
     content, calls, at = "", [], 0
-    while found := min(((text.find(o, at), o, c) for o, c in marks if text.find(o, at) >= 0), default=None):
-        start, opening, closing = found
-        call, end = read(text, start + len(opening), closing)
-        if call is None:
-            end = start + len(opening)
-            content += text[at:end]
-        else:
-            content += text[at:start]
-            calls.append(call)
-        at = end
+    while found := min(((text.find(m.opening, at), m) for m in style.value if m.opening in text[at:]), default=None):
+        start, marks = found
+        begin = start + len(marks.opening)
+        call, end = read(text, begin, marks)
+        content += text[at : begin if call is None else start]
+        calls += [] if call is None else [call]
+        at = begin if call is None else end
     return (content + text[at:]).strip(), calls
 
 
 def _parse_llama(text: str) -> tuple[str, list[Call]]:
-    content, _, rest = text.rpartition(_PYTHON_TAG)
+    content, _, rest = text.rpartition(PYTHON_TAG)
     rest, calls, at = rest.strip(), [], 0
     while at < len(rest):
-        call, at = _json_call(rest, at, ";")
+        call, at = _json_call(rest, at, ToolStyle.LLAMA3.value[0])
         if call is None:
             return text.strip(), []
         calls.append(call)
     return content.strip(), calls
 
 
-def _json_call(text: str, at: int, closing: str) -> tuple[Call | None, int]:
-    """The call that begins there, and where the text after it begins; the JSON may have ``closing`` in its strings."""
+def _json_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
+    """The call that begins there, and where the text after it begins; the JSON may have marks in its strings."""
     try:
         value, at = _JSON.raw_decode(text, len(text) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
         return None, at
     at = len(text) - len(text[at:].lstrip())
-    if not text.startswith(closing, at) and at < len(text):
+    if not text.startswith(marks.closing, at) and at < len(text):
         return None, at
-    return _call(value), min(len(text), at + len(closing))
+    return _call(value), min(len(text), at + len(marks.closing))
 
 
-def _gemma_call(text: str, at: int, closing: str) -> tuple[Call | None, int]:
-    end = text.find(closing, at)
-    body = _GEMMA_CALL.fullmatch(text[at : end if end >= 0 else len(text)])
+def _gemma_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
+    inside, closing, _ = text[at:].partition(marks.closing)
+    body = _GEMMA_CALL.fullmatch(inside)
     if body is None:
         return None, at
-    quote = next(mark.quote for mark in _GEMMA if mark.closing == closing)
     # Every other piece is a string, the rest is JSON but for its keys.
-    pieces = body[2].split(quote)
+    pieces = body[2].split(marks.quote)
     pieces[::2] = [_BARE_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
     pieces[1::2] = map(json.dumps, pieces[1::2])
-    try:
-        value = _JSON.decode("".join(pieces))
-    except (ValueError, RecursionError):
-        return None, at
-    return Call(body[1], value), end + len(closing) if end >= 0 else len(text)
+    given = _decoded("".join(pieces))
+    return None if given is None else Call(body[1], given), at + len(inside + closing)
 
 
 def _call(value: Any) -> Call | None:
@@ -168,12 +164,16 @@ def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get("arguments", value.get("parameters"))
-    if isinstance(given, str):
-        try:
-            given = _JSON.decode(given)
-        except (ValueError, RecursionError):
-            return None
+    given = _decoded(given) if isinstance(given, str) else given
     return Call(value["name"], given) if isinstance(given, dict) else None
+
+
+def _decoded(text: str) -> Any:
+    """The value of a JSON text; None for another text."""
+    try:
+        return _JSON.decode(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _no_number(name: str) -> Any:
@@ -182,6 +182,7 @@ def _no_number(name: str) -> Any:
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_TYPES[type(None)] = "null"
 _ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^[ \t]+(\w+)(?: \(.*?\))?:[ \t]*(\S.*)$", re.MULTILINE)
 
@@ -196,20 +197,18 @@ def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
     block = _ARGUMENTS.search(about)
     told = dict(_ARGUMENT.findall(block[1])) if block else {}
     properties: dict[str, Any] = {}
-    required = []
     try:
-        hints = typing.get_type_hints(function)
+        takes = inspect.signature(function, eval_str=True).parameters.values()
     except (NameError, TypeError) as error:
         raise InputError(f"{name}: {error}") from error
-    for each in inspect.signature(function).parameters.values():
+    for each in takes:
         where = f"{name}, parameter {each.name}"
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) or each.name not in hints:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) or each.annotation is each.empty:
             raise InputError(f"{where}: expected a named parameter with a type")
-        properties[each.name] = _schema(hints[each.name], where)
+        properties[each.name] = _schema(each.annotation, where)
         if each.name in told:
             properties[each.name]["description"] = told[each.name].strip()
-        if each.default is each.empty:
-            required.append(each.name)
+    required = [each.name for each in takes if each.default is each.empty]
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     described = {"name": name, "description": " ".join(about.partition("\n\n")[0].split()), "parameters": parameters}
     return {"type": "function", "function": described}
@@ -220,8 +219,6 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
-    if hint is type(None):
-        return {"type": "null"}
     if origin is typing.Literal:
         return {"enum": list(inner)}
     if origin in (typing.Union, types.UnionType):

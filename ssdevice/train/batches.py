@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,18 +11,10 @@ from torch import Tensor
 
 from ssdevice.data import Example
 from ssdevice.errors import InputError
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
 WIDTH_MULTIPLE = 16
 """With few distinct shapes the memory allocator reuses its blocks, which on CPUs saves more than the padding costs."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Token ids of one example, prompt first."""
-
-    ids: tuple[int, ...]
-    prompt: int
 
 
 class Batch(NamedTuple):
@@ -45,17 +36,11 @@ def tokenize(
 
     Raises InputError if nothing is left.
     """
-    samples, dropped = [], 0
-    for example in examples:
-        prompt = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system)
-        ids = (*prompt, *tokenizer.completion_ids(example.completion or ""))
-        if len(ids) > max_length:
-            dropped += 1
-        else:
-            samples.append(Sample(ids, len(prompt)))
+    every = (tokenizer.sample(example, instruction) for example in examples)
+    samples = [sample for sample in every if len(sample.ids) <= max_length]
     if not samples:
         raise InputError(f"none of the {len(examples)} examples has {max_length} tokens or fewer; raise --max-length")
-    return samples, dropped
+    return samples, len(examples) - len(samples)
 
 
 class BatchOrder:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdevice.model.backbone import Backbone
-from ssdevice.train.batches import Sample
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train.decoding import Decoding
 from ssdevice.train.job import Job
 

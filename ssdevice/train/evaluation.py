@@ -12,8 +12,8 @@ from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
-from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.train.batches import Sample, collate
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
+from ssdevice.train.batches import collate
 from ssdevice.train.distill import own_completions
 from ssdevice.train.job import Job
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows

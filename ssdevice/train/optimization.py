@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 
 from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.model.attention import KeyValue
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import Batch, BatchOrder, Sample, collate, pieces
+from ssdevice.train.batches import Batch, BatchOrder, collate, pieces
 from ssdevice.train.job import Job
 from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.options import EPOCHS, TrainOptions

@@ -20,7 +20,8 @@ from ssdevice.model import loading
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.lora import merge_lora
 from ssdevice.text.stream import special_ids
-from ssdevice.train.batches import Sample, tokenize
+from ssdevice.text.tokenizer import Sample
+from ssdevice.train.batches import tokenize
 from ssdevice.train.decoding import Decoding, sampling
 from ssdevice.train.distill import own_completions, written
 from ssdevice.train.job import Job

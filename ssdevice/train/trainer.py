@@ -26,8 +26,9 @@ from ssdevice.model.tokenizer import FILES, check_vocabulary, open_tokenizer, to
 from ssdevice.progress import Report
 from ssdevice.runtime.notice import say_once
 from ssdevice.text.chat_template import PLAIN_PROMPT
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train import checkpoint
-from ssdevice.train.batches import BatchOrder, Sample
+from ssdevice.train.batches import BatchOrder
 from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate
 from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import LossWeights, StreamingLoss

@@ -102,7 +102,7 @@ def test_a_conversation_is_saved_reset_and_loaded(
         (["/save no/folder.json"], "its folder does not exist"),
         (["/load none.json"], "none.json: no such file"),
         (["/load ."], "cannot be read"),
-        (["/load there.json"], "messages is dict, expected a list"),
+        (["/load there.json"], "messages is dict ({}), expected a list of objects"),
         (["/load asked.json"], "messages ends with 'user'; the last one must be of role system or assistant"),
         (["/load wrong.json"], "role 'assistant' cannot be the first"),
         (["/load text.json"], "not JSON"),

@@ -82,7 +82,7 @@ def test_defaults_fill_what_is_left_out() -> None:
         ({"size": None}, r"x\.size: expected an integer, found null"),
         ({"flag": 1}, r"x\.flag: expected true or false, found an integer"),
         ({"note": 3}, r"x\.note: expected a string, found an integer"),
-        ({"either": 0.5}, r"x\.either: expected a string, found a number"),
+        ({"either": 0.5}, r"x\.either: expected an integer, found a number"),
         ({"mode": "Shared"}, r"x\.mode: 'Shared' is not one of shared, lossless"),
         ({"mode": ["shared"]}, r"x\.mode: .* is not one of"),
         ({"mode": None}, r"x\.mode: 'None' is not one of"),

@@ -176,7 +176,7 @@ def test_what_a_dry_run_approves_goes_as_far_as_the_weights(
 STREAMS, LORA = "streams.safetensors", "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 ADAPTERS: dict[str, tuple[Spoil, str]] = {
-    "no streams": (removed(STREAMS), "streams.safetensors: cannot be read"),
+    "no streams": (removed(STREAMS), "streams.safetensors: no such file"),
     "a pointer as streams": (written(STREAMS, POINTER), "streams.safetensors is a Git LFS pointer"),
     "streams of another size": (weights_changed(lambda w: w.update(identifiers=torch.ones(3, 5)), STREAMS), "expected"),
     "streams that are not finite": (weights_changed(lambda w: w["identifiers"].fill_(torch.nan), STREAMS), "finite"),

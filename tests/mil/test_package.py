@@ -162,7 +162,7 @@ DAMAGE = {
     "model missing": (lambda p: (p / MODEL).unlink(), "model.mlmodel is named in Manifest.json but missing"),
     "model cut": (_cut(MODEL, -40), "not a usable model file"),
     "model empty": (_cut(MODEL, 0), "holds no ML program"),
-    "weights missing": (lambda p: (p / WEIGHTS).unlink(), "cannot read the weight file"),
+    "weights missing": (lambda p: (p / WEIGHTS).unlink(), "weight.bin: no such file"),
     "weights empty": (_cut(WEIGHTS, 0), "shorter than its header"),
     "weights cut": (_cut(WEIGHTS, -65), "cut short|outside the file"),
     "weights of version 1": (_patch(WEIGHTS, 4, struct.pack("<I", 1)), "version 1, expected 2"),

@@ -33,9 +33,9 @@ def test_what_others_can_reach_needs_a_key(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / "key").write_text(key, "utf-8")
         said = refused(capsys, "b", "--key-file", tmp_path / "key")
         assert "a key has 16 or more ASCII characters" in said
-    assert "cannot be read: No such file" in refused(capsys, "b", "--key-file", tmp_path / "none")
+    assert "none: no such file" in refused(capsys, "b", "--key-file", tmp_path / "none")
     (tmp_path / "key").write_bytes(b"\xff" * 20)
-    assert "cannot be read" in refused(capsys, "b", "--key-file", tmp_path / "key")
+    assert "not UTF-8 text" in refused(capsys, "b", "--key-file", tmp_path / "key")
 
 
 def test_a_port_that_cannot_be_had_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

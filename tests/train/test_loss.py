@@ -10,7 +10,8 @@ from ssdevice.config import Mode, StreamConfig
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive
-from ssdevice.train.batches import Sample, collate
+from ssdevice.text.tokenizer import Sample
+from ssdevice.train.batches import collate
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows, targets
 from ssdevice.train.optimization import MainRows
 

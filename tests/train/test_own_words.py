@@ -16,7 +16,7 @@ from ssdevice.cli import main
 from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError
 from ssdevice.model.tokenizer import open_tokenizer
-from ssdevice.train.batches import Sample
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train.distill import _line, written
 from ssdevice.train.job import Job, Place
 from ssdevice.train.options import TrainOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssdevice.config import Schedule
-from ssdevice.train.batches import Sample
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train.evaluation import stream_ranks
 from ssdevice.tree import MISS, Tree, count_paths, tokens_per_step
 from tests.model.reference import Reference

@@ -21,9 +21,9 @@ from ssdevice.cli import main
 from ssdevice.data import Example
 from ssdevice.model.loading import load
 from ssdevice.model.tokenizer import open_tokenizer, tokenizer_folder
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
 from ssdevice.train import samples
-from ssdevice.train.batches import BatchOrder, Sample, tokenize
+from ssdevice.train.batches import BatchOrder, tokenize
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import torch
 
 from ssdevice.config import Mode
 from ssdevice.model.attention import Attending, attend
-from ssdevice.train.batches import Sample, collate, pieces
+from ssdevice.text.tokenizer import Sample
+from ssdevice.train.batches import collate, pieces
 from ssdevice.train.loss import LossWeights, StreamingLoss, attend_by_node, completion_rows
 from ssdevice.train.start import Moments
 from tests.train.test_loss import GAMMA, tiny_model

@@ -192,15 +192,14 @@ struct Call {
 
   void Compute(size_t part) {
     const Weights& weights = *head.upper;
-    for (int64_t g = First(part); g < First(part + 1); ++g) {
-      EachProduct<BlockRows>(weights, g, rows, products, count, [&](int64_t r, const float* upper, int64_t columns) {
-        std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
-        const Bounds bounds = BoundsOf(r, g, upper, columns);
-        peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
-        Best& best = BestOf(part, r);
-        if (bounds.top > best.value) best = {bounds.top, g * kColumns + (std::find(bounds.expected, bounds.expected + columns, bounds.top) - bounds.expected)};
-      });
-    }
+    EachProduct(weights, static_cast<int64_t>(part), static_cast<const BlockRows&>(rows), products, count,
+                [&](int64_t r, int64_t g, const float* upper, int64_t columns) {
+      std::copy(upper, upper + columns, sums.data() + r * weights.outputs + g * kColumns);
+      const Bounds bounds = BoundsOf(r, g, upper, columns);
+      peaks[static_cast<size_t>(r * weights.Groups() + g)] = bounds.peak;
+      Best& best = BestOf(part, r);
+      if (bounds.top > best.value) best = {bounds.top, g * kColumns + (std::find(bounds.expected, bounds.expected + columns, bounds.top) - bounds.expected)};
+    });
   }
 
   void Look(size_t part) {
@@ -232,18 +231,6 @@ struct Call {
   }
 };
 
-// The best column of each row.
-void BestColumns(Context& context, const Halves& head, const Rows& rows, int64_t count, int64_t* y) {
-  thread_local std::vector<float> room[2];
-  Call call(head, rows, count, static_cast<size_t>(PartsOf(head.upper->Groups())), room);
-  const auto parts = static_cast<int64_t>(call.parts);
-  context.Each(parts, [&](int64_t part) { call.Compute(static_cast<size_t>(part)); });
-  for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
-  context.Each(parts, [&](int64_t part) { call.Look(static_cast<size_t>(part)); });
-  // A row of zeros has scale 0, and products that are all alike.
-  for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
-}
-
 class Argmax : public Kernel {
  public:
   explicit Argmax(const Info& info) {
@@ -259,7 +246,14 @@ class Argmax : public Kernel {
     if (count == 0) return;
     thread_local Rows rows;
     rows.Fill(context, x.As<float>(), count, inputs);
-    BestColumns(context, halves_, rows, count, y);
+    thread_local std::vector<float> room[2];
+    const int64_t parts = PartsOf(halves_.upper->Groups());
+    Call call(halves_, rows, count, static_cast<size_t>(parts), room);
+    context.Each(parts, [&](int64_t part) { call.Compute(static_cast<size_t>(part)); });
+    for (int64_t r = 0; r < count; ++r) call.needed[static_cast<size_t>(r)] = call.Product(r, call.Joined(r).column);
+    context.Each(parts, [&](int64_t part) { call.Look(static_cast<size_t>(part)); });
+    // A row of zeros has scale 0, and products that are all alike.
+    for (int64_t r = 0; r < count; ++r) y[r] = rows.scales[static_cast<size_t>(r)] > 0 ? call.Joined(r).column : 0;
   }
 
  protected:

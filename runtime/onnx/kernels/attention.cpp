@@ -18,6 +18,7 @@
 namespace {
 
 constexpr float kHidden = -1e8f;
+constexpr size_t kNext = 16;               // rows whose keys are asked for before they are needed
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
@@ -58,6 +59,12 @@ struct Heads {
 
 inline float FloatOf(float value) { return value; }
 
+// Asks for what will be read: a call has read so many weights since the last one that no row is in a cache near by.
+template <typename Element>
+inline void Ask(const Element* from, int64_t count) {
+  for (int64_t d = 0; d < count; d += static_cast<int64_t>(kLine / sizeof(Element))) __builtin_prefetch(from + d);
+}
+
 template <typename Element>
 void Portable(const Heads& heads, Seen<Element>* seen) {
   const size_t count = seen->count;
@@ -94,6 +101,8 @@ SSDEVICE_EIGHT void Scores(const Heads& heads, Seen<Element>* seen) {
     Eight sums[G][kLanes];
     for (int j = 0; j < kLanes; ++j) {
       const Element* k = seen->keys[i + j] + heads.offset;
+      Ask(seen->keys[std::min(i + j + kNext, seen->count)] + heads.offset, end);
+      Ask(seen->values[i + j] + heads.offset, end);
       Eight sum[G];
       for (int g = 0; g < G; ++g) sum[g] = All(0.0f);
 #pragma GCC unroll 8
@@ -278,5 +287,4 @@ Operator Named(const char* name, std::unique_ptr<Kernel> (*make)(const Info&), T
 }  // namespace
 
 Operator TreeAttention() { return Named("TreeAttention", Make<Attention<float>>, Type::kFloat); }
-
 Operator HalfTreeAttention() { return Named("HalfTreeAttention", Make<Attention<Half>>, Type::kHalf); }

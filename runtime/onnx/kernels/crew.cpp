@@ -17,7 +17,7 @@
 namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(2);  // a thread that has found no work for so long goes to sleep
-constexpr size_t kShares = 4;                              // of a call, for each thread
+constexpr size_t kMost = 256;                              // threads
 constexpr int kLooks = 64;                                 // between two looks at the clock
 
 std::atomic<int> crew_size{0};
@@ -69,13 +69,14 @@ class Crew {
       for (size_t i = 0; i < total; ++i) work(data, i);
       return;
     }
-    for (; hired_ < threads - 1; ++hired_) std::thread([this] { Serve(); }).detach();
     work_ = work;
     data_ = data;
-    total_ = total;
-    share_ = std::max<size_t>(1, total / (kShares * threads));
-    next_.store(0);
-    seats_.store(static_cast<int>(threads) - 1);
+    threads_ = std::min(threads, kMost);
+    for (; hired_ < threads_; ++hired_) std::thread([this, me = hired_] { Serve(me); }).detach();
+    for (size_t i = 0; i < threads_; ++i) {
+      shares_[i].next.store(total * i / threads_);
+      shares_[i].end = total * (i + 1) / threads_;
+    }
     open_.store(true);
     calls_.fetch_add(1);
     if (asleep_.load() > 0) {
@@ -83,24 +84,27 @@ class Crew {
       const std::lock_guard<std::mutex> guard(bed_);
       wake_.notify_all();
     }
-    Take();
+    Take(0);
     open_.store(false);
     while (inside_.load() != 0) Pause();
   }
 
  private:
-  void Take() {
-    for (size_t first; (first = next_.fetch_add(share_)) < total_;)
-      for (size_t i = first; i < std::min(first + share_, total_); ++i) work_(data_, i);
+  // What lies together is done by one thread, which reads its weights in order, until it helps with what others have left.
+  void Take(size_t me) {
+    for (size_t other = 0; other < threads_; ++other) {
+      Share& share = shares_[(me + other) % threads_];
+      for (size_t i; (i = share.next.fetch_add(1)) < share.end;) work_(data_, i);
+    }
   }
 
-  void Serve() {
+  void Serve(size_t me) {
     for (uint64_t seen = 0;;) {
       Wait(seen);
       seen = calls_.load();
       // The caller closes a call before it looks who is inside. Whoever finds it open here is waited for.
       inside_.fetch_add(1);
-      if (open_.load() && seats_.fetch_sub(1) > 0) Take();
+      if (open_.load() && me < threads_) Take(me);
       inside_.fetch_sub(1);
     }
   }
@@ -122,14 +126,17 @@ class Crew {
 
   std::mutex calling_, bed_;
   std::condition_variable wake_;
-  size_t hired_ = 0, total_ = 0, share_ = 1;
+  size_t hired_ = 1, threads_ = 1;  // the caller is the first
   Work work_ = nullptr;
   void* data_ = nullptr;
-  std::atomic<int> asleep_{0}, seats_{0}, caller_{-1};
+  std::atomic<int> asleep_{0}, caller_{-1};
   std::atomic<bool> open_{false};
   alignas(64) std::atomic<uint64_t> calls_{0};
   alignas(64) std::atomic<int> inside_{0};
-  alignas(64) std::atomic<size_t> next_{0};
+  struct alignas(64) Share {
+    std::atomic<size_t> next{0};
+    size_t end = 0;
+  } shares_[kMost];
 };
 
 }  // namespace
@@ -138,5 +145,4 @@ class Crew {
 extern "C" __attribute__((visibility("default"))) void ssdevice_crew(int threads) { crew_size.store(threads); }
 
 int CrewSize() { return crew_size.load(); }
-
 void CrewFor(size_t threads, size_t total, Work work, void* data) { Crew::Get().Run(threads, total, work, data); }

@@ -15,9 +15,16 @@ To BitCast(From from) {
   return to;
 }
 
+// The four bytes at a place.
+template <typename To = int32_t>
+To Word(const void* at) {
+  To word;
+  std::memcpy(&word, at, 4);
+  return word;
+}
+
 #if defined(__aarch64__) && !defined(SSDEVICE_PORTABLE)
 inline float FloatOf(Half half) { return BitCast<__fp16>(half); }
-
 inline Half HalfOf(float value) { return BitCast<Half>(static_cast<__fp16>(value)); }
 #else
 inline float FloatOf(Half half) {

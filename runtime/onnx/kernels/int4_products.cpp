@@ -20,7 +20,7 @@ template <int R, Scales S>
 void Portable(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   for (int r = 0; r < R; ++r) std::fill(out[r], out[r] + kColumns, 0.0f);
   for (int b = 0; b < t.blocks; ++b) {
-    const uint8_t *codes = t.weights + CodesAt(b, S), *from = t.weights + ScalesAt(b, S);
+    const uint8_t *codes = t.weights[0] + CodesAt(b, S), *from = t.weights[0] + ScalesAt(b, S);
     float scales[kColumns];
     for (int c = 0; c < kColumns; ++c) scales[c] = ScaleOf(from, c, S);
     for (int r = 0; r < R; ++r) {
@@ -54,7 +54,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns
   __m256 sums[R][kVectors];
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
     SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_ps();
-  const uint8_t* unit = t.weights;
+  const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
     Prefetch(unit + kAhead, UnitOf(S));
     SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
@@ -72,8 +72,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns
             w[v] = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
           }
           SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-            int32_t four;
-            std::memcpy(&four, rows[r].codes + 16 * half + 4 * i, 4);
+            const int32_t four = Word(rows[r].codes + 16 * half + 4 * i);
             SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
               pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_maddubs_epi16(w[v], _mm256_set1_epi32(four)));
               InOrder(pairs[r][v]);
@@ -105,49 +104,49 @@ SSDEVICE_TARGET_VNNI __attribute__((always_inline)) inline __m512 SixteenScales(
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// Adds the products of sixteen columns' weights, four of each, with four codes of a row. As a memory operand these cost no
-// instruction of their own; compilers load them first.
-SSDEVICE_TARGET_VNNI inline void AddProducts(__m512i& sums, __m512i weights, const int8_t* codes) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*reinterpret_cast<const int8_t(*)[4]>(codes)));
-}
-
 // A product of four codes with four is one instruction, and the sixteen sums of a row are one vector.
 template <int R, Scales S>
 SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   const __m512i low = _mm512_set1_epi8(15);
-  __m512 sums[R];
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
-  const uint8_t* unit = t.weights;
-  for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
-    Prefetch(unit + kAhead, UnitOf(S));
+  __m512 sums[kStreams][R] = {};
+  const uint8_t* units[kStreams] = {t.weights[0], t.weights[1]};
+  for (int b = 0; b < t.blocks; b += 2) {
+    SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) Prefetch(units[s] + kAhead, UnitOf(S));
     SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
       if (b + second == t.blocks) break;
-      const uint8_t *codes = unit + CodesAt(second, S), *from = unit + ScalesAt(second, S);
       const BlockRows::Part* rows = t.At(b + second);
-      __m512i d[R][2];  // two chains of four instructions instead of one of eight
-      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        d[r][0] = _mm512_set1_epi32(rows[r].zero);
-        d[r][1] = _mm512_setzero_si512();
-      }
+      __m512i d[kStreams][R];
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = _mm512_set1_epi32(rows[r].zero);
       SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
-        const __m512i both = _mm512_load_si512(codes + 4 * kColumns * i);
         SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
-          const __m512i w = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
-          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) AddProducts(d[r][half], w, rows[r].codes + 16 * half + 4 * i);
+          __m512i w[kStreams];
+          SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
+            const __m512i both = _mm512_load_si512(units[s] + CodesAt(second, S) + 4 * kColumns * i);
+            w[s] = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+          }
+          SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+            const __m512i four = _mm512_set1_epi32(Word(rows[r].codes + 16 * half + 4 * i));
+            SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = _mm512_dpbusd_epi32(d[s][r], w[s], four);
+          }
         }
       }
-      const __m512 scales = SixteenScales<S>(from);
-      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        const __m512 both = _mm512_mul_ps(scales, _mm512_set1_ps(rows[r].scale));
-        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(d[r][0], d[r][1])), both));
+      SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
+        const __m512 scales = SixteenScales<S>(units[s] + ScalesAt(second, S));
+        SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+          const __m512 both = _mm512_mul_ps(scales, _mm512_set1_ps(rows[r].scale));
+          sums[s][r] = _mm512_add_ps(sums[s][r], _mm512_mul_ps(_mm512_cvtepi32_ps(d[s][r]), both));
+        }
       }
     }
+    SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) units[s] += UnitOf(S);
   }
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(out[r], sums[r]);
+  SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s)
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(out[s * R + r], sums[s][r]);
 }
 
 template <Scales S>
-constexpr ProductOf<BlockRows> kVnniProducts[] = {Vnni<1, S>, Vnni<2, S>, Vnni<3, S>, Vnni<4, S>, Vnni<5, S>, Vnni<6, S>, Vnni<7, S>};
+constexpr ProductOf<BlockRows> kVnniProducts[] = {Vnni<1, S>, Vnni<2, S>, Vnni<3, S>, Vnni<4, S>, Vnni<5, S>, Vnni<6, S>};
 #endif
 
 template <Scales S>
@@ -170,7 +169,7 @@ SSDEVICE_TARGET_DOT void Dot(const TileOf<BlockRows>& t, float (*out)[kColumns])
     SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
       SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) sums[r][v] = vdupq_n_f32(0);
     for (int b = 0; b < t.blocks; ++b) {
-      const uint8_t *codes = t.weights + CodesAt(b, S), *from = t.weights + ScalesAt(b, S);
+      const uint8_t *codes = t.weights[0] + CodesAt(b, S), *from = t.weights[0] + ScalesAt(b, S);
       const BlockRows::Part* rows = t.At(b);
       int32x4_t d[R][2];
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
@@ -214,7 +213,7 @@ constexpr ProductOf<BlockRows> kPortableProducts[] = {Portable<1, S>, Portable<2
 template <Scales S>
 ProductsOf<BlockRows> Products() {
 #ifdef SSDEVICE_VNNI
-  if (kVnni) return {kVnniProducts<S>, std::size(kVnniProducts<S>)};
+  if (kVnni) return {kVnniProducts<S>, std::size(kVnniProducts<S>), kStreams};
 #endif
 #ifdef SSDEVICE_AVX2
   if (kAvx2) return {kAvx2Products<S>, kTile};

@@ -56,7 +56,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
   __m256i sums[R][kVectors];
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
     SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_si256();
-  const uint8_t* unit = t.weights;
+  const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit + kAhead, kUnit);
     const Rows::Part* rows = t.At(b);
@@ -66,8 +66,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
       SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v)
         w[v] = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(unit + 2 * kColumns * i + 2 * kLanes * v)));
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        int32_t two;
-        std::memcpy(&two, rows[r].codes + 2 * i, 4);
+        const int32_t two = Word(rows[r].codes + 2 * i);
         SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) {
           sums[r][v] = _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(w[v], _mm256_set1_epi32(two)));
           InOrder(sums[r][v]);
@@ -87,26 +86,27 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
 #ifdef SSDEVICE_VNNI
 template <int R>
 SSDEVICE_TARGET_VNNI void Vnni(const TileOf<ShiftedRows>& t, float (*out)[kColumns]) {
-  __m512i sums[R];
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_si512();
-  const uint8_t* unit = t.weights;
-  for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
-    Prefetch(unit + kAhead, kUnit);
+  __m512i sums[kStreams][R] = {};
+  size_t at = 0;
+  for (int b = 0; b < t.blocks; ++b, at += kUnit) {
+    SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) Prefetch(t.weights[s] + at + kAhead, kUnit);
     const ShiftedRows::Part* rows = t.At(b);
     SSDEVICE_UNROLL for (int i = 0; i < kBlock / 4; ++i) {
-      const __m512i w = _mm512_load_si512(unit + 4 * kColumns * i);
+      __m512i w[kStreams];
+      SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) w[s] = _mm512_load_si512(t.weights[s] + at + 4 * kColumns * i);
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, rows[r].codes + 4 * i, 4);
-        sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_set1_epi32(four), w);
+        const __m512i four = _mm512_set1_epi32(Word(rows[r].codes + 4 * i));
+        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) sums[s][r] = _mm512_dpbusd_epi32(sums[s][r], four, w[s]);
       }
     }
   }
-  const __m512 scales = _mm512_load_ps(unit);
-  const __m512i shifts = _mm512_load_si512(unit + 4 * kColumns);
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
-    const __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r], shifts)), scales);
-    _mm512_storeu_ps(out[r], _mm512_mul_ps(y, _mm512_set1_ps(t.rows.scales[static_cast<size_t>(t.first + r)])));
+  SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
+    const __m512 scales = _mm512_load_ps(t.weights[s] + at);
+    const __m512i shifts = _mm512_load_si512(t.weights[s] + at + 4 * kColumns);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+      const __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[s][r], shifts)), scales);
+      _mm512_storeu_ps(out[s * R + r], _mm512_mul_ps(y, _mm512_set1_ps(t.rows.scales[static_cast<size_t>(t.first + r)])));
+    }
   }
 }
 
@@ -123,7 +123,7 @@ SSDEVICE_TARGET_DOT void Dot(const TileOf<ByteRows>& t, float (*out)[kColumns]) 
   int32x4_t sums[R][kQuarters];
   SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
     SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) sums[r][v] = vdupq_n_s32(0);
-  const uint8_t* unit = t.weights;
+  const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; ++b) {
     const ByteRows::Part* rows = t.At(b);
     for (int i = 0; i < kBlock / 4; ++i, unit += 4 * kColumns) {
@@ -153,7 +153,7 @@ constexpr ProductOf<ByteRows> kDotProducts[] = {Dot<1>, Dot<2>, Dot<3>, Dot<4>, 
 template <int R>
 void Portable(const TileOf<Rows>& t, float (*out)[kColumns]) {
   int32_t sums[R][kColumns] = {};
-  const uint8_t* unit = t.weights;
+  const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; ++b) {
     for (int i = 0; i < kBlock / 2; ++i, unit += 2 * kColumns) {
       for (int r = 0; r < R; ++r) {
@@ -181,7 +181,7 @@ class Int8 : public Kernel {
 
   void Compute(Context& context) const override {
 #ifdef SSDEVICE_VNNI
-    if (kVnni) return Multiply<ShiftedRows>(*weights_, context, {kVnniProducts, kWideTile});
+    if (kVnni) return Multiply<ShiftedRows>(*weights_, context, {kVnniProducts, kWideTile, kStreams});
 #endif
 #ifdef SSDEVICE_DOT
     if (kDot) return Multiply<ByteRows>(*weights_, context, {kDotProducts, kTile});
@@ -205,8 +205,7 @@ class Embedding : public Int8 {
     LookUp(context, weights, [&](int64_t id, float* y) {
       const uint8_t* group = weights.Group(id / kColumns);
       const int64_t column = id % kColumns;
-      float scale;
-      std::memcpy(&scale, group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column), 4);
+      const auto scale = Word<float>(group + kUnit * static_cast<size_t>(Blocks(weights.inputs)) + static_cast<size_t>(4 * column));
       for (int64_t k = 0; k < weights.inputs; ++k) y[k] = static_cast<int8_t>(group[At(k, column)]) * scale;
     });
   }
@@ -215,5 +214,4 @@ class Embedding : public Int8 {
 }  // namespace
 
 Operator Int8Linear() { return {"Int8Linear", Make<Int8>, {Type::kFloat, Type::kInt8, Type::kFloat, Type::kUint8}}; }
-
 Operator Int8Embedding() { return {"Int8Embedding", Make<Embedding>, {Type::kInt32, Type::kInt8, Type::kFloat}}; }

@@ -101,6 +101,8 @@ struct Half {
   uint16_t bits;
 };
 
+constexpr size_t kLine = 64;  // bytes of a cache line and of the widest vector
+
 // The numbers are those of ONNX.
 enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 

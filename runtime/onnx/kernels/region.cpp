@@ -28,16 +28,11 @@ const Tensor& Taken(const Step& step, size_t input, const Tensor& value) {
 }
 
 template <typename T>
-bool Read(std::istringstream& from, T* out) {
-  from.imbue(std::locale::classic());
-  return static_cast<bool>(from >> *out);
-}
-
-template <typename T>
 T NumberOf(const std::string& text) {
   std::istringstream from(text);
+  from.imbue(std::locale::classic());
   T value{};
-  Require(Read(from, &value) && from.peek() == EOF, "a number cannot be read");
+  Require(from >> value && from.peek() == EOF, "a number cannot be read");
   return value;
 }
 
@@ -106,8 +101,9 @@ class Fused : public Kernel {
  public:
   explicit Fused(const Info& info) {
     std::istringstream lines(info.Text("text"));
+    lines.imbue(std::locale::classic());
     std::string line;
-    Require(Read(lines, &inputs_) && Read(lines, &outputs_) && std::getline(lines, line), "its first line cannot be read");
+    Require(lines >> inputs_ >> outputs_ && std::getline(lines, line), "its first line cannot be read");
     Require(inputs_ == info.Inputs() && outputs_ == info.Outputs(), "its node has other numbers of inputs or outputs than its first line");
     while (std::getline(lines, line)) steps_.push_back(StepOf(line));
     CheckNumbers();

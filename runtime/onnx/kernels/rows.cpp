@@ -163,7 +163,5 @@ class Norm : public Kernel {
 }  // namespace
 
 Operator AddNorm() { return {"AddNorm", Make<Norm>, {Type::kFloat, Type::kFloat, Type::kFloat}, 2}; }
-
 Operator GatedSilu() { return {"GatedSilu", Make<Gate>, {Type::kFloat}}; }
-
 Operator RotarySplit() { return {"RotarySplit", Make<Split>, {Type::kFloat, Type::kFloat, Type::kFloat}, 3}; }

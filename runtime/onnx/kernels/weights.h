@@ -12,7 +12,6 @@
 #include "eight.h"
 
 constexpr int kColumns = 2 * kLanes;  // of a group; two vectors side by side, so what is read of a row serves both
-constexpr size_t kLine = 64;          // bytes of a cache line and of the widest vector
 
 constexpr int64_t kMostInputs = 1 << 24;  // so that bytes of a group and numbers of blocks fit
 

@@ -19,7 +19,7 @@ from ssdevice.data import read_examples  # noqa: E402
 from ssdevice.errors import SSDeviceError  # noqa: E402
 from ssdevice.export.calibration.calibrate import calibrate  # noqa: E402
 from ssdevice.export.calibration.job import ROWS, calibrated_job, chosen_rows  # noqa: E402
-from ssdevice.export.calibration.rows import Rows, Tokens, tokenized  # noqa: E402
+from ssdevice.export.calibration.rows import Rows, tokenized  # noqa: E402
 from ssdevice.export.exporter import ExportJob  # noqa: E402
 from ssdevice.export.onnx.exporter import OnnxExporter  # noqa: E402
 from ssdevice.export.onnx.quantization import INT4_GRID  # noqa: E402
@@ -29,6 +29,7 @@ from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
 from ssdevice.model.loading import load  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
 from ssdevice.model.tokenizer import open_tokenizer  # noqa: E402
+from ssdevice.text.tokenizer import Sample  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.deep import VOCAB, deep_model  # noqa: E402
 from tests.model.reference import Reference  # noqa: E402
@@ -37,13 +38,13 @@ BASE = Path(__file__).resolve().parents[3] / "models" / "base-7m"
 WORDS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def rows(count: int, vocab: int, seed: int = 0) -> list[Tokens]:
+def rows(count: int, vocab: int, seed: int = 0) -> list[Sample]:
     """Ids that follow each other by a rule, so that inputs move together as those of text do."""
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(count):
         start, step = draw.integers(3, vocab), draw.integers(1, 5)
-        made.append(Tokens(tuple(int(start + step * i) % (vocab - 3) + 3 for i in range(40)), 30))
+        made.append(Sample(tuple(int(start + step * i) % (vocab - 3) + 3 for i in range(40)), 30))
     return made
 
 
@@ -70,7 +71,7 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
     reference = Reference(model, Tree.chain(model.gamma), 1, Schedule.DEFERRED, 64, chunk=len(prompt))
     token, drafts = reference.start(prompt, reference.new_cache())
     with torch.no_grad():
-        passing = Rows(model, [Tokens(prompt, len(prompt))])
+        passing = Rows(model, [Sample(prompt, len(prompt))])
         for layer in range(model.backbone.num_layers):
             passing.run(layer, advance=True)
         streams = passing.streams[0]
@@ -80,14 +81,14 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
         assert torch.equal(model.best(streams, torch.tensor([token]), at, 1), drafts)
 
 
-def loss(model: StreamModel, held: list[Tokens], exact: list[Tensor]) -> float:
+def loss(model: StreamModel, held: list[Sample], exact: list[Tensor]) -> float:
     """Mean KL divergence to ``exact`` logits, in nats."""
     found = zip(exact, logits(model, held), strict=True)
     return float(sum((a.exp() * (a - b)).sum(-1).mean() for a, b in found)) / len(held)
 
 
 @torch.no_grad()
-def logits(model: StreamModel, held: list[Tokens]) -> list[Tensor]:
+def logits(model: StreamModel, held: list[Sample]) -> list[Tensor]:
     passing = Rows(StreamModel(model.backbone, None, 0), held)
     for layer in range(model.backbone.num_layers):
         passing.run(layer, advance=True)

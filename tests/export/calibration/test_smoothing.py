@@ -9,16 +9,16 @@ from torch import Tensor, nn  # noqa: E402
 
 from ssdevice.bench.against_torch import main_logits  # noqa: E402
 from ssdevice.config import Mode, StreamConfig  # noqa: E402
-from ssdevice.export.calibration.rows import Tokens  # noqa: E402
 from ssdevice.export.calibration.smoothing import smooth  # noqa: E402
 from ssdevice.export.onnx.reference import simulated  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
+from ssdevice.text.tokenizer import Sample  # noqa: E402
 from tests.export.deep import OUTLIERS, VOCAB, deep_model  # noqa: E402
 from tests.model.tiny import LAYERS, MODELS, tiny_model  # noqa: E402
 
-ROWS = [Tokens(tuple(range(start, start + 30)), 15) for start in (3, 40, 60)]
+ROWS = [Sample(tuple(range(start, start + 30)), 15) for start in (3, 40, 60)]
 IDS = [7, 3, 90, 41, 5, 66, 12, 33, 8, 11, 54, 2]
 
 
