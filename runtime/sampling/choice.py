@@ -33,10 +33,6 @@ class Logprobs:
 
 NEAR = 1e-5
 """More than rounding changes of a score or a probability."""
-NEARBY = 4.0
-"""How many times less likely (as a logarithm) tokens are whose probabilities still tell about a token."""
-LIKELY = 1e-3
-"""A probability that few tokens have."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
 
@@ -60,7 +56,6 @@ class Chooser:
         sampling.check_ids(vocab)
         self.sampling = sampling
         self.logprobs: list[Logprobs] = []
-        self._spare = np.empty(vocab, np.float32)  # fresh memory for every token would cost more than the sums in it
         self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
         self._grammar = grammar
@@ -110,10 +105,8 @@ class Chooser:
         if not s.temperature:
             return top
         best = sample_all(scores, top, s.temperature, s.seed, position)
-        if not s.truncates or _stays(scores, top, best, s, None if unmasked else self._spare):
-            return best
-        if unmasked:
-            return None
+        if not s.truncates or unmasked:
+            return best if not s.truncates or _stays(scores, top, best, s) else None
         scores, kept = truncated(scores / np.float32(s.temperature), s)
         return best if kept is None or best in kept else sample(scores, kept, s.seed, position, len(logits))
 
@@ -123,7 +116,7 @@ class Chooser:
             total, likely = self._compiled.log_total(logits, best)
         else:
             highest = np.max(logits)
-            total = float(highest) + math.log(_total(logits, highest, np.float32(1), self._spare))
+            total = float(highest) + math.log(np.sum(weights(logits, highest)))
             some = np.flatnonzero(logits >= np.partition(logits, -max(best, 1))[-max(best, 1)])
             likely = some[np.argsort(-logits[some], kind="stable")][:best].tolist()
         values = tuple(float(logits[i]) - total for i in likely)
@@ -143,40 +136,25 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     if s.top_p < 1:
         keep(_nucleus(scores, s.top_p))
     if s.min_p > 0:
-        keep(np.flatnonzero(scores >= _above(float(np.max(scores)) + math.log(s.min_p))))
+        keep(np.flatnonzero(scores >= np.float64(np.max(scores)) + math.log(s.min_p)))
     if s.typical_p < 1:
         keep(_typical(scores, s.typical_p))
     return scores, ids
 
 
-def _stays(logits: Scores, top: int, token: int, s: Sampling, spare: Scores | None) -> bool:
-    """Whether truncation certainly leaves a token of a row, which few others often show; else unknown.
+def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
+    """Whether truncation certainly leaves a token of a row, whichever others a structure excludes; else unknown.
 
-    ``top``: the likeliest token. ``spare [V]``: memory; None: any of the other tokens may be missing.
+    ``top``: the likeliest token.
     """
-    if s.typical_p < 1 or token == top:
-        return s.typical_p == 1
-    t, own, highest = np.float32(s.temperature), logits[token], logits[top]
-    few = logits[np.flatnonzero(logits >= own - NEARBY * t)]
-    p = np.exp((few - highest) / t)
-    mine = np.exp((own - highest) / t)
-    least = np.sum(p[few >= own])
-    likelier, mass = least - mine, s.top_p - NEAR
-    if mine < s.min_p * (1 + NEAR) or 0 < s.top_k < np.sum(few >= own):
-        return False
-    if s.top_p == 1 or likelier < mass * least:
-        return True
-    if s.top_k or spare is None:
-        return False
-    return bool(likelier < mass * np.sum(p) or likelier < mass * _total(logits, highest, t, spare))
-
-
-def _total(logits: Scores, highest: np.float32, temperature: np.float32, spare: Scores) -> float:
-    """What all tokens weigh together, the likeliest one 1, in float32; ``spare [V]``: memory for their weights."""
-    np.subtract(logits, highest, out=spare)
-    np.divide(spare, temperature, out=spare)
-    np.exp(spare, out=spare)
-    return float(np.sum(spare))
+    p = weights(logits[logits >= logits[token]] / np.float32(s.temperature), logits[top] / np.float32(s.temperature))
+    mine, all_of_these = np.min(p), np.sum(p)
+    return not (
+        s.typical_p < 1
+        or mine < s.min_p * (1 + NEAR)
+        or 0 < s.top_k < len(p)
+        or (s.top_p < 1 and all_of_these - mine >= (s.top_p - NEAR) * all_of_these)
+    )
 
 
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
@@ -185,29 +163,13 @@ def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
     return found
 
 
-def _above(bound: float) -> np.float32:
-    """The least float32 that is not below a bound: comparing scores with it costs no conversion of them."""
-    found = np.float32(bound)
-    return found if float(found) >= bound else np.nextafter(found, np.float32(np.inf))
-
-
 def _nucleus(scores: Scores, mass: float) -> Integers:
     """The likeliest tokens that have ``mass`` together, ids ascending."""
-    highest = np.max(scores)
-    total = float(np.sum(np.exp(scores - highest)))  # in float32, which nearly always decides
-    # Sorting takes longest. All tokens below the last bound have less than 1 - mass together.
-    bounds = [bound for bound in (LIKELY, LIKELY / 10) if bound * len(scores) > 1]
-    for least in (*bounds, (1 - mass) / len(scores)):
-        likely = np.flatnonzero(scores > highest + np.float32(math.log(least * total) - 1e-3))
-        weight = weights(scores[likely], highest)
-        if np.sum(weight) > (mass + NEAR) * total:
-            break
-    order = np.argsort(-weight, kind="stable")
-    reached = np.cumsum(weight[order])
-    last = int(np.searchsorted(reached, mass * total))
-    if np.min(np.abs(reached[max(last - 1, 0) : last + 1] - mass * total), initial=np.inf) < NEAR * total:
-        last = int(np.searchsorted(reached, mass * float(np.sum(weights(scores, highest)))))
-    return np.sort(likely[order[: 1 + last]])
+    weight = weights(scores, np.max(scores))
+    total = float(np.sum(weight))
+    likely = np.flatnonzero(weight > (1 - mass) * total / len(weight))  # all others have less than 1 - mass together
+    order = likely[np.argsort(-weight[likely], kind="stable")]
+    return np.sort(order[: 1 + int(np.searchsorted(np.cumsum(weight[order]), mass * total))])
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
@@ -215,16 +177,10 @@ def _typical(scores: Scores, mass: float) -> Integers:
     below = np.maximum(scores.astype(np.float64) - float(np.max(scores)), -MUCH)
     weight = np.exp(below)
     total = np.sum(weight)
-    mean = np.sum(weight * below) / total  # of a surprise and the entropy, the difference is that of these
-    for least in (LIKELY / 10, (1 - mass) / (8 * len(scores)), 0.0):
-        likely = np.flatnonzero(weight > least * total)
-        far = np.abs(below[likely] - mean)
-        order = np.argsort(far)
-        last = int(np.searchsorted(np.cumsum(weight[likely][order] / total), mass))
-        if last < len(order) and least and far[order[last]] < mean - math.log(least * total):
-            break  # all others are farther
-    near: Integers = likely[far <= far[order[min(last, len(order) - 1)]]]
-    return near
+    far = np.abs(below - np.sum(weight * below) / total)  # of surprises and the entropy, these have the differences
+    order = np.argsort(far)
+    last = min(int(np.searchsorted(np.cumsum(weight[order] / total), mass)), len(order) - 1)
+    return np.flatnonzero(far <= far[order[last]])
 
 
 def walk(tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]) -> tuple[list[int], list[int]]:

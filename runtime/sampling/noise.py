@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 GROUP = 256
 """Tokens whose smallest exponential number is known without the others."""
 SEEDS = 1 << 64
-AHEAD = 16
-"""Positions whose groups are computed at once, which takes NumPy little longer than those of one."""
 SLACK = 1e-5
 """More than rounding changes of a score."""
 
@@ -53,21 +51,12 @@ def exponential(high: Any, low: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _block(seed: int, first: int, groups: int) -> tuple[Floats, Floats, Integers]:
-    """``[AHEAD, groups]`` each, from position ``first`` on: the smallest number of a group, its noise, its token."""
-    numbers = np.tile(np.arange(groups, dtype=np.uint64), AHEAD)
-    positions = np.repeat(np.arange(first, first + AHEAD, dtype=np.uint64), groups)
-    high, low, which, _ = philox(numbers, positions, 0, seed)
-    smallest = (exponential(high, low) / GROUP).reshape(AHEAD, groups)
-    lucky = (numbers * GROUP + (which & (GROUP - 1))).astype(np.int64).reshape(AHEAD, groups)
-    return smallest, -np.log(smallest), lucky
-
-
 def _groups(seed: int, position: int, vocab: int) -> tuple[Floats, Floats, Integers]:
-    """``[groups]`` each, at a position: see ``_block``."""
-    at = position % AHEAD
-    smallest, most, lucky = _block(seed, position - at, -(-vocab // GROUP))
-    return smallest[at], most[at], lucky[at]
+    """``[groups]`` each, at a position: the smallest number of a group, its noise, its token."""
+    numbers = np.arange(-(-vocab // GROUP), dtype=np.uint64)
+    high, low, which, _ = philox(numbers, position, 0, seed)
+    smallest = exponential(high, low) / GROUP
+    return smallest, -np.log(smallest), (numbers * GROUP + (which & (GROUP - 1))).astype(np.int64)
 
 
 def gumbel(seed: int, position: int, ids: Integers, vocab: int) -> Floats:

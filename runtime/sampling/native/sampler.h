@@ -42,7 +42,7 @@ class Sampler {
       return a.score != b.score ? a.score > b.score : a.id < b.id;
     });
     std::transform(kept_.begin(), end, ids, [](const Candidate& each) { return each.id; });
-    return best_ + std::log(weight_of_all(row_, vocab_, best_, 1));
+    return best_ + std::log(sums_of<false, false>(row()).weight);
   }
 
   // How many tokens truncation left for the last choice, whose logits are still there.
@@ -62,44 +62,68 @@ class Sampler {
   // Finds the largest logit, of each group and of all. Whether none is NaN or infinity.
   bool measure(const float* logits) {
     row_ = logits;
-    highest_.resize((vocab_ + Noise::kGroup - 1) / Noise::kGroup);
-    const bool wrong = set_largest(logits, vocab_, Noise::kGroup, highest_.data());
+    highest_.resize((vocab_ + kGroup - 1) / kGroup), of_lanes_.resize(highest_.size() * kLanes);
+    const bool wrong = set_largest(logits, vocab_, highest_.data(), of_lanes_.data());
     best_ = *std::max_element(highest_.begin(), highest_.end());
-    return !wrong && best_ < std::numeric_limits<float>::infinity();
+    return !wrong && best_ < kInfinity;
   }
 
   int32_t first_of(float logit) const {
     const auto group = std::find(highest_.begin(), highest_.end(), logit) - highest_.begin();
-    return static_cast<int32_t>(std::find(row_ + group * Noise::kGroup, row_ + vocab_, logit) - row_);
+    return static_cast<int32_t>(std::find(row_ + group * kGroup, row_ + vocab_, logit) - row_);
   }
 
   float score(float logit) const { return logit / temperature_; }
+  Row row() const { return {row_, highest_.data(), vocab_, best_, temperature_}; }
 
+  // The best of all tokens, if top-p or typical-p certainly leaves it. If it certainly does not, none is left that it comes before, and the
+  // best of the others is next. After another truncation it would not be so simple.
   int32_t sample(int64_t position) {
     noise_.at(s_.seed, position, vocab_);
-    const bool few = s_.top_k > 0 || s_.min_p > 0 || s_.typical_p < 1;  // are left, whose noise is soon compared
-    if (!few) {
-      const int32_t token = best_of_all();
-      if (s_.top_p == 1 || in_nucleus(token)) return token;
+    hopes_.resize(highest_.size());
+    for (size_t group = 0; group < highest_.size(); ++group) hopes_[group] = score(highest_[group]) + noise_.most(group);
+    least_ = s_.min_p > 0 ? score(best_) + std::log(s_.min_p) : -kInfinity;
+    const bool nucleus = s_.top_p < 1, typical = s_.typical_p < 1, simple = !s_.top_k && !(typical && (nucleus || s_.min_p > 0));
+    const double mass = typical ? s_.typical_p : s_.top_p;
+    Range range{below(least_), kInfinity};
+    for (cap_ = kInfinity; simple; cap_ = reached_) {
+      const int32_t token = best_between(range);
+      if ((!typical && !nucleus) || token < 0) return token;
+      const double own = score(row_[token]), mine = std::exp(own - score(best_)), near = 2 * error();
+      const float first = below(own - blur());
+      Sums sums = typical ? sums_of<true, true>(row(), first) : sums_of<false, true>(row(), first, first);
+      if (nucleus) {
+        if (sums.above - mine < (mass - near) * sums.weight) return token;
+        sums.weight += sums_of<false, false>(row(), 0, -kInfinity, first).weight;
+      }
+      range = before(own, sums, 1);
+      const double most = range.low == first ? sums.above : above(range.low);
+      if (most - above(range.high) - mine < (mass - near) * sums.weight) return token;
+      const Range least = before(own, sums, -1);
+      if (above(least.low) - above(least.high) < (mass + near) * sums.weight) break;
     }
+    cap_ = kInfinity, least_ = -kInfinity;
     truncate();
-    return all_ ? best_of_all() : best_of_kept();
+    return all_ ? best_between({-kInfinity, kInfinity}) : best_of_kept();
   }
 
-  // Whether top-p certainly leaves a token, which the likelier ones show soon; else unknown.
-  bool in_nucleus(int32_t token) const {
-    const float own = row_[token];
-    const double h = score(best_), mine = std::exp(score(own) - h), mass = s_.top_p - error();
-    double likelier = -mine;  // it is counted as well
-    for (size_t group = 0; group < highest_.size(); ++group) {
-      if (highest_[group] < own) continue;
-      const auto start = static_cast<int32_t>(group) * Noise::kGroup, end = std::min(vocab_, start + Noise::kGroup);
-      for (int32_t id = start; id < end; ++id) {
-        if (row_[id] >= own) likelier += std::exp(score(row_[id]) - h);
-      }
-    }
-    return likelier < mass * (likelier + mine) || likelier < mass * weight_of_all(row_, vocab_, best_, temperature_);
+  struct Range {
+    float low, high;
+  };
+
+  // How much the order of typical-p is not known for rounding: that of scores is, but not what they are from the entropy.
+  double blur() const { return s_.typical_p < 1 ? 4 * error() * (1 + std::log(vocab_)) : 0; }
+
+  // The logits of tokens that come before that of a score; `side`: 1 for all that may, and its own, -1 for only those that certainly do.
+  Range before(double own, const Sums& sums, int side) const {
+    if (s_.typical_p == 1) return {side > 0 ? below(own) : -below(-own), kInfinity};
+    const double mirrored = 2 * (score(best_) + sums.moment / sums.weight) - own, wider = side * blur();
+    const double low = std::min(own, mirrored) - wider, high = std::max(own, mirrored) + wider;
+    return side > 0 ? Range{below(low), -below(-high)} : Range{-below(-low), below(high)};
   }
+
+  // The weight of logits that are not below a bound.
+  double above(float bound) const { return bound < kInfinity ? sums_of<false, true>(row(), bound, bound).above : 0; }
 
   void truncate() {
     kept_.clear();
@@ -109,46 +133,58 @@ class Sampler {
     if (s_.typical_p < 1) keep_typical();
   }
 
+  // Sums of score and noise that are below do not matter; rounding is less than the margin.
+  double floor() const { return reached_ - 1e-4 - 1e-6 * std::abs(reached_); }
+
   // Takes a token if its score and noise are more than those of the best one before; the noise of most tokens need not be known.
   void consider(int32_t id, float score) {
-    if (score + noise_.most(id / Noise::kGroup) < reached_ - 1e-6) return;
-    const double sum = score + noise_.of(id);
-    if (sum > reached_ || (sum == reached_ && id < winner_)) winner_ = id, reached_ = sum;
+    if (score < least_ || score + noise_.most(id / kGroup) < floor()) return;
+    const double sum = score + noise_.of(id, floor() - score);
+    if (sum < cap_ && (sum > reached_ || (sum == reached_ && id < winner_))) winner_ = id, reached_ = sum;
   }
 
-  int32_t best_of_all() {
-    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
+  // The best token of those with such logits; -1: there is none.
+  int32_t best_between(const Range& range) {
+    winner_ = -1, reached_ = -kInfinity;
+    const auto take = [&](int32_t id) {
+      if (row_[id] >= range.low && row_[id] <= range.high) consider(id, score(row_[id]));
+    };
+    take(first_of(best_));
     const auto groups = static_cast<int32_t>(highest_.size());
     for (int32_t group = 0; group < groups; ++group) {
-      if (const int32_t id = noise_.lucky(group); id < vocab_) consider(id, score(row_[id]));
+      if (const int32_t id = noise_.lucky(group); hopes_[group] >= floor() && id < vocab_) take(id);
     }
     for (int32_t group = 0; group < groups; ++group) {
-      const float bound = below(reached_ - 1e-6 - noise_.most(group));
-      if (highest_[group] < bound) continue;
-      const int32_t end = std::min(vocab_, (group + 1) * Noise::kGroup);
-      for (int32_t id = group * Noise::kGroup; id < end; ++id) {
-        if (row_[id] >= bound) consider(id, score(row_[id]));
-      }
+      if (hopes_[group] >= floor()) for_each_from(std::max(range.low, below(floor() - noise_.most(group))), group, take);
     }
     return winner_;
   }
 
   int32_t best_of_kept() {
-    winner_ = -1, reached_ = -std::numeric_limits<double>::infinity();
+    winner_ = -1, reached_ = -kInfinity;
     std::iter_swap(kept_.begin(), std::max_element(kept_.begin(), kept_.end(), [](auto& a, auto& b) { return a.score < b.score; }));
     for (const Candidate& each : kept_) consider(each.id, each.score);
     return winner_;
+  }
+
+  // Calls a function for every token of a group whose logit is not below a bound.
+  template <typename Function>
+  void for_each_from(float bound, int32_t group, Function function) const {
+    if (highest_[group] < bound) return;
+    const int32_t start = group * kGroup, end = std::min(vocab_, start + kGroup);
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      if (of_lanes_[group * kLanes + lane] < bound) continue;
+      for (int32_t id = start + lane; id < end; id += kLanes) {
+        if (row_[id] >= bound) function(id);
+      }
+    }
   }
 
   // Makes candidates of all tokens whose logits are not below a bound.
   void gather(float bound) {
     all_ = false;
     for (size_t group = 0; group < highest_.size(); ++group) {
-      if (highest_[group] < bound) continue;
-      const auto start = static_cast<int32_t>(group) * Noise::kGroup, end = std::min(vocab_, start + Noise::kGroup);
-      for (int32_t id = start; id < end; ++id) {
-        if (row_[id] >= bound) kept_.push_back({score(row_[id]), id, 0, 0});
-      }
+      for_each_from(bound, static_cast<int32_t>(group), [&](int32_t id) { kept_.push_back({score(row_[id]), id, 0, 0}); });
     }
   }
 
@@ -163,12 +199,19 @@ class Sampler {
     return logit - 1e-6f * std::abs(logit) - std::numeric_limits<float>::min();
   }
 
-  // A logit that the n-th largest is not below: the n-th largest of the groups' largest, if there are so many.
-  float nth_of_groups(int64_t n) {
-    if (n > static_cast<int64_t>(highest_.size())) return -std::numeric_limits<float>::infinity();
-    scratch_ = highest_;
-    std::nth_element(scratch_.begin(), scratch_.begin() + n - 1, scratch_.end(), std::greater<>());
-    return scratch_[n - 1];
+  // A logit that n groups reach, and few more, if there are so many: found by halving, whose branches are not guessed wrong.
+  float nth_of_groups(int64_t n) const {
+    const auto reached = [&](float logit) {
+      return std::count_if(highest_.begin(), highest_.end(), [=](float x) { return x >= logit; }) >= n;
+    };
+    float depth = temperature_;
+    while (!reached(best_ - depth) && depth < kInfinity) depth *= 2;
+    float low = depth < kInfinity ? best_ - depth : -kInfinity, high = best_ - depth / 2;
+    for (int time = 0; time < 5; ++time) {
+      const float middle = (low + high) / 2;
+      (reached(middle) ? low : high) = middle;
+    }
+    return low;
   }
 
   void keep_top_k() {
@@ -201,7 +244,7 @@ class Sampler {
     const double h = score(best_);
     double total = 0, near = 0;
     if (all_) {
-      total = weight_of_all(row_, vocab_, best_, temperature_);
+      total = sums_of<false, false>(row()).weight;
       near = error() * total;
       const double lowest = std::log((1 - s_.top_p) / vocab_ * total) - 1e-3;  // tokens below have less than 1 - top_p together
       for (double depth = -4;; depth *= 2) {
@@ -222,44 +265,17 @@ class Sampler {
     kept_.resize(last + 1);
   }
 
-  // The tokens whose surprise is nearest to the entropy and that have `typical_p` of the weight together. Of the unlikeliest tokens
-  // it takes the weight together to know these.
+  // The tokens whose surprise is nearest to the entropy and that have `typical_p` of the weight together.
   void keep_typical() {
-    constexpr auto kAll = -std::numeric_limits<float>::infinity();
-    for (const double depth : {-8.0, -16.0}) {
-      if (!all_) break;
-      const float bound = below(score(best_) + depth);
-      gather(bound);
-      if (keep_nearest(sums_of(row_, vocab_, best_, temperature_, bound), depth)) return;
-      all_ = true;
-      kept_.clear();
-    }
-    if (all_) gather(kAll);
-    keep_nearest({}, kAll);
-  }
-
-  // Of the candidates. `rest`: the sums of all other tokens, which weigh less than exp(depth) each. Whether it is certain that the
-  // last digits of these sums do not matter, and that none of these tokens is as near; only then any are dropped.
-  bool keep_nearest(const Sums& rest, double depth) {
-    const double h = score(best_), total = weigh() + rest.weight, mass = s_.typical_p * total;
-    double mean = rest.moment / total;
+    if (all_) gather(-kInfinity);
+    const double h = score(best_), total = weigh();
+    double mean = 0;
     for (const Candidate& each : kept_) {
       if (each.weight > 0) mean += each.weight / total * (each.score - h);
     }
     for (Candidate& each : kept_) each.key = std::abs(each.score - h - mean);
-    const auto [last, before] = border(mass);
-    const Candidate farthest = kept_[last];
-    if (std::isfinite(depth)) {
-      const double near = 1e-12 + error() * (rest.weight - rest.moment) / total;
-      const bool apart = std::none_of(kept_.begin(), kept_.end(), [&](const Candidate& each) {
-        return each.score != farthest.score && std::abs(each.key - farthest.key) < near;
-      });
-      if (!apart || farthest.key > mean - depth - near || mass - before < near * total || before + farthest.weight - mass < near * total) {
-        return false;
-      }
-    }
-    keep([&](const Candidate& each) { return each.weight > 0 && each.key <= farthest.key; });
-    return true;
+    const double farthest = kept_[border(s_.typical_p * total).first].key;
+    keep([&](const Candidate& each) { return each.weight > 0 && each.key <= farthest; });
   }
 
   // In the order of keys and ids, the first candidate with which all so far weigh `mass`, and what those before it weigh. Moves them so
@@ -285,11 +301,12 @@ class Sampler {
   Draw s_;
   int32_t vocab_ = 0;
   Noise noise_;
-  std::vector<float> highest_, scratch_;  // `highest_`: the largest logit of each group of Noise
+  // The largest logit of each group, and of each of its lanes; what no score and noise of a group exceed.
+  std::vector<float> highest_, of_lanes_, hopes_, scratch_;
   const float* row_ = nullptr;
   float best_ = 0, temperature_ = 1;
   bool all_ = true;  // whether nothing was cut yet; otherwise `kept_` has what is left
   std::vector<Candidate> kept_;
   int32_t winner_ = -1;
-  double reached_ = 0;
+  double reached_ = 0, cap_ = 0, least_ = 0;  // sums have to be below `cap_`, scores not below `least_`
 };

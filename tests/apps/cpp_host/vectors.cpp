@@ -1,5 +1,5 @@
 // vectors FILE: repeats test vectors (tests/vectors) with the host's headers: choices, or the sessions of sessions.h. Prints what
-// differs, then how many cases there were. `vectors --time ..` prints the microseconds of a choice instead, see `time_choices`.
+// differs, then how many cases there were. `vectors --time ROWS OPTIONS` prints the microseconds of choices instead (times.py).
 
 #include <chrono>
 #include <fstream>
@@ -11,33 +11,32 @@
 
 std::vector<float> logits_of(int64_t vocab, uint32_t step) { return row_of(vocab, step % 3); }
 
-// The microseconds of a choice from 49,152 logits in a file of float32 rows.
-void time_choices(const char* file, const Json& asked) {
-  constexpr int64_t kVocab = 49152;
+// The microseconds of choices from 49,152 logits, in JSON: for rows of float32 in a file, ten positions of each, the least of five times.
+// Log-probabilities are computed first where they are asked for.
+Json times_of_choices(const char* file, const Json& asked) {
+  constexpr int64_t kVocab = 49152, kPositions = 10, kTimes = 5;
   std::ifstream stream(file, std::ios::binary);
   const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
-  std::vector<float> rows(bytes.size() / 4);
-  std::memcpy(rows.data(), bytes.data(), rows.size() * 4);
   const Sampling sampling = sampling_of(asked);
-  Chooser choose(sampling, {1, 2, 3}, {0}, kVocab);
-  std::vector<double> times;
-  int64_t left = 0;
-  for (int round = 0; round < 20; ++round) {
-    for (size_t at = 0; at + kVocab <= rows.size(); at += kVocab) {
-      std::vector<float> row(rows.begin() + at, rows.begin() + at + kVocab);
+  std::vector<double> times(bytes.size() / 4 / kVocab * kPositions, 1e9);
+  std::vector<float> row(kVocab);
+  Ids likely(kVocab);
+  for (int time = 0; time < kTimes; ++time) {
+    Chooser choose(sampling, {1, 2, 3}, {0}, kVocab);
+    Sampler log_probabilities;
+    for (size_t n = 0; n < times.size(); ++n) {
+      std::memcpy(row.data(), bytes.data() + n * kVocab * 4 % bytes.size(), kVocab * 4);
       const auto start = std::chrono::steady_clock::now();
+      if (asked.contains("logprobs")) log_probabilities.log_total(row.data(), kVocab, likely.data(), asked.at("logprobs"));
       choose(row.data());
-      times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
-      left += choose.left();
+      times[n] = std::min(times[n], std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
     }
   }
-  std::sort(times.begin(), times.end());
-  std::cout << asked.dump() << ": median " << times[times.size() / 2] << " us, 90 % " << times[times.size() * 9 / 10] << ", "
-            << left / times.size() << " tokens left\n";
+  return times;
 }
 
 int main(int argc, char** argv) try {
-  if (argc == 4 && argv[1] == std::string("--time")) return time_choices(argv[2], Json::parse(argv[3])), 0;
+  if (argc == 4 && argv[1] == std::string("--time")) return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
   std::ifstream stream(argv[1]);
   const Json vectors = Json::parse(stream);
   if (vectors.contains("sessions")) {
