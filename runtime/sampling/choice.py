@@ -94,8 +94,8 @@ class Chooser:
         best of those that are allowed, if it is one of them, and if none that are missing matter for it; else None.
         """
         s, position = self.sampling, len(self._processors.ids)
-        compiled = self._compiled if not (unmasked and s.truncates) else None
-        if compiled is not None and (found := compiled.choose(scores, position)) >= 0:
+        found = self._compiled.choose(scores, position, truncated=not unmasked) if self._compiled is not None else -1
+        if found >= 0 and not (unmasked and s.truncates):
             return found
         top = int(np.argmax(scores))
         if not np.isfinite(scores[top]):
@@ -104,7 +104,7 @@ class Chooser:
             raise InputError("the request forbids every token that the model could choose")
         if not s.temperature:
             return top
-        best = sample_all(scores, top, s.temperature, s.seed, position)
+        best = found if found >= 0 else sample_all(scores, top, s.temperature, s.seed, position)
         if not s.truncates or unmasked:
             return best if not s.truncates or _stays(scores, top, best, s) else None
         scores, kept = truncated(scores / np.float32(s.temperature), s)
@@ -115,8 +115,7 @@ class Chooser:
         if self._compiled is not None:
             total, likely = self._compiled.log_total(logits, best)
         else:
-            highest = np.max(logits)
-            total = float(highest) + math.log(np.sum(weights(logits, highest)))
+            total = float(np.logaddexp.reduce(logits, dtype=np.float64))
             some = np.flatnonzero(logits >= np.partition(logits, -max(best, 1))[-max(best, 1)])
             likely = some[np.argsort(-logits[some], kind="stable")][:best].tolist()
         values = tuple(float(logits[i]) - total for i in likely)

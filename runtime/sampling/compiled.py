@@ -21,11 +21,12 @@ class Compiled:
         self._choose, self._log_total = library.ssdevice_choose, library.ssdevice_log_total
         self._choose.argtypes = [c_void_p, c_int64, *4 * [c_double], c_int64, c_uint64, c_int64]
         self._log_total.argtypes, self._log_total.restype = [c_void_p, c_int64, c_void_p, c_int64], c_double
-        self._draw = s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed
+        whole = s.temperature, 1.0, 0.0, 1.0, 0, s.seed
+        self._draws = whole, (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
 
-    def choose(self, scores: Scores, position: int) -> int:
+    def choose(self, scores: Scores, position: int, truncated: bool = True) -> int:
         """The token at a position from processed logits ``[V]``; negative if they have none, or are not numbers."""
-        return int(self._choose(scores.ctypes.data, len(scores), *self._draw, position))
+        return int(self._choose(scores.ctypes.data, len(scores), *self._draws[truncated], position))
 
     def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
         """The logarithm of the sum of ``exp(logits [V])``, and the likeliest ``ids [count]``, ties to the lowest."""
