@@ -32,7 +32,7 @@ __attribute__((target("avx2,fma"))) auto with_avx2(const Pass& pass) {
   return pass(std::true_type());
 }
 
-inline const bool kAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+inline const bool kAvx2Fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #ifdef SSDEVICE_WITHOUT_VNNI
 constexpr bool kAvx512 = false;
 #else
@@ -42,7 +42,7 @@ inline const bool kAvx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_s
 // What a pass returns, which is a function of whether there are fused instructions, compiled for the CPU at hand.
 template <typename Pass>
 auto fastest(const Pass& pass) {
-  return kAvx512 ? with_avx512(pass) : kAvx2 ? with_avx2(pass) : pass(Fused());
+  return kAvx512 ? with_avx512(pass) : kAvx2Fma ? with_avx2(pass) : pass(Fused());
 }
 #else
 template <typename Pass>
