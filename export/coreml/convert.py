@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ssdevice.config import Schedule
-from ssdevice.contract import PREFILL, CacheForm, Geometry, functions
+from ssdevice.contract import KEYS, PREFILL, VALUES, CacheForm, Geometry, functions
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
@@ -43,7 +43,7 @@ def convert(
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = functional(torch.export.export(form, inputs))
         name_inputs(program, [tensor.name for tensor in spec.inputs])
-        simplify(program)
+        simplify(program, (KEYS, VALUES))
         # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
         types = [ct.TensorType(name=tensor.name, dtype=getattr(np, tensor.dtype)) for tensor in outputs]

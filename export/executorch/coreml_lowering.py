@@ -81,7 +81,7 @@ def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) ->
     for node in program.graph_module.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
             node.target = node.target._op
-    simplify(program)
+    simplify(program, ())
     deployment = plan.options.chosen(CoreMLOptions).deployment_target
     nodes = {node.name: node for node in program.graph.nodes}
     outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]

@@ -1,11 +1,11 @@
-"""Prepares an exported torch graph for coremltools: makes it functional, replaces operators that it does not have."""
+"""Prepares an exported torch graph for coremltools: folds constants and replaces operators that it does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._export.verifier import Verifier
 from torch.export import ExportedProgram, ExportGraphSignature
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
@@ -14,6 +14,8 @@ aten = torch.ops.aten
 
 HALF_MIN = -65504.0
 """The smallest number of float16."""
+MAX_FOLDED = 1 << 20
+"""Most elements of a folded constant; larger ones are computed at run time."""
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -61,14 +63,16 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     )
 
 
-def simplify(program: ExportedProgram) -> None:
-    """Replace operators of a decomposed program that coremltools does not have, in place."""
+def simplify(program: ExportedProgram, states: Collection[str]) -> None:
+    """Rewrite a decomposed program in place. ``states``: names of the buffers that the program itself changes."""
     graph = program.graph_module.graph
-    for node in [node for node in graph.nodes if node.op == "call_function"]:
-        if "_assert" in str(node.target):
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "_assert" in str(node.target):
             graph.erase_node(node)
-        else:
-            _replace(node)
+    constants = _Constants(program, states)
+    constants.fold()
+    for node in list(graph.nodes):
+        _replace(node, constants)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
 
@@ -90,8 +94,56 @@ def name_inputs(program: ExportedProgram, names: Sequence[str]) -> None:
             spec.arg = TensorArgument(name=renamed.get(spec.arg.name, spec.arg.name))
 
 
-def _replace(node: fx.Node) -> None:
+class _Constants:
+    """The known constants of a graph, and new ones added to it."""
+
+    def __init__(self, program: ExportedProgram, states: Collection[str]) -> None:
+        self.module = program.graph_module
+        self.graph = program.graph_module.graph
+        self.known: dict[fx.Node, Tensor] = {}
+        self.added = 0
+        placeholders = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+        for spec in program.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT or spec.target in states:
+                continue
+            assert spec.target is not None
+            value = program.state_dict.get(spec.target)
+            if value is None:
+                value = program.constants[spec.target]
+            # Matrices stay parameters with their own names, so that functions can share them.
+            if isinstance(value, Tensor) and not (spec.kind is InputKind.PARAMETER and value.dim() > 1):
+                self.known[placeholders[spec.arg.name]] = value.detach()
+
+    def fold(self) -> None:
+        """Replace every node that depends only on constants by its value."""
+        for node in self.graph.nodes:
+            if node.op != "call_function" or not all(source in self.known for source in node.all_input_nodes):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.known[source])
+            value = node.target(*args, **kwargs)
+            if isinstance(value, Tensor) and value.numel() <= MAX_FOLDED:
+                self.known[node] = value
+        for node in [n for n in self.graph.nodes if n.op == "call_function" and n in self.known]:
+            if any(user not in self.known for user in node.users):
+                constant = self.add(self.known[node], node)
+                node.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in self.known)
+        self.graph.eliminate_dead_code()
+
+    def add(self, value: Tensor, before: fx.Node) -> fx.Node:
+        """Add a constant before a node."""
+        name = f"constant_{self.added}"
+        self.added += 1
+        self.module.register_buffer(name, value.clone().contiguous())
+        with self.graph.inserting_before(before):
+            node: fx.Node = self.graph.get_attr(name)
+        node.meta["val"] = value
+        return node
+
+
+def _replace(node: fx.Node, constants: _Constants) -> None:
     """Replace a node by operators that coremltools has."""
+    if node.op != "call_function":
+        return
     if node.target is aten.__and__.Tensor:
         node.target = aten.logical_and.default
     elif node.target is aten.where.Scalar:
@@ -102,10 +154,7 @@ def _replace(node: fx.Node) -> None:
     elif node.target is aten.where.ScalarOther:
         condition, kept, other = node.args
         value = node.meta["val"]
-        with node.graph.inserting_before(node):
-            given = (list(value.shape), _number(other))
-            full = node.graph.call_function(aten.full.default, given, {"dtype": value.dtype})
-        full.meta["val"] = value
+        full = constants.add(torch.full(value.shape, _number(other), dtype=value.dtype), node)
         node.target, node.args = aten.where.self, (condition, kept, full)
 
 

@@ -205,14 +205,14 @@ class TreeModule(nn.Module):
         Its tokens are gathered from the drafts, one position per depth; a node sees the past, its ancestors and itself
         (2402.11131 eq. 4).
         """
-        given = torch.cat([last, drafts.reshape(-1)]) if self.tree.size > 1 else last  # Core ML has no empty tensors
-        tokens = given.index_select(0, self.draft_indices)
+        model = self.model
+        tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
         positions = length + self.depths
-        masks = self.model.masks(
+        masks = model.masks(
             positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)
         )
-        h = self.model.backbone.embed(tokens[None], positions[None])
-        middle, rows = self.model.run_main_layers(h, positions[None], masks, past)
+        h = model.backbone.embed(tokens[None], positions[None])
+        middle, rows = model.run_main_layers(h, positions[None], masks, past)
         return TreeRows(tokens, positions, masks, middle, rows)
 
 
