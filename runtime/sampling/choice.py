@@ -105,8 +105,8 @@ class Chooser:
         if not s.temperature:
             return top
         best = found if found >= 0 else sample_all(scores, top, s.temperature, s.seed, position)
-        if not s.truncates or unmasked:
-            return best if not s.truncates or _stays(scores, top, best, s) else None
+        if unmasked:
+            return best if _stays(scores, top, best, s) else None
         scores, kept = truncated(scores / np.float32(s.temperature), s)
         return best if kept is None or best in kept else sample(scores, kept, s.seed, position, len(logits))
 
