@@ -113,7 +113,7 @@ def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
         return _parse_llama(text)
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
     content, calls, at = "", [], 0
-    while found := min(((text.find(m.opening, at), m) for m in style.value if m.opening in text[at:]), default=None):
+    while found := min(((i, m) for m in style.value if (i := text.find(m.opening, at)) >= 0), default=None):
         start, marks = found
         begin = start + len(marks.opening)
         call, end = read(text, begin, marks)
