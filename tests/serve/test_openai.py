@@ -110,10 +110,10 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, other: Session
         for each in chunk.choices[0].logprobs.content
     ]
     for found in (ask(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content, streamed):
-        assert [each.logprob for each in found] == [each.chosen for each in expected.logprobs]
-        assert [tuple(top.logprob for top in each.top_logprobs) for each in found] == [
-            each.values for each in expected.logprobs
-        ]
+        # Adaptive decoding's timings decide between one row and a tree, and ONNX Runtime's own operators round by rows.
+        assert [each.logprob for each in found] == pytest.approx([each.chosen for each in expected.logprobs], abs=1e-5)
+        for each, values in zip(found, (each.values for each in expected.logprobs), strict=True):
+            assert [top.logprob for top in each.top_logprobs] == pytest.approx(values, abs=1e-5)
         assert bytes(b for each in found for b in each.bytes).decode() == expected.text
 
 
