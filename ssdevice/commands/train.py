@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = parser.add_argument_group("recipe")
     add = recipe.add_argument
     add("--recipe", choices=[r.value for r in Recipe],
-        help="ours (default); paper: exactly the successor's lossless mode; paper-v1: exactly 2402.11131")  # fmt: skip
+        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's")  # fmt: skip
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
     add("--steps", type=positive, help="optimizer steps (default: five passes over the data)")
