@@ -40,7 +40,7 @@ CONFIGS = {
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, token_rank=2, follow_rank=3
     ),
     "heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
-    "heads that follow each other": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
+    "following heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
 }
 
 
