@@ -15,9 +15,11 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import Advance
 
 DOUBT, MOST = 1.5, 24.0
-"""Steps pause when they have emitted too little by so many standard errors, or lost so many plain calls since their best."""
+"""Steps pause when they have emitted too little by so many standard errors, or have lost so many plain calls of late."""
+CREDIT = 8
+"""Tokens that they are given at first, lest chance spoil the first answer."""
 SHARE, SHORT = 0.02, 32
-"""Of plain decoding's time, what steps may lose: so long is a pause. It has SHORT tokens if they have won in the end."""
+"""Of plain decoding's time: what steps may lose. A pause lasts until it has paid, or SHORT tokens if steps have won."""
 PAIRS, ENOUGH = 32, 4
 """A step's cost is the median of the last PAIRS ratios of neighbouring calls, and known from ENOUGH on."""
 PROBE, STEPS = 2, 3
@@ -42,7 +44,7 @@ class Adaptive:
         self._before = False, 0.0  # the last call's kind and seconds, 0 if it opened a graph
         self._ratios: deque[float] = deque(maxlen=PAIRS)
         self._cost = 0.0  # of a step, in plain calls; 0: not known yet
-        self._emitted, self._count = 0, 0  # tokens and steps since the last pause
+        self._emitted, self._count = CREDIT, 0  # tokens and steps since the last pause
         self._lost = 0.0  # plain calls that they have lost since their best moment
         self._paused = 0  # tokens to decode plainly from now on
         self._steps = 0  # since the last plain call
@@ -101,7 +103,8 @@ class Adaptive:
         # Where steps break even, the variance of the tokens that one emits is about its cost less one.
         error = sqrt(max(0.0, self._cost - 1) * self._count)
         if won < -DOUBT * error or self._lost > MOST:
-            self._paused = SHORT if won > 0 else int(self._lost / SHARE)
+            lost = self._cost - 1 - won  # with the old draft that a trial begins with
+            self._paused = SHORT if won > 0 else int(lost / SHARE)
             self._emitted, self._count, self._lost = 0, 0, 0.0
 
     def _time(self, step: bool, start: float) -> None:

@@ -56,7 +56,7 @@ class Adaptive {
     emitted_ += tokens;
     const double won = emitted_ - cost_ * ++count_, error = std::sqrt(std::max(0.0, cost_ - 1) * count_);
     if (won >= -kDoubt * error && lost_ <= kMost) return;
-    paused_ = won > 0 ? kShort : static_cast<int>(lost_ / kShare);
+    paused_ = won > 0 ? kShort : static_cast<int>((cost_ - 1 - won) / kShare);
     emitted_ = count_ = 0, lost_ = 0;
   }
 
@@ -82,7 +82,7 @@ class Adaptive {
   double seconds_ = 0;               // of the last call, 0 if it opened a graph
   std::deque<double> ratios_;        // of neighbouring calls
   double cost_ = 0;                  // of a step, in plain calls; 0: not known yet
-  size_t emitted_ = 0, count_ = 0;   // tokens and steps since the last pause
+  size_t emitted_ = 8, count_ = 0;   // tokens and steps since the last pause
   double lost_ = 0;                  // plain calls that they have lost since their best moment
   size_t steps_ = 0;                 // since the last plain call
   int paused_ = 0, probes_ = 0;      // plain calls to make from now on

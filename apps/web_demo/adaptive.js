@@ -3,6 +3,7 @@
 import { Lookup } from "./lookup.js";
 
 const [DOUBT, MOST] = [1.5, 24];
+const CREDIT = 8;
 const [SHARE, SHORT] = [0.02, 32];
 const [PAIRS, ENOUGH] = [32, 4];
 const [PROBE, STEPS] = [2, 3];
@@ -20,7 +21,7 @@ export class Adaptive {
   /** @type {number[]} of neighbouring calls */
   #ratios = [];
   #cost = 0; // of a step, in plain calls; 0: not known yet
-  #emitted = 0; // tokens since the last pause
+  #emitted = CREDIT; // tokens since the last pause
   #count = 0; // steps since the last pause
   #lost = 0; // plain calls that they have lost since their best moment
   #paused = 0; // tokens to decode plainly from now on
@@ -82,7 +83,7 @@ export class Adaptive {
     const won = this.#emitted - this.#cost * this.#count;
     const error = Math.sqrt(Math.max(0, this.#cost - 1) * this.#count);
     if (won < -DOUBT * error || this.#lost > MOST) {
-      this.#paused = won > 0 ? SHORT : Math.floor(this.#lost / SHARE);
+      this.#paused = won > 0 ? SHORT : Math.floor((this.#cost - 1 - won) / SHARE);
       [this.#emitted, this.#count, this.#lost] = [0, 0, 0];
     }
   }

@@ -1,4 +1,4 @@
-"""A simulated machine for adaptive decoding: calls take about the time that they are said to take, drafts fit by chance."""
+"""A simulated machine for adaptive decoding: calls take about the time they are said to take, drafts fit by chance."""
 
 from __future__ import annotations
 

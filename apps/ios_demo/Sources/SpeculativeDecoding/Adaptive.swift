@@ -27,8 +27,10 @@ struct Adaptive {
     /// Steps pause when they have emitted too little by so many standard errors, or lost so many plain calls since their
     /// best moment.
     static let (doubt, most) = (1.5, 24.0)
-    /// Of plain decoding's time, what steps may lose: so long is a pause. It has `short` tokens if they have won in the
-    /// end.
+    /// Tokens that they are given at first, lest chance spoil the first answer.
+    static let credit = 8.0
+    /// Of the time of plain decoding: what steps may lose. A pause lasts until that pays, or `short` tokens if they have
+    /// won.
     static let (share, short) = (0.02, 32)
     /// A step's cost is the median of the last ratios of neighbouring calls, at most so many and at least so many.
     static let (pairs, enough) = (32, 4)
@@ -51,7 +53,7 @@ struct Adaptive {
     /// Of a step, in plain calls; 0: not known yet.
     private var cost = 0.0
     /// Tokens since the last pause.
-    private var emitted = 0.0
+    private var emitted = credit
     /// Steps since the last pause.
     private var count = 0.0
     /// Plain calls that they have lost since their best moment.
@@ -112,7 +114,7 @@ struct Adaptive {
         let won = emitted - cost * count
         let error = (max(0, cost - 1) * count).squareRoot()
         if won < -Self.doubt * error || lost > Self.most {
-            paused = won > 0 ? Self.short : Int(lost / Self.share)
+            paused = won > 0 ? Self.short : Int((cost - 1 - won) / Self.share)
             (emitted, count, lost) = (0, 0, 0)
         }
     }
