@@ -15,7 +15,7 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.loop import Advance
 
 DOUBT, MOST = 1.5, 24.0
-"""Steps pause when they have emitted too little by so many standard errors, or have lost so many plain calls of late."""
+"""Steps pause when they have emitted too little by so many standard errors, or lost so many plain calls of late."""
 CREDIT = 8
 """Tokens that they are given at first, lest chance spoil the first answer."""
 SHARE, SHORT = 0.02, 32
