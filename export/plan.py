@@ -293,14 +293,19 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: 
 
 
 def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...]) -> Schedule:
-    """The requested schedule or the target's; streams that see the chosen token wait for it."""
-    waiting = [app.name for app in apps if app.settings is not None and app.settings.streams.token_rank]
+    """The requested schedule, the papers' for streams of their recipes, or the target's.
+
+    Streams that see the chosen token wait for it.
+    """
+    trained = [(app.name, app.settings) for app in apps if app.settings is not None]
+    waiting = [name for name, settings in trained if settings.streams.token_rank]
     if waiting and options.schedule is Schedule.FUSED:
         raise ConfigError(
             f"--schedule fused: the streams of {waiting[0]!r} see the token that verification chooses (token_rank), so "
             "they run after it: omit --schedule"
         )
-    return Schedule.DEFERRED if waiting else options.schedule or target.schedule
+    papers = trained and all(s.training.get("recipe", "ours") != "ours" for _, s in trained)
+    return Schedule.DEFERRED if waiting else options.schedule or (Schedule.FUSED if papers else target.schedule)
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], repeats: int) -> Tree:

@@ -32,8 +32,12 @@ class Mode(StrEnum):
 
 
 class StreamMLP(StrEnum):
-    """The MLP of stream rows in lossless mode: only the adapter, or the base MLP with the adapter."""
+    """The MLP of stream rows in lossless mode: the base MLP with the adapter, or the adapter in its place.
 
+    ``adapter-only``: there are no other adapters, and this one is linear (the successor's figure 2a and appendix J).
+    """
+
+    ADAPTER_ONLY = "adapter-only"
     ADAPTER = "adapter"
     BASE_ADAPTER = "base+adapter"
 
@@ -50,13 +54,13 @@ class StreamConfig(Ruled):
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
     ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, which share the LM head,
-    each of rank ``adapter_rank``. ``init_rank``: rank η of f in 2402.11131 eq. 3 (0: identity). ``token_rank``: rank of
-    g, by which each stream also sees the token that the main stream has just chosen (0: they do not, as in the paper);
-    they cannot run before it is chosen, so their schedule is ``deferred``. ``follow_rank``: rank of the term by which
-    a draft sees the token before it, an idea of Hydra (2402.05109; 0: drafts do not depend on each other).
-    ``adapter_rank``: rank R_s of the stream adapters in lossless mode (*Speculative Streaming: Efficient and
-    Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2), on the linears of the MSA layers.
-    ``stream_mlp``: see StreamMLP. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
+    each of rank ``adapter_rank``. ``init_rank``: rank η of f = UV in 2402.11131 eq. 3 (0: the identity).
+    ``token_rank``: rank of g, by which each stream also sees the token that the main stream has just chosen (0: they do
+    not, as in the paper); they cannot run before it is chosen, so their schedule is ``deferred``. ``follow_rank``: rank
+    of the term by which a draft sees the token before it, an idea of Hydra (2402.05109; 0: drafts do not depend on each
+    other). ``adapter_rank``: rank R_s of the stream adapters of the MSA layers in lossless mode (*Speculative
+    Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2). ``stream_mlp``:
+    which there are. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
     ``draft_vocabulary``: how many tokens streams choose among (0: all); their ids are stored with the weights.
     """
 

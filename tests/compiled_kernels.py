@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -11,13 +12,17 @@ from functools import cache
 from pathlib import Path
 
 from ssdevice.runtime.onnx import kernels
-from tests.once import made_once
+from tests.once import folder, made_once
 
 COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
 NO_COMPILER = "needs a C++ compiler (Debian: apt-get install g++)"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": ["-DSSDEVICE_PORTABLE"]}
 """The kernels as users get them, as older CPUs run them, and with nothing but standard C++."""
+
+
+QUICK = {"-O3": "-O1"}
+"""Flags in place of those that users get, where only results count: the instructions that sources name stay."""
 
 
 def built(kind: str) -> Path:
@@ -50,30 +55,48 @@ def preloaded() -> str | None:
     return " ".join(files) if all(Path(file).is_absolute() for file in files) else None
 
 
+@cache
+def _preprocessed(source: Path, given: tuple[str, ...]) -> bytes:
+    return subprocess.run([*given, str(source), "-E", "-P"], check=True, capture_output=True).stdout
+
+
 def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequence[str]) -> list[str]:
-    """The sources compiled, each once a run for all flags with which the preprocessor makes the same text of it."""
+    """The sources compiled, each once a run for all flags with which the preprocessor makes the same text of it.
+
+    A text that nobody gets as a user, since a flag defines something, is optimized less: it has to compute the same.
+    """
     flags = [flag for flag in flags if flag not in ("-shared", "-static")]  # for the linker
-    shared = [flag for flag in flags if not flag.startswith("-D")]
+    defines = [flag for flag in flags if flag.startswith("-D")]
+    users = [flag for flag in flags if flag not in defines]
+    including = ["-I", str(kernels.SOURCES)]
 
     def of(source: Path) -> str:
-        given = [*compiler, *flags, "-I", str(kernels.SOURCES), str(source)]
-        text = subprocess.run([*given, "-E", "-P"], check=True, capture_output=True).stdout
-        key = hashlib.sha256(repr((compiler, shared, text)).encode()).hexdigest()
+        text = _preprocessed(source, (*compiler, *flags, *including))
+        same = text == _preprocessed(source, (*compiler, *users, *including))
+        optimized = users if same else [QUICK.get(flag, flag) for flag in users]
+        key = hashlib.sha256(repr((compiler, optimized, text)).encode()).hexdigest()
 
         def make(file: Path) -> None:
-            subprocess.run([*given, "-c", "-o", str(file)], check=True)
+            given = [*compiler, *optimized, *defines, *including, "-c", "-o", str(file), str(source)]
+            subprocess.run(given, check=True)
 
         return str(made_once(f"kernels/objects/{source.stem}-{key}.o", make))
 
-    return [of(source) for source in sources]
+    # Processes that need the same begin with different sources, so that none waits while there is one to compile.
+    sources = [*sources]
+    made = {source: of(source) for source in sorted(sources, key=lambda source: hash((os.getpid(), source.name)))}
+    return [made[source] for source in sources]
 
 
 def _compiled(name: str, flags: Sequence[str]) -> Path:
-    def make(folder: Path) -> None:
-        folder.mkdir(mode=0o755)
-        given = [*kernels.FLAGS, *flags]
-        objects = compiled_objects(kernels.sources(), [str(COMPILER)], given)
-        subprocess.run([str(COMPILER), *given, "-o", str(folder / "made.so"), *objects], check=True)
-        kernels.put(folder / "made.so", folder)
+    given = [*kernels.FLAGS, *flags]
 
+    def make(out: Path) -> None:
+        out.mkdir(mode=0o755)
+        objects = compiled_objects(kernels.sources(), [str(COMPILER)], given)
+        subprocess.run([str(COMPILER), *given, "-o", str(out / "made.so"), *objects], check=True)
+        kernels.put(out / "made.so", out)
+
+    if not (folder() / "kernels" / name).exists():
+        compiled_objects(kernels.sources(), [str(COMPILER)], given)  # before the lock, so that processes share the work
     return next(made_once(f"kernels/{name}", make).iterdir())

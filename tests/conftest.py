@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 
+gc.disable()  # until all test modules and what they import are loaded: of that nothing is garbage
+
 # Before any test module can import torch, onnxruntime or transformers: they read these at import.
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
@@ -65,6 +67,7 @@ def pytest_collection_finish() -> None:
     """From now on no search for garbage goes over the loaded modules: five in an export took a third of its time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,17 @@ def test_files_named_in_the_text_exist(document: Path) -> None:
     assert not missing, f"{document.name} names what does not exist: {missing}"
 
 
+def test_the_code_that_the_page_of_the_papers_names_is_there() -> None:
+    """A name before a link to a Python file is in that file."""
+    page = (ROOT / "docs" / "paper.md").read_text("utf-8")
+    named = re.findall(r"((?:`[\w.]+`(?:, )?)+) \(\[\w+\.py\]\(\.\./(\S+)\)\)", page)
+    assert len(named) > 15
+    for names, file in named:
+        for name in re.findall(r"[\w.]+", names):
+            known = re.findall(r"(?:class|def) (\w+)", (ROOT / file).read_text("utf-8"))
+            assert set(name.split(".")) <= set(known), f"{name} is not in {file}"
+
+
 def anchors(document: Path) -> set[str]:
     """Headings as the hosting site writes them into addresses."""
     headings = re.findall(r"^#+ (.*)$", document.read_text("utf-8"), re.MULTILINE)

@@ -150,7 +150,7 @@ class Variant:
         if self.streams is None:
             return "lora" if self.lora else "base"
         s = self.streams
-        mlp = "-mlp" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        mlp = {StreamMLP.ADAPTER: "-mlp", StreamMLP.ADAPTER_ONLY: "-only"}.get(s.stream_mlp, "")
         return f"{s.mode}{s.msa_layers}{mlp}{'-f' if s.init_rank else ''}{'-g' if s.token_rank else ''}"
 
     @property
@@ -159,7 +159,7 @@ class Variant:
         if self.streams is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
         s = self.streams
-        mlp = f", stream_mlp {s.stream_mlp}" if s.stream_mlp is StreamMLP.ADAPTER else ""
+        mlp = f", stream_mlp {s.stream_mlp}" if s.stream_mlp is not StreamMLP.BASE_ADAPTER else ""
         terms = f"{', f of eq. 3' if s.init_rank else ''}{', that see the chosen token' if s.token_rank else ''}"
         return f"{s.mode} streams with N_s = {s.msa_layers}{mlp}{terms}"
 

@@ -18,18 +18,18 @@ from ssdevice.commands.progress import Progress
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.rules import check_rule
-from ssdevice.train.options import UNFINISHED, Objective, TrainOptions
+from ssdevice.train.options import FIXED, UNFINISHED, Objective, Recipe, TrainOptions
 
 OF_STREAMS = (
-    "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank", "--stream-mlp",
-    "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
+    "--recipe", "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank",
+    "--stream-mlp", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
 )  # fmt: skip
 TOKEN_RANK = 256
 """Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command. Their defaults are our recipe, not the papers' (docs/training.md)."""
+    """Flags of the command."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
     add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = stream.add_argument
     add("--gamma", type=int, help="γ, number of streams (default 4)")
     add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: heads instead")
-    add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: identity)")
+    add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: the identity)")
     add("--token-rank", type=int, metavar="RANK",
         help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK}; 0, the "
              "paper's: no)")  # fmt: skip
@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
     recipe = parser.add_argument_group("recipe")
     add = recipe.add_argument
+    add("--recipe", choices=[r.value for r in Recipe],
+        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's")  # fmt: skip
     add("--objective", choices=["streaming", "next-token"], default="streaming",
         help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
     add("--steps", type=positive, help="optimizer steps (default: five passes over the data)")
@@ -100,6 +102,9 @@ def run(args: argparse.Namespace) -> int:
     ):
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     check_writable(args.out, "--out")
+    for name, value in FIXED[Recipe(args.recipe or Recipe.OURS)].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     options = _options(args)
     _check_effect(args, options)
     worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
@@ -115,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if result is not None:
         beta = {f"chain:{options.streams.gamma}": round(result.tokens_per_step, 3)}
-        summary = {"app": args.app, "dev_prompts": result.prompts, "tokens_per_step": beta}
-        print(json.dumps(summary))
+        print(json.dumps({"app": args.app, "dev_prompts": result.prompts, "tokens_per_step": beta}))
     else:
         print(f"wrote {args.out}", file=sys.stderr)
     return 0
@@ -126,6 +130,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     names = (each.name for each in fields(TrainOptions))
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     made = {"data": tuple(args.data), "streams": _streams(args), "objective": Objective(args.objective)}
+    made["recipe"] = Recipe(args.recipe or Recipe.OURS)
     return TrainOptions(**given | made)
 
 

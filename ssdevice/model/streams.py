@@ -95,11 +95,11 @@ def check_draft_ids(ids: Tensor, vocab: int) -> None:
 class Streams(nn.Module):
     """Stream identifier embeddings P, the transformations f and g, and the stream adapters.
 
-    In lossless mode the constructor wraps the linears (and, for ``stream_mlp = adapter``, the MLPs) of the top
-    ``msa_layers`` layers of ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and
-    ``follow``, by which a draft sees the one before it, are not in the paper (see StreamConfig). Without MSA layers
-    there are ``heads`` on the last hidden state instead, which share the LM head. ``draft_ids [n] int32``: the tokens
-    that streams choose among, ascending; only with ``config.draft_vocabulary``.
+    In lossless mode the constructor wraps linears and MLPs, as ``stream_mlp`` says, of the top ``msa_layers`` layers of
+    ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a draft
+    sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the last
+    hidden state instead, which share the LM head. ``draft_ids [n] int32``: the tokens that streams choose among,
+    ascending; only with ``config.draft_vocabulary``.
     """
 
     draft_ids: Tensor
@@ -115,7 +115,7 @@ class Streams(nn.Module):
         if config.draft_vocabulary:
             check_draft_ids(torch.arange(config.draft_vocabulary, device="cpu"), self.vocab)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
-        self.transform = LowRank(width, width, config.init_rank) if config.init_rank else None
+        self.f = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None
         finished = int(backbone.lm_head.in_features)
         rank = config.follow_rank
@@ -137,6 +137,10 @@ class Streams(nn.Module):
         finally:
             self.split.main = None
 
+    def moved(self, h: Tensor) -> Tensor:
+        """f(M): UVM, or M itself."""
+        return h if self.f is None else cast(Tensor, self.f(h))
+
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:
         """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node.
 
@@ -144,7 +148,7 @@ class Streams(nn.Module):
         part of g(M_t, E), ``[.., 2 D] -> [.., γ D]``.
         """
         batch, nodes, width = h.shape
-        shared = h if self.transform is None else h + self.transform(h)
+        shared = self.moved(h)
         starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)
         if self.token is not None:
             assert chosen is not None
@@ -165,7 +169,7 @@ class Streams(nn.Module):
 
         They stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E.
         """
-        terms = (self.transform, self.token, *self.heads, self.follow)
+        terms = (self.f, self.token, *self.heads, self.follow)
         return [term for term in terms if isinstance(term, LowRank)]
 
     def fold(self) -> list[nn.Linear]:
@@ -179,18 +183,19 @@ class Streams(nn.Module):
 
     def _wrap(self, layer: nn.Module, index: int) -> None:
         config = self.config
-        replace_mlp = config.stream_mlp is StreamMLP.ADAPTER
+        replace_mlp, only = config.stream_mlp is not StreamMLP.BASE_ADAPTER, config.stream_mlp is StreamMLP.ADAPTER_ONLY
         if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
-            raise UnsupportedModelError("stream_mlp 'adapter' needs layers with an mlp module; use 'base+adapter'")
+            raise UnsupportedModelError(f"stream_mlp '{config.stream_mlp}' needs an mlp module; use 'base+adapter'")
         replaced = set(cast(nn.Module, layer.mlp).modules()) if replace_mlp else set()
         for path, linear in list(layer.named_modules()):
-            if isinstance(linear, nn.Linear) and linear not in replaced:
+            if isinstance(linear, nn.Linear) and linear not in replaced and not only:
                 adapter = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
                 self._install(layer, index, path, linear, adapter, replace=False)
         if replace_mlp:
             mlp = cast(nn.Module, layer.mlp)
             width = int(self.identifiers.shape[1])
-            self._install(layer, index, "mlp", mlp, LowRank(width, width, config.adapter_rank, True), replace=True)
+            adapter = LowRank(width, width, config.adapter_rank, activation=not only)
+            self._install(layer, index, "mlp", mlp, adapter, replace=True)
 
     def _install(
         self, layer: nn.Module, index: int, path: str, base: nn.Module, adapter: LowRank, replace: bool

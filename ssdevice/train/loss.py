@@ -32,22 +32,24 @@ class LossWeights:
 
     ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
     asked; not in the paper. ``soft``: the share of a stream's loss that is the cross entropy with the model's own
-    probabilities, over the draft vocabulary, instead of with the token that follows.
+    probabilities, over the draft vocabulary, instead of with the token that follows. ``summed``: the losses of all
+    predicted tokens are added up, as eq. 5 has it, and not averaged for each stream.
     """
 
     main: float
     stream: float
     by_reach: bool = False
     soft: float = 0.0
+    summed: bool = False
 
 
 class StreamingLoss(nn.Module):
     """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each stream ``[1 + γ]``.
 
-    Losses are means over the predicted tokens of their stream, in nats. Streams do not predict tokens outside the draft
-    vocabulary. Main rows run without gradients if nothing in them is trained (α0 = 0). ``nodes``: how many of them, of
-    all rows of a batch together, run their streams in one pass; a batch of more than that is recomputed segment by
-    segment in the backward pass.
+    Losses are means over the predicted tokens of their stream, in nats; the weighted one is a sum over these tokens if
+    the weights are ``summed``. Streams do not predict tokens outside the draft vocabulary. Main rows run without
+    gradients if nothing in them is trained (α0 = 0). ``nodes``: how many of them, of all rows of a batch together, run
+    their streams in one pass; a batch of more than that is recomputed segment by segment in the backward pass.
     """
 
     place: Tensor
@@ -95,10 +97,11 @@ class StreamingLoss(nn.Module):
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
                     sums = sums + self._segment(*arguments)
-        weighted, plain = torch.cat([main.expand(2, 1), sums], dim=1) / counts.clamp(min=1)
-        alpha = torch.full_like(plain, self.weights.stream)
+        sums = torch.cat([main.expand(2, 1), sums], dim=1)
+        means = sums / counts.clamp(min=1)
+        alpha = torch.full_like(counts, self.weights.stream)
         alpha[0] = self.weights.main
-        return (alpha * weighted).sum(), plain.detach()
+        return (alpha * (sums if self.weights.summed else means)[0]).sum(), means[1].detach()
 
     def counts(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Tensor:
         """How many tokens the main stream and each stream predict in a batch, ``[1 + γ]`` float32."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, SETTINGS, WEIGHTS
-from ssdevice.config import Mode, StreamConfig, to_json
+from ssdevice.config import Mode, StreamConfig, StreamMLP, to_json
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError
 from ssdevice.rules import ABOVE_0, POSITIVE, Ruled, within
@@ -23,6 +24,26 @@ class Objective(StrEnum):
     NEXT_TOKEN = "next-token"
 
 
+class Recipe(StrEnum):
+    """What is trained and how: our streams, or exactly those of a paper with its loss (docs/paper.md).
+
+    ``paper``: the lossless mode of *Speculative Streaming: Efficient and Scalable Speculative Decoding with
+    Multi-Stream Attention* (figure 2a, appendix H.2). ``paper-v1``: that of 2402.11131.
+    """
+
+    OURS = "ours"
+    PAPER = "paper"
+    PAPER_V1 = "paper-v1"
+
+
+_OURS_ONLY: dict[str, Any] = {"token_rank": 0, "follow_rank": 0, "draft_vocabulary": 0, "soft_labels": 0.0}
+_OURS_ONLY |= dict.fromkeys(("by_reach", "freeze_lora"), False)
+FIXED: dict[Recipe, dict[str, Any]] = {
+    Recipe.OURS: {},
+    Recipe.PAPER: {"mode": Mode.LOSSLESS, "stream_mlp": StreamMLP.ADAPTER_ONLY, **_OURS_ONLY},
+    Recipe.PAPER_V1: {"mode": Mode.SHARED, **_OURS_ONLY},
+}
+"""The options that a recipe leaves no choice in; its loss is a sum as well, and its export runs ``fused``."""
 ANSWER_TOKENS = 192
 EPOCHS = 5
 UNFINISHED = ".training"
@@ -33,6 +54,7 @@ UNFINISHED = ".training"
 class TrainOptions(Ruled):
     """The options of one run.
 
+    ``recipe``: the other options must be as FIXED says.
     ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj of eq. 5; None for 0.1, or 1 if main rows stay as
     they are. ``by_reach``: see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights.
     ``limit``: use only the first rows. ``init``: adapter folder to continue from; with ``self_distill`` its
@@ -50,6 +72,7 @@ class TrainOptions(Ruled):
     app: str
     out: Path
     streams: StreamConfig = field(default_factory=StreamConfig)
+    recipe: Recipe = Recipe.OURS
     objective: Objective = Objective.STREAMING
     instruction: str = ""
     dev: Path | None = None
@@ -76,6 +99,11 @@ class TrainOptions(Ruled):
         super().__post_init__()
         if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
             raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
+        for name, value in FIXED[self.recipe].items():
+            if (found := (vars(self.streams) | vars(self))[name]) != value:
+                raise ConfigError(f"--{name.replace('_', '-')} {found}: --recipe {self.recipe} has {value}")
+        if self.recipe is not Recipe.OURS and not self.streams.msa_layers:
+            raise ConfigError(f"--msa-layers 0: --recipe {self.recipe} has streams")
         if bool(self.data) == (self.self_prompt is not None):
             raise ConfigError("give either --data FILE, or --self-prompt N to let the model write its own prompts")
         if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:

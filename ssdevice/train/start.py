@@ -1,8 +1,8 @@
 """Where streams start before they are trained: the best linear guess of the rows they stand for.
 
 Stream j of node t stands for the main row of position t + j, which the layers below N - N_s have not computed. With
-``token_rank`` it starts from M_t + P_j + g_j(M_t, E), E the embedding of the token after t; here g and P become the
-reduced-rank least squares (Izenman, 1975) of M_{t+j} - M_t over the training rows.
+``token_rank`` it starts from f(M_t) + P_j + g_j(M_t, E), E the embedding of the token after t; here g and P become the
+reduced-rank least squares (Izenman, 1975) of M_{t+j} - f(M_t) over the training rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INNER = 5.0
 
 
 class Moments:
-    """Sums over nodes of inputs x = [M_t; E; 1] and of targets y = [M_{t+1} - M_t; ..; M_{t+γ} - M_t]."""
+    """Sums over nodes of inputs x = [M_t; E; 1] and of targets y = [M_{t+1} - f(M_t); ..; M_{t+γ} - f(M_t)]."""
 
     def __init__(self, model: StreamModel) -> None:
         self.model = model
@@ -46,10 +46,11 @@ class Moments:
         row, place = torch.nonzero((nodes >= 0) & (nodes + gamma < batch.lengths[:, None]), as_tuple=True)
         at = nodes[row, place]
         chosen = self.model.chosen(batch.tokens[row, at + 1][None], at[None] + 1)
-        assert chosen is not None
+        assert chosen is not None and self.model.streams is not None
         here = middle[row, at].float()
         x = torch.cat([here, chosen[0].float(), here.new_ones(len(at), 1)], dim=1)
-        y = torch.cat([middle[row, at + j].float() - here for j in range(1, gamma + 1)], dim=1)
+        start = self.model.streams.moved(here)
+        y = torch.cat([middle[row, at + j].float() - start for j in range(1, gamma + 1)], dim=1)
         self.xx += (x.T @ x).cpu()
         self.xy += (x.T @ y).cpu()
         self.yy += y.square().sum(0).cpu()

@@ -33,7 +33,7 @@ from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluat
 from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.optimization import optimize
-from ssdevice.train.options import Objective, TrainOptions
+from ssdevice.train.options import Objective, Recipe, TrainOptions
 from ssdevice.train.samples import read_samples
 from ssdevice.train.start import scale_follow
 
@@ -86,7 +86,8 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
         _choose_vocabulary(job, model, init, samples)
-        weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels)
+        summed = options.recipe is not Recipe.OURS
+        weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels, summed)
         loss = StreamingLoss(model, weights, options.nodes).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
         history = optimize(job, loss, order, fresh=not _trained(init))
@@ -229,6 +230,7 @@ def _save(
     if streams is not None:
         tail = history[-50:]
         training = {
+            "recipe": options.recipe.value,
             "rows": rows,
             "steps": len(history),
             "batch_size": options.batch_size,

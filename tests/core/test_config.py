@@ -169,7 +169,7 @@ def test_stream_config_round_trip(config: StreamConfig) -> None:
         ({"lora_rank": -1}, "lora_rank"),
         ({"mode": "lossless", "adapter_rank": 0}, "adapter_rank"),
         ({"msa_layers": 0, "adapter_rank": 0}, "adapter_rank"),
-        ({"stream_mlp": "base"}, "not one of adapter, base\\+adapter"),
+        ({"stream_mlp": "base"}, "not one of adapter-only, adapter, base\\+adapter"),
     ],
 )
 def test_stream_config_refuses_values_out_of_range(data: dict[str, Any], message: str) -> None:

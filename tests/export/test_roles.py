@@ -43,8 +43,8 @@ def test_what_is_stored_in_another_way_has_its_role(view: Callable[[StreamModel]
     down = Role(Part.FACTOR, SlotKind.STREAM, "adapters.2-self_attn-q_proj")
     assert roles[f"{layers}.2.self_attn.q_proj.adapter.down.weight"] == down
     assert roles["module.model.streams.adapters.2-self_attn-q_proj.down.weight"] == down
-    own = Role(Part.FACTOR, SlotKind.STREAM, "transform", up=True, own=True)
-    assert roles["module.model.streams.transform.up.weight"] == own
+    own = Role(Part.FACTOR, SlotKind.STREAM, "f", up=True, own=True)
+    assert roles["module.model.streams.f.up.weight"] == own
 
 
 def test_a_lora_beside_the_base_has_the_name_that_peft_gives_it() -> None:

@@ -110,7 +110,7 @@ def damage_nan(weights: dict[str, torch.Tensor]) -> None:
 
 
 def damage_infinity(weights: dict[str, torch.Tensor]) -> None:
-    weights["transform.up.weight"][0, 0] = float("inf")
+    weights["f.up.weight"][0, 0] = float("inf")
 
 
 def damage_extra(weights: dict[str, torch.Tensor]) -> None:
@@ -123,7 +123,7 @@ def damage_extra(weights: dict[str, torch.Tensor]) -> None:
         (damage_missing, r"tensor 'identifiers' is missing"),
         (damage_shape, r"tensor 'identifiers' has shape \[3, 31\], expected \[3, 32\]"),
         (damage_nan, r"tensor 'identifiers' has values that are not finite"),
-        (damage_infinity, r"tensor 'transform.up.weight' has values that are not finite"),
+        (damage_infinity, r"tensor 'f.up.weight' has values that are not finite"),
         (damage_extra, r"unexpected tensor 'identifiers.2'"),
     ],
 )

@@ -1,14 +1,8 @@
-"""The streams against their equations (2402.11131 eq. 1 to 4), written out row by row and without a cache.
-
-``Literal`` recomputes a decoder of Mistral's kind from the token sequence for every row, one attention sum at a time,
-with nothing of ssdevice in it but the weights.
-"""
+"""The streams against their equations, which ``Literal`` writes out row by row and without a cache."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,7 +13,8 @@ from ssdevice.model.loading import build
 from ssdevice.model.step import PrefillModule, StepModule, StreamModel
 from ssdevice.model.streams import LowRank
 from ssdevice.tree import Tree
-from tests.model.tiny import LAYERS, VOCAB, WINDOW, tiny_model
+from tests.model.literal import Literal
+from tests.model.tiny import LAYERS, VOCAB, tiny_model
 from tests.model.torch_driver import TorchDriver, int32
 
 GAMMA, K = 3, 2
@@ -34,6 +29,9 @@ CONFIGS = {
     "lossless, for the MLP": StreamConfig(
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, stream_mlp=StreamMLP.ADAPTER
     ),
+    "lossless, only adapters for the MLP": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, stream_mlp=StreamMLP.ADAPTER_ONLY
+    ),
     "lossless, seeing the chosen token": StreamConfig(
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, token_rank=2
     ),
@@ -42,121 +40,8 @@ CONFIGS = {
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, token_rank=2, follow_rank=3
     ),
     "heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
-    "Hydra's heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
+    "following heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
 }
-
-
-class Literal:
-    """Logits of main rows and of streams, straight from the equations; slow on purpose."""
-
-    def __init__(self, config: StreamConfig, streams: torch.nn.Module) -> None:
-        self.config = config
-        self.hf = BASE.config
-        self.weights = {name: value.double() for name, value in BASE.state_dict().items()}
-        self.streams = {name: value.double() for name, value in streams.state_dict().items()}
-
-    def linear(self, layer: int, name: str, x: Tensor, stream: bool) -> Tensor:
-        """W x, and on stream rows in lossless mode W x + B A x."""
-        y = self.weights[f"model.layers.{layer}.{name}.weight"] @ x
-        key = f"adapters.{layer}-{name.replace('.', '-')}"
-        if stream and f"{key}.down.weight" in self.streams:
-            y = y + self.streams[f"{key}.up.weight"] @ (self.streams[f"{key}.down.weight"] @ x)
-        return y
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return self.weights[f"model.{name}.weight"] * x / (x.pow(2).mean() + self.hf.rms_norm_eps).sqrt()
-
-    def rotate(self, heads: Tensor, position: int) -> Tensor:
-        """Each pair (i, i + dim/2) of a head turned by position * theta_i."""
-        dim = self.hf.head_dim
-        out = heads.clone()
-        for i in range(dim // 2):
-            angle = position * self.hf.rope_parameters["rope_theta"] ** (-2 * i / dim)
-            a, b = heads[:, i], heads[:, i + dim // 2]
-            out[:, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[:, i + dim // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    def layer(
-        self, layer: int, h: Sequence[Tensor], positions: Sequence[int], sees: Sequence[set[int]], main: int
-    ) -> list[Tensor]:
-        """One decoder layer on rows ``h``, of which the first ``main`` are main rows; row i sees rows ``sees[i]``."""
-        heads, groups, dim = (
-            self.hf.num_attention_heads,
-            self.hf.num_attention_heads // self.hf.num_key_value_heads,
-            self.hf.head_dim,
-        )
-        q, k, v = [], [], []
-        for i, row in enumerate(h):
-            x = self.norm(f"layers.{layer}.input_layernorm", row)
-            stream = i >= main
-            q.append(self.rotate(self.linear(layer, "self_attn.q_proj", x, stream).view(-1, dim), positions[i]))
-            k.append(self.rotate(self.linear(layer, "self_attn.k_proj", x, stream).view(-1, dim), positions[i]))
-            v.append(self.linear(layer, "self_attn.v_proj", x, stream).view(-1, dim))
-        out = []
-        for i, row in enumerate(h):
-            stream = i >= main
-            seen = sorted(j for j in sees[i] if positions[i] - positions[j] < WINDOW)
-            mixed = []
-            for head in range(heads):
-                scores = torch.stack([q[i][head] @ k[j][head // groups] / math.sqrt(dim) for j in seen])
-                weights = scores.softmax(0)
-                mixed.append(sum(w * v[j][head // groups] for w, j in zip(weights, seen, strict=True)))
-            row = row + self.linear(layer, "self_attn.o_proj", torch.cat(mixed), stream)
-            out.append(row + self.mlp(layer, self.norm(f"layers.{layer}.post_attention_layernorm", row), stream))
-        return out
-
-    def mlp(self, layer: int, x: Tensor, stream: bool) -> Tensor:
-        silu = torch.nn.functional.silu
-        key = f"adapters.{layer}-mlp"
-        if stream and f"{key}.down.weight" in self.streams:
-            return self.streams[f"{key}.up.weight"] @ silu(self.streams[f"{key}.down.weight"] @ x)
-        gate, up = (self.linear(layer, f"mlp.{name}_proj", x, stream) for name in ("gate", "up"))
-        return self.linear(layer, "mlp.down_proj", silu(gate) * up, stream)
-
-    def stream_logits(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Main logits ``[V]`` and stream logits ``[γ, V]`` of the last of ``tokens``."""
-        t = len(tokens) - 1
-        first = LAYERS - self.config.msa_layers
-        h = [self.weights["model.embed_tokens.weight"][token] for token in tokens]
-        positions = list(range(t + 1))
-        sees = [set(range(i + 1)) for i in range(t + 1)]
-        for layer in range(first):
-            h = self.layer(layer, h, positions, sees, t + 1)
-        # S_tj at layer N - N_s = f(M_t) + P_j (+ g of the chosen token), at position t + j (eq. 3 and 4).
-        final = h
-        for layer in range(first, LAYERS):
-            final = self.layer(layer, final, positions, sees, t + 1)
-        embedding = self.weights["model.embed_tokens.weight"][int(self.head(final[t]).argmax())]
-        for j in range(1, GAMMA + 1):
-            start = h[t]
-            if self.config.init_rank:
-                start = start + self.streams["transform.up.weight"] @ (self.streams["transform.down.weight"] @ h[t])
-            if self.config.token_rank:
-                both = torch.cat([h[t], embedding])
-                ahead = self.streams["token.up.weight"] @ (self.streams["token.down.weight"] @ both)
-                start = start + ahead.view(GAMMA, -1)[j - 1]
-            if not self.config.msa_layers:
-                inner = torch.nn.functional.silu(self.streams[f"heads.{j - 1}.down.weight"] @ h[t])
-                start = start + self.streams[f"heads.{j - 1}.up.weight"] @ inner
-            h = [*h, start + self.streams["identifiers"][j - 1]]
-            positions.append(t + j)
-            # Stream j sees M_1 .. M_t and S_t1 .. S_tj; no main row sees a stream (eq. 1 and 2).
-            sees.append(set(range(t + 1)) | {t + i for i in range(1, j + 1)})
-        for layer in range(first, LAYERS):
-            h = self.layer(layer, h, positions, sees, t + 1)
-        logits = [self.head(h[t])]
-        for row in h[t + 1 :]:
-            logits.append(self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]))
-        return logits[0], torch.stack(logits[1:])
-
-    def head(self, row: Tensor, before: Tensor | None = None) -> Tensor:
-        """Logits of a final state; ``before`` embeds the token before the one that a stream guesses."""
-        x = self.norm("norm", row)
-        if before is not None and self.config.follow_rank:
-            inner = torch.nn.functional.silu(self.streams["follow.down.weight"] @ torch.cat([x, before]))
-            x = x + self.streams["follow.up.weight"] @ inner
-        return self.weights["lm_head.weight"] @ x
 
 
 def make(config: StreamConfig) -> StreamModel:
@@ -169,6 +54,11 @@ def make(config: StreamConfig) -> StreamModel:
     return model
 
 
+def literal_of(config: StreamConfig, model: StreamModel) -> Literal:
+    assert model.streams is not None
+    return Literal(BASE.config, BASE.state_dict(), config, model.streams.state_dict())
+
+
 def best_two(logits: Tensor) -> list[list[int]]:
     """The ids of the K largest logits of each row."""
     return [sorted(range(VOCAB), key=lambda token: -float(row[token]))[:K] for row in logits]
@@ -178,8 +68,7 @@ def best_two(logits: Tensor) -> list[list[int]]:
 @torch.no_grad()
 def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: str) -> None:
     model = make(CONFIGS[name])
-    assert model.streams is not None
-    literal = Literal(CONFIGS[name], model.streams)
+    literal = literal_of(CONFIGS[name], model)
     stream_logits: list[Tensor] = []
     draft_logits = model.draft_logits
 
@@ -216,8 +105,7 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
 @torch.no_grad()
 def test_fused_streams_of_every_node_are_those_of_the_equations() -> None:
     model = make(CONFIGS["lossless, beside the MLP"])
-    assert model.streams is not None
-    literal = Literal(CONFIGS["lossless, beside the MLP"], model.streams)
+    literal = literal_of(CONFIGS["lossless, beside the MLP"], model)
     driver = TorchDriver(model, TREE, K, Schedule.FUSED, CONTEXT, chunk=len(PROMPT))
     driver.prefill(PROMPT, 0)
     seen: list[Tensor] = []

@@ -202,7 +202,7 @@ def test_values_that_a_family_ignores_change_nothing() -> None:
 
 def test_replacing_the_mlp_needs_an_mlp() -> None:
     config = StreamConfig(mode=Mode.LOSSLESS, gamma=2, msa_layers=1, stream_mlp=StreamMLP.ADAPTER)
-    with pytest.raises(UnsupportedModelError, match="needs layers with an mlp module; use 'base\\+adapter'"):
+    with pytest.raises(UnsupportedModelError, match="needs an mlp module; use 'base\\+adapter'"):
         build(tiny_model("opt-before"), config, 32)
 
 

@@ -19,11 +19,16 @@ def samples(count: int, seed: int) -> list[Sample]:
     return [Sample(tuple(torch.randint(0, 61, (40,), generator=generator).tolist()), 4) for _ in range(count)]
 
 
-@pytest.mark.parametrize("rank", [3, 200])
-def test_streams_start_where_least_squares_puts_them(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "init_rank"), [(3, 0), (200, 0), (200, 5)])
+def test_streams_start_where_least_squares_puts_them(rank: int, init_rank: int) -> None:
     """At full rank this is torch.linalg.lstsq's solution; at a smaller one it explains less, and the mean stays."""
-    model = tiny_model(Mode.LOSSLESS, token_rank=rank)
+    model = tiny_model(Mode.LOSSLESS, token_rank=rank, init_rank=init_rank)
+    assert model.streams is not None
     loss = StreamingLoss(model, LossWeights(0.0, 1.0))
+    f = torch.eye(32)
+    if model.streams.f is not None:
+        torch.nn.init.normal_(model.streams.f.up.weight, std=0.3)
+        f = (model.streams.f.up.weight @ model.streams.f.down.weight).detach()
     moments = Moments(model)
     x, y = [], []
     for group in pieces(samples(60, 1), 400):
@@ -34,17 +39,16 @@ def test_streams_start_where_least_squares_puts_them(rank: int) -> None:
         for row, at in ((r, a) for r in range(len(group)) for a in range(3, 40 - GAMMA)):
             chosen = model.backbone.embed(batch.tokens[row : row + 1, at + 1 : at + 2], torch.tensor([[at + 1]]))[0, 0]
             x.append(torch.cat([middle[row, at], chosen, torch.ones(1)]))
-            y.append(torch.cat([middle[row, at + j] - middle[row, at] for j in range(1, GAMMA + 1)]))
+            y.append(torch.cat([middle[row, at + j] - f @ middle[row, at] for j in range(1, GAMMA + 1)]))
     inputs, wanted = torch.stack(x).double(), torch.stack(y).double()
     assert moments.nodes == len(x)
     explained = moments.fit()
 
-    assert model.streams is not None
     width = middle.shape[-1]
     here = inputs[:, :width].float()
     with torch.no_grad():
         start = model.streams.start(here[None], GAMMA, inputs[:, width : 2 * width].float()[None])
-    got = (start.view(len(x), GAMMA, width) - here[:, None]).flatten(1).double()
+    got = (start.view(len(x), GAMMA, width) - (here @ f.T)[:, None]).flatten(1).double()
     best = inputs @ torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
     torch.testing.assert_close(got.mean(0), wanted.mean(0), rtol=1e-3, atol=1e-4)
     spread = (wanted - wanted.mean(0)).square().mean(0)

@@ -14,10 +14,12 @@
 #include <atomic>
 
 #include "exponential.h"
+#include "linears.h"
 
 namespace {
 
 constexpr float kHidden = -1e8f;
+constexpr int kHead = 64;  // elements of a head for which there are kernels of its own
 constexpr size_t kNext = 16;               // rows whose keys are asked for before they are needed
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
@@ -154,10 +156,79 @@ SSDEVICE_EACH void Values(const Heads& heads, Seen<Element>* seen, const float* 
     for (int v = 0; v < V; ++v) Store(Div(out[g][v], All(totals[g])), heads.y[g] + d + kLanes * v);
 }
 
+#ifdef SSDEVICE_VNNI
+// Heads of 64 elements in vectors twice as wide, with the same bits: scores of two keys at once, and queries stay in registers.
+#define SSDEVICE_WIDE __attribute__((target("avx512f,avx2,fma,f16c")))
+constexpr int kWide = 2 * kLanes;
+
+SSDEVICE_WIDE inline __m512 Both(Eight x, Eight y) {
+  return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(x)), _mm256_castps_pd(y), 1));
+}
+SSDEVICE_WIDE inline __m512 Pair(const float* x, const float* y) { return Both(Load(x), Load(y)); }
+SSDEVICE_WIDE inline __m512 Pair(const Half* x, const Half* y) {
+  const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x)), other = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
+  return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(one), other, 1));
+}
+SSDEVICE_WIDE inline __m512 LoadWide(const float* x) { return _mm512_loadu_ps(x); }
+SSDEVICE_WIDE inline __m512 LoadWide(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+
+template <int G, typename Element>
+SSDEVICE_WIDE void WideScores(const Heads& heads, Seen<Element>* seen) {
+  const Eight scale = All(heads.scale);
+  __m512 q[G][kHead / kLanes];
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < kHead / kLanes; ++v) q[g][v] = Pair(heads.q[g] + kLanes * v, heads.q[g] + kLanes * v);
+  for (size_t i = 0; i < seen->count; i += kLanes) {
+    Eight sums[G][kLanes];
+    for (size_t j = 0; j < kLanes; j += 2) {
+      for (size_t k = i + j; k < i + j + 2; ++k) {
+        Ask(seen->keys[std::min(k + kNext, seen->count)] + heads.offset, kHead);
+        Ask(seen->values[k] + heads.offset, kHead);
+      }
+      const Element *one = seen->keys[i + j] + heads.offset, *other = seen->keys[i + j + 1] + heads.offset;
+      __m512 sum[G] = {};
+      SSDEVICE_UNROLL for (int v = 0; v < kHead / kLanes; ++v) {
+        const __m512 keys = Pair(one + kLanes * v, other + kLanes * v);
+        SSDEVICE_UNROLL for (int g = 0; g < G; ++g) sum[g] = _mm512_fmadd_ps(q[g][v], keys, sum[g]);
+      }
+      for (int g = 0; g < G; ++g) {
+        sums[g][j] = _mm512_castps512_ps256(sum[g]);
+        sums[g][j + 1] = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sum[g]), 1));
+      }
+    }
+    const Eight mask = Load(&seen->mask[i]);
+    for (int g = 0; g < G; ++g) Store(Fma(Pairwise(sums[g]), scale, mask), seen->Weights(g) + i);
+  }
+}
+
+template <int G, typename Element>
+SSDEVICE_WIDE void WideValues(const Heads& heads, Seen<Element>* seen, const float* totals) {
+  __m512 out[G][kHead / kWide] = {};
+  const float* weights[G];
+  for (int g = 0; g < G; ++g) weights[g] = seen->Weights(g);
+  for (size_t i = 0; i < seen->count; ++i) {
+    const Element* values = seen->values[i] + heads.offset;
+    SSDEVICE_UNROLL for (int v = 0; v < kHead / kWide; ++v) {
+      const __m512 value = LoadWide(values + kWide * v);
+      SSDEVICE_UNROLL for (int g = 0; g < G; ++g) out[g][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g][i]), value, out[g][v]);
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < kHead / kWide; ++v) _mm512_storeu_ps(heads.y[g] + kWide * v, _mm512_div_ps(out[g][v], _mm512_set1_ps(totals[g])));
+}
+#endif
+
 template <int G, typename Element>
 SSDEVICE_EIGHT void InVectors(const Heads& heads, Seen<Element>* seen) {
-  heads.dim == 64 ? Scores<G, 8>(heads, seen) : Scores<G, 0>(heads, seen);
   float totals[G];
+#ifdef SSDEVICE_VNNI
+  if (kVnni && heads.dim == kHead) {
+    WideScores<G>(heads, seen);
+    for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
+    return WideValues<G>(heads, seen, totals);
+  }
+#endif
+  heads.dim == kHead ? Scores<G, kHead / kLanes>(heads, seen) : Scores<G, 0>(heads, seen);
   for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
   int64_t d = 0;
   for (; d + 4 * kLanes <= heads.dim; d += 4 * kLanes) Values<G, 4>(heads, seen, totals, d);

@@ -98,7 +98,6 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns
 #ifdef SSDEVICE_VNNI
 template <Scales S>
 SSDEVICE_TARGET_VNNI __attribute__((always_inline)) inline __m512 SixteenScales(const uint8_t* from) {
-  if (S == Scales::kNone) return _mm512_set1_ps(1.0f);
   if (S == Scales::kWhole) return _mm512_load_ps(from);
   const __m256i halves = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -109,15 +108,17 @@ template <int R, Scales S>
 SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   const __m512i low = _mm512_set1_epi8(15);
   __m512 sums[kStreams][R] = {};
+  __m512i d[kStreams][R] = {};  // without scales of all blocks, else of one
   const uint8_t* units[kStreams] = {t.weights[0], t.weights[1]};
   for (int b = 0; b < t.blocks; b += 2) {
     SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) Prefetch(units[s] + kAhead, UnitOf(S));
     SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
       if (b + second == t.blocks) break;
       const BlockRows::Part* rows = t.At(b + second);
-      __m512i d[kStreams][R];
-      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = _mm512_set1_epi32(rows[r].zero);
+      SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
+        const __m512i zero = _mm512_set1_epi32(rows[r].zero);
+        SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) d[s][r] = S == Scales::kNone ? _mm512_add_epi32(d[s][r], zero) : zero;
+      }
       SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
         SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
           __m512i w[kStreams];
@@ -131,7 +132,7 @@ SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns
           }
         }
       }
-      SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) {
+      SSDEVICE_UNROLL for (int s = 0; s < kStreams && S != Scales::kNone; ++s) {
         const __m512 scales = SixteenScales<S>(units[s] + ScalesAt(second, S));
         SSDEVICE_UNROLL for (int r = 0; r < R; ++r) {
           const __m512 both = _mm512_mul_ps(scales, _mm512_set1_ps(rows[r].scale));
@@ -142,7 +143,8 @@ SSDEVICE_TARGET_VNNI void Vnni(const TileOf<BlockRows>& t, float (*out)[kColumns
     SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s) units[s] += UnitOf(S);
   }
   SSDEVICE_UNROLL for (int s = 0; s < kStreams; ++s)
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r) _mm512_storeu_ps(out[s * R + r], sums[s][r]);
+    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
+      _mm512_storeu_ps(out[s * R + r], S == Scales::kNone ? _mm512_cvtepi32_ps(d[s][r]) : sums[s][r]);
 }
 
 template <Scales S>

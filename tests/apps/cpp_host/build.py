@@ -51,7 +51,7 @@ def host() -> Path:
         generated.mkdir(exist_ok=True)
         (generated / "manifest.schema.inc").write_text(f'R"schema({SCHEMA.read_text("utf-8")})schema"')
         linked = ["-DSSDEVICE_KERNELS", built("native"), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lonnxruntime"]
-        _compile(file, SOURCES / "host.cpp", "-O1", f"-I{include}", f"-I{generated}", *linked)
+        _compile(file, SOURCES / "host.cpp", "-O0", f"-I{include}", f"-I{generated}", *linked)
 
     return made_once("cpp_host/host", make)
 

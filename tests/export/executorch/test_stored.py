@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PREFILL, CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch.exporter import PROGRAM_FILE
-from ssdevice.export.executorch.lowering import quick, trace
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace
 from ssdevice.export.executorch.quantization import quantized
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.traced import Recorder
@@ -53,24 +54,36 @@ def layer(model: StreamModel, number: int) -> torch.nn.Module:
     return model.backbone.layers[number]
 
 
-def check(fault: Callable[[StreamModel], None] | None, out: Path) -> None:
-    job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, out)
-    file = programs.bundle(Quant.INT8).folder / PROGRAM_FILE
+Program = tuple[Path, StreamModel, dict[str, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The prefill alone, lowered as an export lowers it, its model, and the weights it multiplies with.
+
+    The check reads every function in the same way.
+    """
+    folder = tmp_path_factory.mktemp("stored")
+    job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, folder)
     model = quantized(job.loaded.model, Quant.INT8).model
+    right, file = deepcopy(model), folder / PROGRAM_FILE
     spec = job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
     with quick():
-        made = Recorder(trace(PREFILL, spec, model, job.plan))
-    products = {PREFILL: [name for name, *_ in made.linears]}
-    if fault is not None:
-        fault(model)
-    check_stored(file, model, products)
+        made = trace(PREFILL, spec, model, job.plan)
+        products = {PREFILL: [name for name, *_ in Recorder(made).linears]}
+        lower({PREFILL: made}, partitioner(), constants_of(job.plan.geometry, ()), file, lambda *_: None)
+    return file, right, products
 
 
-def test_the_weights_of_a_right_program_are_the_models(tmp_path: Path) -> None:
-    check(None, tmp_path)
+def test_the_weights_of_a_right_program_are_the_models(program: Program) -> None:
+    check_stored(*program)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_weight_is_refused_with_its_name(fault: Callable[[StreamModel], None], tmp_path: Path) -> None:
-    with torch.no_grad(), pytest.raises(ParityError, match=FAULTS[fault]):
-        check(fault, tmp_path)
+def test_a_wrong_weight_is_refused_with_its_name(program: Program, fault: Callable[[StreamModel], None]) -> None:
+    file, model, products = program
+    model = deepcopy(model)
+    with torch.no_grad():
+        fault(model)
+        with pytest.raises(ParityError, match=FAULTS[fault]):
+            check_stored(file, model, products)

@@ -237,7 +237,10 @@ on_arm = pytest.mark.skipif(
 )
 CLANG = next((name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None)
 """One that compiles single functions for the dot product, as Android's does."""
-ARM_COMPILERS = ([ARM_GCC], *([[CLANG, "--target=aarch64-linux-gnu"]] if CLANG else ()))
+ARM_COMPILERS = [[ARM_GCC, "-O1"], pytest.param([ARM_GCC], marks=pytest.mark.slow)]
+"""As fast to compile as instructions that the sources name allow, and as users get them."""
+if CLANG:
+    ARM_COMPILERS.append([CLANG, "--target=aarch64-linux-gnu"])
 
 
 def says(

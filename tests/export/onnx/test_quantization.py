@@ -119,4 +119,4 @@ def test_terms_of_the_streams_themselves_stay_floats(quant: Quant) -> None:
         assert torch.equal(streams.start(h, 4, chosen), expected)
     roles = roles_of(model)
     stay = {name for name, role in roles.items() if role.own}
-    assert stay == {f"streams.{term}.{side}.weight" for term in ("token", "transform") for side in ("down", "up")}
+    assert stay == {f"streams.{term}.{side}.weight" for term in ("token", "f") for side in ("down", "up")}

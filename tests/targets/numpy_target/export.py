@@ -28,7 +28,7 @@ class NumPyExporter(Exporter):
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         backbone, streams = job.loaded.model.backbone, job.loaded.model.streams
         family = job.plan.identity.model_type
-        if family != "llama" or (streams is not None and (len(streams.adapters) or streams.transform is not None)):
+        if family != "llama" or (streams is not None and (len(streams.adapters) or streams.f is not None)):
             raise UnsupportedModelError(f"{family}: the numpy target takes llamas whose streams only have identifiers")
         weights = {"embed": backbone.embed_tokens.weight, "head": backbone.lm_head.weight, "norm": backbone.norm.weight}
         weights |= {"cos": backbone.rope_cos_, "sin": backbone.rope_sin_}
