@@ -103,8 +103,8 @@ class Adaptive:
         # Where steps break even, the variance of the tokens that one emits is about its cost less one.
         error = sqrt(max(0.0, self._cost - 1) * self._count)
         if won < -DOUBT * error or self._lost > MOST:
-            lost = self._cost - 1 - won  # with the old draft that a trial begins with
-            self._paused = SHORT if won > 0 else int(lost / SHARE)
+            # A trial has also lost a step less one token, for the old draft that it began with.
+            self._paused = SHORT if won > 0 else int((self._cost - 1 - won) / SHARE)
             self._emitted, self._count, self._lost = 0, 0, 0.0
 
     def _time(self, step: bool, start: float) -> None:
