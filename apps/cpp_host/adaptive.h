@@ -1,12 +1,13 @@
 // Speculative decoding where it pays: runtime/adaptive.py in C++, which has the reasons for the numbers.
 #pragma once
 
+#include <cmath>
+#include <deque>
 #include <functional>
 
 #include "lookup.h"
 
-// A cumulative sum test of what steps gain over plain calls pauses them while they lose. It serves one answer after another and remembers
-// what it learned.
+// Pauses steps while they emit fewer tokens than they cost in plain calls. It serves one answer after another and remembers what it learned.
 class Adaptive {
  public:
   Lookup lookup;
@@ -16,44 +17,24 @@ class Adaptive {
 
   // The tokens after `last`, from a step or from a plain call.
   Ids next(Conversation& conversation, int32_t last) {
-    const int until = !plain_.known() ? kCalibrated : gained_ > 0.5 * steps_ ? 4 * kStale : kStale;
-    if (!paused_ && steps_ < until) {
+    const bool clear = emitted_ > (cost_ + 0.5) * count_;
+    const size_t until = cost_ == 0 ? 1 : clear ? kRarely : kSteps * ratios_.size();
+    if (steps_ >= until) steps_ = 0, probes_ = kProbe;
+    if (!paused_ && !probes_) {
       const Ids tokens = by_step(conversation, last);
       return tokens.empty() ? plainly(conversation, last) : tokens;
     }
     const Ids tokens = plainly(conversation, last);
-    paused_ = std::max(0, paused_ - 1);
-    if (plain_.known()) steps_ = 0, gained_ = 0;
+    probes_ = std::max(0, probes_ - 1);
+    if (paused_) --paused_, steps_ = 0;
     return tokens;
   }
 
  private:
-  // Seconds of a kind of call: the median of the last eight, without the very first, which opens a graph.
-  class Cost {
-   public:
-    bool known() const { return count_ > 3; }
-
-    void add(double seconds) {
-      if (count_++) times_[(count_ - 2) % times_.size()] = seconds;
-    }
-
-    double seconds() const {
-      auto sorted = times_;
-      const size_t size = std::min(count_ - 1, times_.size());
-      if (!size) return 0;
-      std::sort(sorted.begin(), sorted.begin() + size);
-      return (sorted[(size - 1) / 2] + sorted[size / 2]) / 2;
-    }
-
-   private:
-    std::array<double, 8> times_{};
-    size_t count_ = 0;
-  };
-
   Ids plainly(Conversation& conversation, int32_t last) {
     const double start = clock_();
     const Ids tokens = conversation.plain(last);
-    plain_.add(clock_() - start);
+    time(false, start);
     Ids& drafts = conversation.drafts;  // what follows its first tokens still fits, if that is what the model said
     std::copy(drafts.begin() + conversation.candidates, drafts.end(), drafts.begin());
     return tokens;
@@ -63,24 +44,46 @@ class Adaptive {
     const double start = clock_();
     const Ids tokens = lookup.step(conversation, last);
     if (tokens.empty()) return tokens;
-    step_.add(clock_() - start);
-    if (++steps_ < 2 || !plain_.known()) return tokens;  // after a plain call a draft is an old one
-    const double gained = tokens.size() - step_.seconds() / plain_.seconds();
-    gained_ += gained;
-    lost_ = std::max(0.0, lost_ - gained);
-    won_ = std::clamp(won_ + gained, -2 * kBudget, 2 * kBudget);
-    if (won_ > 0) pause_ = kFirstPause;
-    if (lost_ > (pause_ == kFirstPause ? kBudget : kTrial)) {
-      lost_ = 0, paused_ = pause_;
-      pause_ = std::min(4 * pause_, kLongestPause);
-    }
+    time(true, start);
+    ++steps_;
+    if (cost_ == 0) return tokens;
+    lost_ = std::max(0.0, lost_ + cost_ - tokens.size());
+    if (steps_ > 1) judge(tokens.size());  // the first draft after a plain call is an old one
     return tokens;
   }
 
-  static constexpr double kBudget = 12, kTrial = 4;  // plain calls that may be lost before a pause
-  static constexpr int kFirstPause = 32, kLongestPause = 1024, kCalibrated = 4, kStale = 64;
+  void judge(size_t tokens) {
+    emitted_ += tokens;
+    const double won = emitted_ - cost_ * ++count_, error = std::sqrt(std::max(0.0, cost_ - 1) * count_);
+    if (won >= -kDoubt * error && lost_ <= kMost) return;
+    paused_ = won > 0 ? kShort : static_cast<int>((cost_ - 1 - won) / kShare);
+    emitted_ = count_ = 0, lost_ = 0;
+  }
+
+  void time(bool step, double start) {
+    const double seconds = opened_[step] ? clock_() - start : 0, before = seconds_;
+    const bool neighbours = step_ != step && seconds > 0 && before > 0;
+    opened_[step] = true, step_ = step, seconds_ = seconds;
+    if (!neighbours) return;
+    ratios_.push_back(step ? seconds / before : before / seconds);
+    if (ratios_.size() > kPairs) ratios_.pop_front();
+    if (ratios_.size() < kEnough) return;
+    auto sorted = ratios_;
+    std::sort(sorted.begin(), sorted.end());
+    cost_ = (sorted[(sorted.size() - 1) / 2] + sorted[sorted.size() / 2]) / 2;
+  }
+
+  static constexpr double kDoubt = 1.5, kMost = 24, kShare = 0.02;
+  static constexpr size_t kPairs = 32, kEnough = 4, kSteps = 3, kRarely = 256;
+  static constexpr int kShort = 32, kProbe = 2;
   std::function<double()> clock_;
-  Cost plain_, step_;
-  double lost_ = 0, won_ = 0, gained_ = 0;  // since the best moment, in the end, since the last plain call
-  int steps_ = 0, pause_ = kFirstPause, paused_ = 0;
+  bool opened_[2] = {};              // plain calls, steps
+  bool step_ = false;                // whether the last call was one
+  double seconds_ = 0;               // of the last call, 0 if it opened a graph
+  std::deque<double> ratios_;        // of neighbouring calls
+  double cost_ = 0;                  // of a step, in plain calls; 0: not known yet
+  size_t emitted_ = 8, count_ = 0;   // tokens and steps since the last pause
+  double lost_ = 0;                  // plain calls that they have lost since their best moment
+  size_t steps_ = 0;                 // since the last plain call
+  int paused_ = 0, probes_ = 0;      // plain calls to make from now on
 };

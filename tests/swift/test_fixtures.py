@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ssdevice.runtime.adaptive import FIRST_PAUSE, GROWTH
+from ssdevice.runtime.adaptive import SHORT
 from tests.swift import broken, conversations, frames
 
 
@@ -39,10 +39,10 @@ def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, A
     kinds = [
         "".join(call["function"] for call in answer["calls"]) for answer in answers if answer["mode"] == "adaptive"
     ]
-    long = "step_plain" * (FIRST_PAUSE - 1)
+    long = "step_plain" * (SHORT - 1)
     assert sum(f"stepstep{long}" in kind for kind in kinds) > 5
     assert sum(f"{long}stepstep" in kind for kind in kinds) > 5
-    assert any("step_plain" * (GROWTH * FIRST_PAUSE) in kind for kind in kinds)
+    assert any("step_plain" * (5 * SHORT) in kind for kind in kinds)
 
 
 def test_recorded_adaptive_answers_look_drafts_up(answers: list[dict[str, Any]]) -> None:

@@ -194,10 +194,11 @@ def _decoding() -> Iterator[dict[str, Any]]:
 def _adaptive() -> Iterator[dict[str, Any]]:
     """Drafts that pay, do not, and do again; text that repeats itself, with streams and without."""
     long, shared = _request([5, 6, 7], ADAPTIVE, 240), _request([5, 6, 7, 1], ADAPTIVE, 60)
+    longer = _request([5, 6, 7, 1], ADAPTIVE, 280)  # than the pause
     common: dict[str, Any] = {"stop_ids": (NEVER,), "context": 400}
-    for cost, shape, oracle in ((14, CHAIN, (0.9, 0.0, 0.9)), (26, WIDE, (0.0, 0.9))):
+    for cost, shape, oracle, last in ((14, CHAIN, (0.9, 0.0, 0.9), shared), (26, WIDE, (0.0, 0.9), longer)):
         name = f"adaptive, a step takes {cost / 10} plain calls"
-        yield _session(name, shape, [long, shared], cost=cost, oracle=oracle, **common)
+        yield _session(name, shape, [long, last], cost=cost, oracle=oracle, **common)
     with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context[-2:], 7)):
         for shape in (CHAIN, WIDE):
             name = f"adaptive, repeated text, {shape}"

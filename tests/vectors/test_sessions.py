@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ssdevice.contract import DRAFT, PLAIN, PREFILL, STEP, VERIFY
-from ssdevice.runtime.adaptive import FIRST_PAUSE, GROWTH
+from ssdevice.runtime.adaptive import SHORT
 from tests.vectors.sessions import FILE, record, text
 
 HOW = "python -m tests.vectors writes them again"
@@ -50,9 +50,9 @@ def test_prompts_are_prefilled_in_chunks_and_what_they_share_is_not(answers: lis
 
 def test_adaptive_mode_pauses_and_comes_back(answers: list[dict[str, Any]]) -> None:
     kinds = ["".join(call["function"] for call in answer["calls"]) for answer in answers]
-    pause = PLAIN * FIRST_PAUSE
-    assert any(f"{STEP}{pause}{STEP}" in kind for kind in kinds)
-    assert any(f"{STEP}{PLAIN * (GROWTH * FIRST_PAUSE)}{STEP}" in kind for kind in kinds)
+    assert any(f"{STEP}{PLAIN * SHORT}{STEP}" in kind for kind in kinds)
+    assert any(f"{STEP}{PLAIN * (5 * SHORT)}" in kind for kind in kinds)
+    assert any(f"{PLAIN * (5 * SHORT)}{STEP}" in kind for kind in kinds)
 
 
 def test_drafts_are_looked_up_and_chosen_by_the_host(answers: list[dict[str, Any]]) -> None:

@@ -22,38 +22,48 @@ public enum Mode: String, CaseIterable, Sendable {
 /// Decides between steps and plain calls, as Python's `ssdevice.runtime.adaptive` does, so that no text is slower than
 /// plainly. It serves one answer after another and remembers what it learned.
 ///
-/// Steps pause when, since their best moment, they have lost more than a budget of plain calls against plain decoding
-/// (a cumulative sum test).
+/// Steps pause when they have emitted fewer tokens than they cost in plain calls, beyond chance, and are tried again.
 struct Adaptive {
-    /// Loss, in plain calls, at which steps pause: at first and while they win, and in the trials after a pause.
-    static let (budget, trial) = (12.0, 4.0)
-    /// Tokens decoded plainly before the next trial. The pause grows from trial to trial, unless steps have won in the
-    /// end.
-    static let (firstPause, longestPause, growth) = (32, 1024, 4)
-    /// What steps can have won or lost in the end, at most, so that a text of another kind can change it.
-    static let most = 2 * budget
-    /// Steps before the first plain calls, which tell what plain decoding costs, and before one that tells it again.
-    static let (calibrated, stale) = (4, 64)
-    /// Plain calls that a step gains where there is no doubt; plain decoding is measured so many times less often then.
-    static let (clear, longer) = (0.5, 4)
+    /// Steps pause when they have emitted too little by so many standard errors, or lost so many plain calls since their
+    /// best moment.
+    static let (doubt, most) = (1.5, 24.0)
+    /// Tokens that they are given at first, lest chance spoil the first answer.
+    static let credit = 8.0
+    /// Of the time of plain decoding: what steps may lose. A pause lasts until that pays, or `short` tokens if they have
+    /// won.
+    static let (share, short) = (0.02, 32)
+    /// A step's cost is the median of the last ratios of neighbouring calls, at most so many and at least so many.
+    static let (pairs, enough) = (32, 4)
+    /// Plain calls in a row that measure the cost, and the steps before them for each ratio that is known.
+    static let (probe, stepsEach) = (2, 3)
+    /// Plain calls that a step gains where there is no doubt, and steps before the cost is measured then.
+    static let (clear, rarely) = (0.5, 256)
+
+    private enum Kind { case plain, step }
 
     var lookup: Lookup
     /// Whether the last call was a step.
     private(set) var speculated = false
     private let clock: () -> Double
-    private var plain = Times()
-    private var step = Times()
-    /// Plain calls that steps have lost since their best moment.
+    /// Kinds of calls that were made.
+    private var opened: Set<Kind> = []
+    /// The last call, with 0 seconds if it opened a graph.
+    private var before = (kind: Kind.plain, seconds: 0.0)
+    private var ratios: [Double] = []
+    /// Of a step, in plain calls; 0: not known yet.
+    private var cost = 0.0
+    /// Tokens since the last pause.
+    private var emitted = credit
+    /// Steps since the last pause.
+    private var count = 0.0
+    /// Plain calls that they have lost since their best moment.
     private var lost = 0.0
-    /// Plain calls that they have won in the end, or lost.
-    private var won = 0.0
-    /// Since the last plain call.
-    private var steps = 0
-    /// Plain calls that these steps have won, or lost.
-    private var gained = 0.0
-    private var pause = firstPause
     /// Tokens to decode plainly from now on.
     private var paused = 0
+    /// Since the last plain call.
+    private var steps = 0
+    /// Plain calls to make from now on.
+    private var probes = 0
 
     /// `clock`: in seconds.
     init(_ lookup: Lookup, clock: @escaping () -> Double) {
@@ -63,24 +73,24 @@ struct Adaptive {
 
     /// The tokens after `last`, from a step or from a plain call.
     mutating func next(_ cache: inout Cache, after last: Int32) throws -> [Int32] {
-        let clear = gained > Self.clear * Double(steps)
-        let known = clear ? Self.longer * Self.stale : Self.stale
-        speculated = paused == 0 && steps < (plain.isKnown ? known : Self.calibrated)
+        let known = emitted > (cost + Self.clear) * count ? Self.rarely : Self.stepsEach * ratios.count
+        if steps >= (cost > 0 ? known : 1) { (steps, probes) = (0, Self.probe) }
+        speculated = paused == 0 && probes == 0
         if speculated {
             let tokens = try byStep(&cache, last)
             speculated = !tokens.isEmpty
             return speculated ? tokens : try plainly(&cache, last)
         }
         let tokens = try plainly(&cache, last)
-        paused = max(0, paused - 1)
-        if plain.isKnown { (steps, gained) = (0, 0) }
+        probes = max(0, probes - 1)
+        if paused > 0 { (paused, steps) = (paused - 1, 0) }
         return tokens
     }
 
     private mutating func plainly(_ cache: inout Cache, _ last: Int32) throws -> [Int32] {
         let start = clock()
         let token = try cache.plain(last)
-        plain.add(clock() - start)
+        time(.plain, since: start)
         cache.shiftDrafts()
         return [token]
     }
@@ -89,35 +99,35 @@ struct Adaptive {
         let start = clock()
         let tokens = try lookup.step(&cache, after: last)
         guard !tokens.isEmpty else { return tokens }
-        step.add(clock() - start)
+        time(.step, since: start)
         steps += 1
+        guard cost > 0 else { return tokens }
+        lost = max(0, lost + cost - Double(tokens.count))
         // The first draft after a plain call is an old one.
-        guard plain.isKnown, steps > 1 else { return tokens }
-        let gain = Double(tokens.count) - step.median / plain.median
-        gained += gain
-        lost = max(0, lost - gain)
-        won = max(-Self.most, min(Self.most, won + gain))
-        if won > 0 { pause = Self.firstPause }
-        if lost > (pause == Self.firstPause ? Self.budget : Self.trial) {
-            (lost, paused) = (0, pause)
-            pause = min(Self.growth * pause, Self.longestPause)
-        }
+        if steps > 1 { judge(Double(tokens.count)) }
         return tokens
     }
-}
 
-/// The last eight times of a call, in seconds, without the very first, which opens a graph.
-private struct Times {
-    private var values: [Double] = []
-    private var opened = false
+    private mutating func judge(_ tokens: Double) {
+        emitted += tokens
+        count += 1
+        let won = emitted - cost * count
+        let error = (max(0, cost - 1) * count).squareRoot()
+        if won < -Self.doubt * error || lost > Self.most {
+            paused = won > 0 ? Self.short : Int((cost - 1 - won) / Self.share)
+            (emitted, count, lost) = (0, 0, 0)
+        }
+    }
 
-    var isKnown: Bool { values.count >= 3 }
-    var median: Double { values.isEmpty ? 0 : SpeculativeDecoding.median(values) }
-
-    mutating func add(_ seconds: Double) {
-        if values.count == 8 { values.removeFirst() }
-        if opened { values.append(seconds) }
-        opened = true
+    private mutating func time(_ kind: Kind, since start: Double) {
+        let seconds = opened.contains(kind) ? clock() - start : 0
+        opened.insert(kind)
+        let last = before
+        before = (kind, seconds)
+        guard last.kind != kind, seconds > 0, last.seconds > 0 else { return }
+        ratios.append(kind == .step ? seconds / last.seconds : last.seconds / seconds)
+        if ratios.count > Self.pairs { ratios.removeFirst() }
+        if ratios.count >= Self.enough { cost = median(ratios) }
     }
 }
 
