@@ -49,6 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
         def _split_scope(self, nodeid: str) -> str:
             return TOGETHER if f"/{TOGETHER}/" in nodeid else super()._split_scope(nodeid)
 
+    gc.enable()  # the process that starts the others collects no tests itself
     return Scheduling(config, log)
 
 
