@@ -86,6 +86,7 @@ class Adaptive:
         start = self._clock()
         tokens = self._step_once(conversation, last)
         if not tokens:
+            self._steps = min(self._steps, 1)  # the plain call that follows measures as a probe does
             return tokens
         self._time(True, start)
         if certain:  # it says nothing about the drafts

@@ -43,7 +43,10 @@ class Adaptive {
   Ids by_step(Conversation& conversation, int32_t last) {
     const double start = clock_();
     const Ids tokens = lookup.step(conversation, last);
-    if (tokens.empty()) return tokens;
+    if (tokens.empty()) {
+      steps_ = std::min<decltype(steps_)>(steps_, 1);
+      return tokens;
+    }
     time(true, start);
     ++steps_;
     if (cost_ == 0) return tokens;

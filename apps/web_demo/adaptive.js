@@ -67,7 +67,10 @@ export class Adaptive {
   async #byStep(conversation, last) {
     const start = this.#clock();
     const tokens = await this.lookup.step(conversation, last);
-    if (!tokens.length) return tokens;
+    if (!tokens.length) {
+      this.#steps = Math.min(this.#steps, 1);
+      return tokens;
+    }
     this.#time(1, start);
     this.#steps++;
     if (!this.#cost) return tokens;

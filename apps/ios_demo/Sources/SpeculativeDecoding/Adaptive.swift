@@ -98,7 +98,10 @@ struct Adaptive {
     private mutating func byStep(_ cache: inout Cache, _ last: Int32) throws -> [Int32] {
         let start = clock()
         let tokens = try lookup.step(&cache, after: last)
-        guard !tokens.isEmpty else { return tokens }
+        guard !tokens.isEmpty else {
+            steps = min(steps, 1)
+            return tokens
+        }
         time(.step, since: start)
         steps += 1
         guard cost > 0 else { return tokens }
