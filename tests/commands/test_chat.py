@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,8 @@ def test_an_interrupted_answer_counts_and_the_conversation_goes_on(
 
 def accepts(session: Session, prompt: str) -> bool:
     list(session.runs(session.prompt_ids(prompt), max_tokens=30, mode="speculative"))
-    # Its first steps, which no pause can prevent.
-    return max(session.last.accepted[:3], default=0) > 1
+    # Its first step: in adaptive mode plain calls follow, to measure what it costs.
+    return session.last.accepted[:1] > [1]
 
 
 @pytest.mark.parametrize("colours", [True, False])
@@ -194,7 +194,8 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
         # A shell lets what runs in the background ignore Ctrl-C, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:  # fmt: skip
+    ) as process, ExitStack() as stack:  # fmt: skip
+        stack.callback(process.kill)  # one that goes on would be waited for
         os.close(terminal)
         screen = b""
 
@@ -219,7 +220,5 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
                 break
-        ended = process.poll()
-        process.kill()  # otherwise one that goes on would be waited for
-        assert ended == (0 if colours else 130)
+        assert process.poll() == (0 if colours else 130)
     os.close(user_end)
