@@ -113,7 +113,7 @@ class ExternalCacheForm(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From the function's inputs to its outputs, both in the contract's order."""
-        integers = len(tensors) - 2 * self.module.model.backbone.num_layers
+        integers = len(tensors) - 2 * len(self.module.model.backbone.layers)
         rows = [heads(past, self.kv_heads) for past in tensors[integers:]]
         past = list(zip(rows[::2], rows[1::2], strict=True))
         outputs, new = call(self.name, self.module, tensors[:integers], past)
@@ -154,7 +154,8 @@ def function_module(name: str, model: StreamModel, geometry: Geometry, schedule:
     if name == PREFILL:
         return PrefillModule(model, g.chunk, g.k)
     if name == PLAIN:
-        return StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
+        plain = StreamModel(model.backbone, model.streams if model.own is not None else None, 0)
+        return StepModule(plain, Tree.root_only(), 1, Schedule.DEFERRED)
     if name == DRAFT:
         return DraftModule(model, g.k)
     return VerifyModule(model, g.tree, g.k) if name == VERIFY else VerifyModule(model, Tree.root_only(), 1)

@@ -227,7 +227,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
         )
     heads = int(config.num_attention_heads)
     geometry = Geometry(
-        layers=int(config.num_hidden_layers),
+        layers=int(config.num_hidden_layers) + max(app.draft_layers for app in apps),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         vocab=int(config.vocab_size),
@@ -298,7 +298,7 @@ def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...
     Streams that see the chosen token wait for it.
     """
     trained = [(app.name, app.settings) for app in apps if app.settings is not None]
-    waiting = [name for name, settings in trained if settings.streams.token_rank]
+    waiting = [name for name, settings in trained if settings.streams.waits]
     if waiting and options.schedule is Schedule.FUSED:
         raise ConfigError(
             f"--schedule fused: the streams of {waiting[0]!r} see the token that verification chooses (token_rank), so "

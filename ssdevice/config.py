@@ -20,6 +20,8 @@ from ssdevice.rules import Rule, Ruled, within
 T = TypeVar("T")
 RANK: Rule = within(0, 1 << 14)
 """Bounded, because memory is allocated by ranks before any weights are read."""
+STREAM_TERMS = "msa_layers", "init_rank", "token_rank", "follow_rank", "adapter_rank"
+"""What a ``StreamConfig`` has for streams in layers of the base: numbers, 0 with draft layers."""
 MIN_DRAFT_VOCABULARY = 16
 MAX_DRAFT_VOCABULARY = 1 << 20
 
@@ -60,7 +62,9 @@ class StreamConfig(Ruled):
     of the term by which a draft sees the token before it, an idea of Hydra (2402.05109; 0: drafts do not depend on each
     other). ``adapter_rank``: rank R_s of the stream adapters of the MSA layers in lossless mode (*Speculative
     Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2). ``stream_mlp``:
-    which there are. ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
+    which there are. ``draft_layers``: layers of its own that draft one token after the other, as EAGLE's (2401.15077,
+    2503.01840), in lossless mode and instead of streams in the top layers; no rank applies then (0: streams or heads).
+    ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
     ``draft_vocabulary``: how many tokens streams choose among (0: all); their ids are stored with the weights.
     """
 
@@ -72,6 +76,7 @@ class StreamConfig(Ruled):
     follow_rank: int = field(default=0, metadata=RANK)
     adapter_rank: int = field(default=8, metadata=RANK)
     stream_mlp: StreamMLP = StreamMLP.BASE_ADAPTER
+    draft_layers: int = field(default=0, metadata=within(0, 8))
     lora_rank: int = field(default=32, metadata=RANK)
     draft_vocabulary: int = field(default=0, metadata=within(0, MAX_DRAFT_VOCABULARY))
 
@@ -80,10 +85,22 @@ class StreamConfig(Ruled):
         if 0 < self.draft_vocabulary < MIN_DRAFT_VOCABULARY:
             least = f"0 (all tokens) or {MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
             raise ConfigError(f"draft_vocabulary is {self.draft_vocabulary}, expected {least}")
+        if self.draft_layers:
+            if self.mode is not Mode.LOSSLESS:
+                raise ConfigError("draft_layers need lossless mode")
+            for name in STREAM_TERMS:
+                if getattr(self, name):
+                    raise ConfigError(f"{name} is {getattr(self, name)}: draft layers do without")
+            return
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
             raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
         if not self.msa_layers and self.adapter_rank < 1:
             raise ConfigError("without MSA layers adapter_rank is the rank of the heads: it must be 1 or more")
+
+    @property
+    def waits(self) -> bool:
+        """Whether drafts can only be made after the next token was chosen, which they see."""
+        return self.token_rank > 0 or self.draft_layers > 0
 
     @property
     def trains_lora(self) -> bool:

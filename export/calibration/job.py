@@ -53,14 +53,14 @@ def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
     if not plan.merged or plan.options.quant not in target.smooths:
         return job
     model = job.loaded.model
-    total = model.backbone.num_layers
+    total = len(model.backbone.layers)
     moved = smooth(model, texts(plan.tokenizer), lambda layer: job.report("smooth", layer, total, f"layer {layer + 1}"))
     return replace(job, notes=(*job.notes, NOTE)) if moved else job
 
 
 def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model, plan = job.loaded.model, job.plan
-    total = model.backbone.num_layers
+    total = len(model.backbone.layers)
     calibrate(
         model,
         tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context),

@@ -25,10 +25,15 @@ def tokenized(examples: Sequence[Example], tokenizer: ChatTokenizer, instruction
 
 
 class Rows:
-    """The hidden states of every row before the next layer: ``h [1, R, D]``, and from the MSA layers on streams."""
+    """The hidden states of every row before the next layer: ``h [1, R, D]``, and from the MSA layers on streams.
+
+    Of the drafts of own layers the first counts, which starts from a row as those after it start from a draft.
+    """
 
     def __init__(self, model: StreamModel, rows: Sequence[Sample]) -> None:
         self.model, self.rows = model, rows
+        self.gamma = model.gamma if model.own is None else 1
+        self.read: list[list[Tensor]] = [[] for _ in rows]  # what own layers read
         self.main: list[Tensor] = []
         self.streams: list[Tensor | None] = []
         for row in rows:
@@ -40,37 +45,48 @@ class Rows:
         """All rows through one layer; ``advance``: their states become what it gives."""
         model = self.model
         for i, row in enumerate(self.rows):
+            h = self.main[i]
             if model.streams is not None and layer == model.first_msa:
-                nodes = _nodes(row)
-                after = (nodes + 1).clamp(max=len(row.ids) - 1)  # a row without a completion ends at its prompt
-                chosen = model.chosen(torch.tensor([row.ids])[:, after], after[None])
-                self.streams[i] = model.streams.start(self.main[i][:, nodes], model.gamma, chosen)
-            h, new = self._main(layer, row, self.main[i])
+                h = model.states(torch.cat(self.read[i], dim=-1) if model.own is not None else h)
+                self.streams[i] = self._start(row, h)
+            h, new = self._main(layer, row, h)
             s = self.streams[i]
             if s is not None:
                 s = self._streams(layer, row, s, new)
             if advance:
                 self.main[i], self.streams[i] = h, s
+                if model.own is not None:
+                    self.read[i] += [h] * model.own.after.count(layer + 1)
+
+    def _start(self, row: Sample, h: Tensor) -> Tensor:
+        """Where streams start from ``h [1, R, D]``, ``[1, n * γ, D]``."""
+        model, nodes = self.model, _nodes(row)
+        assert model.streams is not None
+        after = (nodes + 1).clamp(max=len(row.ids) - 1)  # a row without a completion ends at its prompt
+        tokens = torch.tensor([row.ids])[:, after]
+        if model.own is not None:
+            return model.draft_start(h[:, nodes], tokens, after[None], 0)
+        return model.streams.start(h[:, nodes], model.gamma, model.chosen(tokens, after[None]))
 
     def _main(self, layer: int, row: Sample, h: Tensor) -> tuple[Tensor, list[KeyValue]]:
         backbone = self.model.backbone
         at = torch.arange(len(row.ids), dtype=torch.int32)
         window = backbone.window(layer)
         masks: Masks = {window: additive(causal(at, window)[None, None], backbone.mask_value)}
-        nothing: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        nothing: list[list[KeyValue]] = [[] for _ in backbone.layers]
         return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks, nothing)
 
     def _streams(self, layer: int, row: Sample, s: Tensor, new: Sequence[KeyValue]) -> Tensor:
         model, backbone = self.model, self.model.backbone
         assert model.streams is not None
         nodes = _nodes(row)
-        at = stream_positions(nodes.to(torch.int32)[None], model.gamma)
+        at = stream_positions(nodes.to(torch.int32)[None], self.gamma)
         window = backbone.window(layer)
         main = torch.arange(len(row.ids), dtype=torch.int32)
-        seen = (main[None] <= nodes.repeat_interleave(model.gamma)[:, None]) & within(at[0], main, window)
-        seen = torch.cat([seen, own_streams(len(nodes), model.gamma)], dim=1)
+        seen = (main[None] <= nodes.repeat_interleave(self.gamma)[:, None]) & within(at[0], main, window)
+        seen = torch.cat([seen, own_streams(len(nodes), self.gamma)], dim=1)
         masks: Masks = {window: additive(seen[None, None], backbone.mask_value)}
-        context: list[list[KeyValue]] = [[] for _ in range(backbone.num_layers)]
+        context: list[list[KeyValue]] = [[] for _ in backbone.layers]
         context[layer] = list(new)
         with model.streams.rows_after(0):
             return backbone.run(layer, layer + 1, s, backbone.rope(at), masks, context)[0]

@@ -92,6 +92,11 @@ class Adapter:
         return self.settings.streams.msa_layers if self.settings is not None else 0
 
     @property
+    def draft_layers(self) -> int:
+        """Layers of its own that draft."""
+        return self.settings.streams.draft_layers if self.settings is not None else 0
+
+    @property
     def instruction(self) -> str:
         """The text before every user message."""
         return self.settings.instruction if self.settings is not None else ""

@@ -124,6 +124,7 @@ class Variant:
         for option, value, what in (
             ("--draft-vocabulary", streams.draft_vocabulary, f"that choose among {streams.draft_vocabulary} tokens"),
             ("--follow-rank", streams.follow_rank, "whose drafts follow each other (follow_rank)"),
+            ("--draft-layers", streams.draft_layers, "of draft layers"),
         ):
             if value:
                 shared = f"streams {what} cannot share a bundle with other apps yet"

@@ -183,9 +183,10 @@ class Manifest(Ruled):
         except ConfigError as error:
             raise ConfigError(f"target: {error}") from None
         g = self.geometry
-        for name in ("layers", "vocab"):
-            if getattr(self.model, name) != getattr(g, name):
-                raise ConfigError(f"model.{name} is {getattr(self.model, name)}, geometry.{name} {getattr(g, name)}")
+        if g.vocab != self.model.vocab:
+            raise ConfigError(f"model.vocab is {self.model.vocab}, geometry.vocab {g.vocab}")
+        if g.layers < self.model.layers or (g.layers > self.model.layers and self.mode is None):
+            raise ConfigError(f"model.layers is {self.model.layers}, geometry.layers {g.layers}")
         if g.hidden not in (0, self.model.hidden_size):
             raise ConfigError(f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}")
         streams = self.mode is not None
@@ -194,8 +195,8 @@ class Manifest(Ruled):
                 f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: "
                 "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
             )
-        if self.msa_layers >= g.layers:
-            raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {g.layers} layers")
+        if self.msa_layers >= self.model.layers:
+            raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {self.model.layers} layers")
         self._check_functions()
         self._check_apps()
 

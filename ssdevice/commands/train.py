@@ -15,14 +15,14 @@ from ssdevice.bundle.manifest import NAME
 from ssdevice.bundle.staging import check_writable, disk_errors
 from ssdevice.commands.opening import add_threads, positive, prepare_frameworks, refuse_ignored, whole
 from ssdevice.commands.progress import Progress
-from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, to_json
+from ssdevice.config import STREAM_TERMS, Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.rules import check_rule
 from ssdevice.train.options import FIXED, UNFINISHED, Objective, Recipe, TrainOptions
 
 OF_STREAMS = (
     "--recipe", "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank",
-    "--stream-mlp", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
+    "--stream-mlp", "--draft-layers", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
 )  # fmt: skip
 TOKEN_RANK = 256
 """Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
     add("--stream-mlp", choices=[m.value for m in StreamMLP],
         help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
+    add("--draft-layers", type=int, metavar="N",
+        help="N layers of its own that draft one token after the other, in lossless mode, instead of streams in the "
+             "top layers (default 0)")  # fmt: skip
     add("--draft-vocabulary", type=int, metavar="N",
         help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
     recipe = parser.add_argument_group("recipe")
@@ -155,6 +158,8 @@ def _streams(args: argparse.Namespace) -> StreamConfig:
     settings = AdapterFolder.open(args.init).settings if args.init is not None else None
     start = settings.streams if settings is not None else StreamConfig()
     given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}
+    if settings is None and given.get("draft_layers"):
+        given = {"mode": Mode.LOSSLESS.value, **dict.fromkeys(STREAM_TERMS, 0), **given}
     if given.get("mode", start.mode) == Mode.LOSSLESS:
         given["lora_rank"] = 0
     if settings is None and given.get("msa_layers", start.msa_layers):

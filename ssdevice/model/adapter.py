@@ -23,7 +23,7 @@ def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, value in streams.state_dict().items():
-        kind = torch.float16 if name.startswith(("adapters.", "token.", "follow.")) else torch.float32
+        kind = torch.float16 if name.startswith(("adapters.", "token.", "follow.", "own.")) else torch.float32
         weights[name] = (value.detach().to(kind) if value.is_floating_point() else value).cpu().contiguous()
     save_file(weights, str(folder / WEIGHTS))
     text = json.dumps(to_json(settings), indent=2, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,14 +52,15 @@ class Backbone(nn.Module):
         config._attn_implementation = attention.NAME
         self.config = config
         self.embed_tokens = getattr(decoder, family.embed)
-        self.layers: nn.ModuleList = getattr(decoder, family.layers)
+        self.layers = nn.ModuleList(getattr(decoder, family.layers))
+        self.num_layers = len(self.layers)
         self.norm = getattr(decoder, family.norm, None) or nn.Identity()
         self.lm_head = hf.get_output_embeddings()
         _tie_if_equal(self.embed_tokens, self.lm_head)
         # Only OPT has these, and only where its embeddings are narrower than its layers.
         self.project_in = getattr(decoder, "project_in", None) or nn.Identity()
         self.project_out = getattr(decoder, "project_out", None) or nn.Identity()
-        self.layer_types = tuple(_layer_types(config, family, len(self.layers)))
+        self.layer_types = _layer_types(config, family, self.num_layers)
         self.operators = Operators()
         self._make_tables(decoder, context, positions)
 
@@ -97,11 +99,6 @@ class Backbone(nn.Module):
     def mask_value(self) -> float:
         """Additive mask of an invisible row."""
         return self.operators.mask_value
-
-    @property
-    def num_layers(self) -> int:
-        """N, the number of decoder layers."""
-        return len(self.layers)
 
     @property
     def kv_heads(self) -> int:
@@ -150,7 +147,7 @@ class Backbone(nn.Module):
         ``past[i]``: runs of earlier rows of layer i; None: there are none. Returns the hidden states and each layer's
         new (keys, values).
         """
-        rows = Rows(past or [()] * self.num_layers, rope.positions, self.operators.attention)
+        rows = Rows(past or [()] * len(self.layers), rope.positions, self.operators.attention)
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
             out = self.layers[i](
@@ -162,6 +159,18 @@ class Backbone(nn.Module):
             h = out[0] if isinstance(out, tuple) else out
         return h, [rows.new[i] for i in range(first, last)]
 
+    def add_layer(self) -> nn.Module:
+        """A copy of the last layer that sees all rows, or of the last one, as one more layer after all others."""
+        full = [i for i in range(self.num_layers) if self.window(i) is None]
+        index = full[-1] if full else self.num_layers - 1
+        layer = copy.deepcopy(self.layers[index])
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = len(self.layers)
+        self.layers.append(layer)
+        self.layer_types.append(self.layer_types[index])
+        return layer
+
     def window(self, layer: int) -> int | None:
         """How many positions a row of this layer sees, including its own; None: all."""
         if self.layer_types[layer] != "sliding_attention":
@@ -171,7 +180,7 @@ class Backbone(nn.Module):
 
     def windows(self) -> set[int | None]:
         """The attention windows of all layers."""
-        return {self.window(i) for i in range(self.num_layers)}
+        return {self.window(i) for i in range(len(self.layers))}
 
     def masks(self, visible: Callable[[int | None], Tensor]) -> Masks:
         """The masks of all layers; ``visible``: which rows see which within a window, ``[B or 1, 1, R, rows]`` bool."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from ssdevice.model.ties import argmax
 from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
 from ssdevice.tree import Tree
 
+Rows = list[KeyValue]
+"""Per layer the new (keys, values) rows ``[1, kv_heads, R, head_dim]``."""
 Past = Sequence[KeyValue]
 """Per layer the (keys, values) rows ``[1, kv_heads, P, head_dim]``; rows at ``length`` and beyond are masked."""
 
@@ -61,6 +64,7 @@ class StreamModel(nn.Module):
         self.streams = streams
         self.gamma = gamma
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
+        self.own = streams.own if streams is not None else None
         self.draft_head: nn.Linear | None = None
         self.take_draft_rows()
 
@@ -69,15 +73,39 @@ class StreamModel(nn.Module):
         if self.streams is not None and self.streams.config.draft_vocabulary:
             self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
-    def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
-        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``."""
-        return self.backbone.run(0, self.first_msa, h, self.backbone.rope(positions), masks, [[kv] for kv in past])
+    def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, Tensor, Rows]:
+        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``: their states ``[B, R, D]``,
+        what drafts read of them (these states, or with own layers several ``[B, R, n D]``), and new rows."""
+        backbone, runs = self.backbone, [[kv] for kv in past]
+        rope, read, rows = backbone.rope(positions), list[Tensor](), list[KeyValue]()
+        for first, last in pairwise((0, *(self.own.after if self.own is not None else (self.first_msa,)))):
+            h, new = backbone.run(first, last, h, rope, masks, runs)
+            read.append(h)
+            rows += new
+        return h, torch.cat(read, dim=-1) if len(read) > 1 else h, rows
 
-    def run_msa_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, list[KeyValue]]:
-        """The top N_s layers on main rows (2402.11131 eq. 1)."""
-        backbone = self.backbone
+    def states(self, read: Tensor) -> Tensor:
+        """What drafts start from, ``[B, R, D]``: the states at layer N - N_s, or those that own layers fuse."""
+        return read if self.own is None else self.own.fused(read)
+
+    def run_top_layers(
+        self, h: Tensor, states: Tensor, positions: Tensor, masks: Masks, past: Past
+    ) -> tuple[Tensor, Rows]:
+        """Final states of main rows and new rows: of the top N_s layers (2402.11131 eq. 1), or of own layers."""
         runs = [[kv] for kv in past]
-        return backbone.run(self.first_msa, backbone.num_layers, h, backbone.rope(positions), masks, runs)
+        final, rows = self.backbone.run(*self.drafting, states, self.backbone.rope(positions), masks, runs)
+        return final if self.own is None else h, rows
+
+    def draft_start(self, h: Tensor, token: Tensor, at: Tensor, j: int) -> Tensor:
+        """Draft j (from 0) of own layers before these: ``h [B, n, D]`` are the states of the rows or drafts before it,
+        ``token [B, n]`` what follows these, ``at [B, n]`` its positions."""
+        assert self.own is not None and self.streams is not None
+        return self.own.start(h, self.backbone.embed(token, at)) + self.streams.identifiers[j].to(h.dtype)
+
+    @property
+    def drafting(self) -> tuple[int, int]:
+        """The first of the layers that streams or drafts pass, and the number after the last."""
+        return self.first_msa, self.backbone.num_layers if self.own is None else len(self.backbone.layers)
 
     def masks(self, at: Tensor, length: Tensor, past: Past, new: Callable[[int | None], Tensor]) -> Masks:
         """Masks ``[1, 1, R, P + n]`` of rows at ``at [R]``: they see committed rows, and new ones as ``new`` says.
@@ -93,7 +121,7 @@ class StreamModel(nn.Module):
 
     def chosen(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """What streams see of the tokens chosen for ``positions``, both ``[B, n]``; None: nothing."""
-        if self.streams is None or self.streams.token is None:
+        if self.streams is None or not self.streams.config.waits:
             return None
         return self.backbone.embed(tokens, positions)
 
@@ -124,7 +152,7 @@ class StreamModel(nn.Module):
     def draft_after(
         self, h: Tensor, token: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int
     ) -> Tensor:
-        """Candidates ``[γ, k]`` of the node in new row ``last [1]``, whose state at layer N - N_s is ``h [1, 1, D]``.
+        """Candidates ``[γ, k]`` of the node in new row ``last [1]``; ``h [1, 1, D]``: its state, see ``states``.
 
         ``token [1]``: the main stream's choice after this node. ``rows``: the new rows from position ``length`` on, of
         which ``0..last`` are the node's path and itself.
@@ -136,8 +164,29 @@ class StreamModel(nn.Module):
             at, length, past, lambda window: (offsets <= last)[None] & within(at, length + offsets, window)
         )
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
-        chosen = self.chosen(token[None], node_at[None] + 1)
-        return self.best(self.stream_pass(h, chosen, node_at[None], visible, runs), token, node_at, k)
+        return self.draft(h, token, node_at, visible, runs, k)
+
+    def draft(
+        self, h: Tensor, token: Tensor, node_at: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]], k: int
+    ) -> Tensor:
+        """Candidates ``[γ, k]`` after ``token [1]``, chosen for the node at ``node_at [1]`` with the state ``h``.
+
+        ``context``: per layer the runs of rows that drafts may see, masked by ``visible [1, 1, γ, rows]``.
+        """
+        if self.own is None:
+            chosen = self.chosen(token[None], node_at[None] + 1)
+            return self.best(self.stream_pass(h, chosen, node_at[None], visible, context), token, node_at, k)
+        runs, drafts = [list(each) for each in context], list[Tensor]()
+        for j in range(self.gamma):
+            at = (node_at + (j + 1))[None]
+            seen = {w: torch.cat([m[:, :, j : j + 1], torch.zeros(1, 1, 1, j + 1)], dim=3) for w, m in visible.items()}
+            start = self.draft_start(h, token[None], at, j)
+            h, rows = self.backbone.run(*self.drafting, start, self.backbone.rope(at), seen, runs)
+            for layer, row in enumerate(rows, self.first_msa):
+                runs[layer].append(row)
+            drafts.append(self.draft_tokens(self._likeliest(self.finish(h), k)))
+            token = drafts[-1][0, :1]
+        return torch.cat(drafts)
 
     def best(self, s: Tensor, token: Tensor, node_at: Tensor, k: int) -> Tensor:
         """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head.
@@ -145,16 +194,24 @@ class StreamModel(nn.Module):
         ``token [1]``: the choice after the streams' node, which is at position ``node_at [1]``. With ``follow``, a
         stream sees the likeliest token of the one before it, and the first stream this choice.
         """
-        finished = self.backbone.finish(s)
+        finished = self.finish(s)
         if self.streams is None or self.streams.follow is None:
-            return self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(finished)[0], k))
+            return self.draft_tokens(self._likeliest(finished, k))
         drafts: list[Tensor] = []
         for j in range(self.gamma):
             before = self.backbone.embed(token[None], node_at[None] + (j + 1))
             row = self.streams.after(finished[:, j : j + 1], before)
-            drafts.append(self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(row)[0], k)))
+            drafts.append(self.draft_tokens(self._likeliest(row, k)))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
+
+    def finish(self, s: Tensor) -> Tensor:
+        """What the head reads, ``[.., W]``, of the final states of streams or drafts, ``[.., D]``."""
+        return self.backbone.finish(s) if self.own is None else self.backbone.project_out(self.own.norm(s))
+
+    def _likeliest(self, finished: Tensor, k: int) -> Tensor:
+        """The k likeliest rows of the streams' head, ``[1, n, W] -> [n, k]``."""
+        return self.backbone.operators.top_k(self.draft_logits(finished)[0], k)
 
     def draft_tokens(self, rows: Tensor) -> Tensor:
         """The tokens of rows of the streams' head, in any shape."""
@@ -169,13 +226,15 @@ class StreamModel(nn.Module):
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Main rows of a tree's nodes before the MSA layers: ``middle [1, T, D]``, and new rows of the layers below."""
+    """Main rows of a tree's nodes before the MSA layers: ``h`` and ``states [1, T, D]``, from which drafts start, and
+    new rows of the layers below."""
 
     tokens: Tensor
     positions: Tensor
     masks: Masks
-    middle: Tensor
-    rows: list[KeyValue]
+    h: Tensor
+    states: Tensor
+    rows: Rows
 
 
 class TreeModule(nn.Module):
@@ -212,13 +271,13 @@ class TreeModule(nn.Module):
             positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)
         )
         h = model.backbone.embed(tokens[None], positions[None])
-        middle, rows = model.run_main_layers(h, positions[None], masks, past)
-        return TreeRows(tokens, positions, masks, middle, rows)
+        h, read, rows = model.run_main_layers(h, positions[None], masks, past)
+        return TreeRows(tokens, positions, masks, h, model.states(read), rows)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The outputs of ``verify``: ``logits [T, V]``, ``states [T, D]`` at layer N - N_s, T rows per layer."""
+    """The outputs of ``verify``: ``logits [T, V]``, ``states [T, D]`` from which drafts start, T rows per layer."""
 
     logits: Tensor
     states: Tensor
@@ -231,9 +290,9 @@ class VerifyModule(TreeModule):
     def forward(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Verified:
         """The rows of the tree after the token ``last [1]``, at ``length [1]`` committed tokens."""
         seen = self.main_rows(last, drafts, length, past)
-        h, rows = self.model.run_msa_layers(seen.middle, seen.positions[None], seen.masks, past)
+        h, rows = self.model.run_top_layers(seen.h, seen.states, seen.positions[None], seen.masks, past)
         # The axis goes before the head: a graph would copy the logits.
-        return Verified(self.model.backbone.logits(self.model.backbone.finish(h)[0]), seen.middle[0], seen.rows + rows)
+        return Verified(self.model.backbone.logits(self.model.backbone.finish(h)[0]), seen.states[0], seen.rows + rows)
 
 
 class DraftModule(nn.Module):
@@ -251,9 +310,7 @@ class DraftModule(nn.Module):
         model, node_at = self.model, length - 1
         at = stream_positions(node_at, model.gamma)
         visible = model.masks(at, length, past, lambda window: torch.zeros(model.gamma, 0, dtype=torch.bool))
-        chosen = model.chosen(token[None], length[None])
-        streams = model.stream_pass(state[None], chosen, node_at[None], visible, [[kv] for kv in past])
-        return model.best(streams, token, node_at, self.k)
+        return model.draft(state[None], token, node_at, visible, [[kv] for kv in past], self.k)
 
 
 class StepModule(TreeModule):
@@ -261,7 +318,7 @@ class StepModule(TreeModule):
 
     def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule) -> None:
         super().__init__(model, tree, k)
-        if model.streams is not None and model.streams.token is not None and schedule is Schedule.FUSED:
+        if model.streams is not None and model.streams.config.waits and schedule is Schedule.FUSED:
             raise ConfigError("streams that see the chosen token cannot run beside the rows that choose it")
         self.schedule = schedule
 
@@ -269,14 +326,13 @@ class StepModule(TreeModule):
         """One step after the token ``last [1]``, at ``length [1]`` committed tokens."""
         model, tree = self.model, self.tree
         seen = self.main_rows(last, drafts, length, past)
-        middle, rows = seen.middle, seen.rows
 
         # The MSA layers: with the streams of every node beside it, or without, until it is known which node counts.
         fused = model.streams is not None and self.schedule is Schedule.FUSED
         if fused:
-            h, streams, msa_rows = self._fused(middle, seen.positions, length, seen.masks, past)
+            h, streams, top_rows = self._fused(seen.h, seen.positions, length, seen.masks, past)
         else:
-            h, msa_rows = model.run_msa_layers(middle, seen.positions[None], seen.masks, past)
+            h, top_rows = model.run_top_layers(seen.h, seen.states, seen.positions[None], seen.masks, past)
 
         # Verify: the main stream's own choice at every node decides which path is accepted.
         logits = model.backbone.head(h)[0]
@@ -285,20 +341,20 @@ class StepModule(TreeModule):
         depth = self.depths.index_select(0, end)
 
         # Commit: only what lies on the accepted path counts. In a chain it lies in front already.
-        rows = rows + msa_rows
+        rows = seen.rows + top_rows
         if not tree.is_chain:
             path = self.paths.index_select(0, end)[0]
             predicted = predicted.index_select(0, path)
             rows = [(keys.index_select(2, path), values.index_select(2, path)) for keys, values in rows]
 
         # Draft: the streams of the end node write the next tree.
-        if model.streams is not None:
+        if model.streams is not None and model.gamma:
             token = predicted.index_select(0, depth)
             if fused:
                 by_node = streams.reshape(tree.size, model.gamma, -1)
                 drafts = model.best(by_node.index_select(0, end), token, length + depth, self.k)
             else:
-                drafts = model.draft_after(middle.index_select(1, end), token, length, depth, past, rows, self.k)
+                drafts = model.draft_after(seen.states.index_select(1, end), token, length, depth, past, rows, self.k)
         elif model.gamma:
             drafts = no_drafts(predicted[:1], model.gamma, self.k)
         return Step(predicted, depth + 1, drafts, rows, logits)
@@ -334,7 +390,7 @@ class StepModule(TreeModule):
         both = torch.cat([h, streams.start(h, gamma)], dim=1)
         where = torch.cat([positions, at])[None]
         with streams.rows_after(size):
-            both, new = model.run_msa_layers(both, where, both_masks, past)
+            both, new = model.run_top_layers(both, both, where, both_masks, past)
         return both[:, :size], both[:, size:], [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
 
 
@@ -354,14 +410,15 @@ class PrefillModule(nn.Module):
         positions = length + offsets
         masks = model.masks(positions, length, past, lambda window: causal(offsets, window))
         h = backbone.embed(tokens[None], positions[None])
-        middle, rows = model.run_main_layers(h, positions[None], masks, past)
-        h, msa_rows = model.run_msa_layers(middle, positions[None], masks, past)
-        rows = rows + msa_rows
+        h, read, rows = model.run_main_layers(h, positions[None], masks, past)
+        states = model.states(read)
+        h, top_rows = model.run_top_layers(h, states, positions[None], masks, past)
+        rows = rows + top_rows
         last = valid - 1
         token = argmax(backbone.head(h.index_select(1, last))[0])
         if model.streams is None:
             return Prefill(token, no_drafts(token, model.gamma, self.k), rows)
-        drafts = model.draft_after(middle.index_select(1, last), token, length, last, past, rows, self.k)
+        drafts = model.draft_after(states.index_select(1, last), token, length, last, past, rows, self.k)
         return Prefill(token, drafts, rows)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.backbone import Backbone
+from ssdevice.model.draft_layers import DraftLayers
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Streams(nn.Module):
     In lossless mode the constructor wraps linears and MLPs, as ``stream_mlp`` says, of the top ``msa_layers`` layers of
     ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a draft
     sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the last
-    hidden state instead, which share the LM head. ``draft_ids [n] int32``: the tokens that streams choose among,
+    hidden state instead, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the tokens that streams choose among,
     ascending; only with ``config.draft_vocabulary``.
     """
 
@@ -120,11 +121,12 @@ class Streams(nn.Module):
         finished = int(backbone.lm_head.in_features)
         rank = config.follow_rank
         self.follow = LowRank(finished + width, finished, rank, activation=True) if rank else None
-        heads = 0 if config.msa_layers else config.gamma
+        self.own = DraftLayers(backbone, config.draft_layers) if config.draft_layers else None
+        heads = 0 if config.msa_layers or config.draft_layers else config.gamma
         self.heads = nn.ModuleList(LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads))
         self.adapters = nn.ModuleDict()
         self._rows: list[StreamRowAdapter] = []  # a plain list, because they are submodules of the layers
-        if config.mode is Mode.LOSSLESS:
+        if config.mode is Mode.LOSSLESS and not config.draft_layers:
             for i in range(backbone.num_layers - config.msa_layers, backbone.num_layers):
                 self._wrap(backbone.layers[i], i)
 

@@ -61,7 +61,8 @@ def evaluate(job: Job, dev: list[Sample]) -> DevResult | None:
 def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) -> list[list[list[int]]]:
     """For each sample and completion token i: the ranks ``[γ]`` at which streams 1..γ held tokens i+1..i+γ.
 
-    The streams are those of the row that predicted token i; rank 0 is the likeliest.
+    The streams are those of the row that predicted token i; rank 0 is the likeliest. Drafts of own layers follow the
+    right tokens.
     """
     found: list[list[list[int]]] = []
     device = next(model.parameters()).device
@@ -69,9 +70,10 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
     for start in range(0, len(samples), batch):
         group = samples[start : start + batch]
         data = collate(group, 0).to(device)
-        middle, _, rows = probe.run_main(data.tokens)
+        read, _, rows = probe.run_main(data.tokens)
+        states, rows = probe.run_own(read, rows)
         nodes = completion_rows(data.prompts, data.lengths)
-        s = probe.run_streams(middle, nodes, data.tokens, rows)
+        s = probe.run_streams(states, nodes, data.tokens, rows)
         logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
         ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
         wanted = logits.gather(2, ahead.clamp(min=0)[..., None])
@@ -85,7 +87,7 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
 
 def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:
     """Logits ``[B, n * γ, V]`` of streams ``[B, n * γ, D]``; where drafts follow each other, along the likeliest."""
-    finished = model.backbone.finish(s)
+    finished = model.finish(s)
     if model.streams is None or model.streams.follow is None:
         return model.draft_logits(finished)
     before, logits = tokens.gather(1, nodes + 1), list[Tensor]()

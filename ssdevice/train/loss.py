@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
-from ssdevice.model.visibility import causal, stream_positions
+from ssdevice.model.visibility import additive, causal, stream_positions
 
 IGNORE = -100
 
@@ -82,17 +82,18 @@ class StreamingLoss(nn.Module):
             counts = self.counts(tokens, prompts, lengths)
         main = counts.new_zeros(())
         if known is not None and not self.weights.main:
-            middle, final, rows = known
+            read, final, rows = known
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.weights.main > 0):
-                middle, final, rows = self.run_main(tokens)
+                read, final, rows = self.run_main(tokens)
             if self.weights.main:
                 main = self._main_loss(final, tokens, nodes, lengths)
         sums = main.new_zeros(2, self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
+            states, rows = self.run_own(read, rows)
             segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
-                arguments = (middle, final if self.weights.soft else None, part, tokens, lengths, rows)
+                arguments = (states, final if self.weights.soft else None, part, tokens, lengths, rows)
                 if len(segments) > 1 and torch.is_grad_enabled():
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
@@ -119,15 +120,28 @@ class StreamingLoss(nn.Module):
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[KeyValue]]:
-        """Main rows of whole sequences: hidden states at layer N - N_s and N, and the MSA layers' new rows."""
+        """Main rows of whole sequences: what drafts read of them, final states, and the MSA layers' new rows."""
         model, backbone = self.model, self.model.backbone
-        positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        masks = backbone.masks(lambda window: causal(positions, window)[None, None])
-        rope = backbone.rope(positions[None])
-        h = backbone.embed(tokens, positions[None].expand(tokens.shape[0], -1))
-        middle, _ = backbone.run(0, model.first_msa, h, rope, masks)
-        final, rows = backbone.run(model.first_msa, backbone.num_layers, middle, rope, masks)
-        return middle, final, rows
+        positions, masks = self._causal(tokens)
+        h = backbone.embed(tokens, positions.expand(tokens.shape[0], -1))
+        h, read, _ = model.run_main_layers(h, positions, masks, [])
+        if model.own is not None:
+            return read, h, []
+        final, rows = model.run_top_layers(h, read, positions, masks, [])
+        return read, final, rows
+
+    def run_own(self, read: Tensor, rows: list[KeyValue]) -> tuple[Tensor, list[KeyValue]]:
+        """From the first and last of ``run_main``: what drafts start from, and the rows that they see. Own layers,
+        which are trained, run here."""
+        states = self.model.states(read)
+        if self.model.own is not None:
+            _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
+        return states, rows
+
+    def _causal(self, rows: Tensor) -> tuple[Tensor, Masks]:
+        """Positions ``[1, S]`` of whole sequences ``[B, S, ..]``, and their masks."""
+        positions = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+        return positions[None], self.model.backbone.masks(lambda window: causal(positions, window)[None, None])
 
     def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
         rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
@@ -137,7 +151,7 @@ class StreamingLoss(nn.Module):
 
     def _segment(
         self,
-        middle: Tensor,
+        states: Tensor,
         final: Tensor | None,
         nodes: Tensor,
         tokens: Tensor,
@@ -146,7 +160,7 @@ class StreamingLoss(nn.Module):
     ) -> Tensor:
         """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none): weighted, and plain."""
         gamma = self.model.gamma
-        s = self.run_streams(middle, nodes, tokens, rows)
+        s = self.run_streams(states, nodes, tokens, rows)
         ahead = self.ahead(tokens, nodes, lengths)
         keep = ahead.flatten(1) != IGNORE
         logits = self.model.draft_logits(self._finished(s, keep, nodes, tokens)).float()
@@ -178,26 +192,45 @@ class StreamingLoss(nn.Module):
     def _finished(self, s: Tensor, keep: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
         """What the head reads ``[kept, W]`` of streams to ``keep``, each after the token before the guessed one."""
         model = self.model
-        finished = model.backbone.finish(s[keep])
+        finished = model.finish(s[keep])
         if model.streams is None or model.streams.follow is None:
             return finished
         at = stream_positions(nodes.clamp(min=0), model.gamma)
         before = model.backbone.embed(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at)
         return model.streams.after(finished, before[keep])
 
-    def run_streams(self, middle: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
+    def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
         """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""
-        at = nodes.clamp(min=0)
-        h = middle.gather(1, at[..., None].expand(-1, -1, middle.shape[-1]))
-        context: list[list[KeyValue]] = [[] for _ in range(self.model.first_msa)]
+        model, at = self.model, nodes.clamp(min=0)
+        h = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
+        context: list[list[KeyValue]] = [[] for _ in range(model.first_msa)]
         context += [[kv] for kv in rows]
-        chosen = self.model.chosen(tokens.gather(1, at + 1), at + 1)
-        with attending_by_node(self.model):
-            return self.model.stream_pass(h, chosen, at.to(torch.int32), self._visible(at, tokens.shape[1]), context)
+        if model.own is not None:
+            return self._run_drafts(h, at, tokens, context)
+        chosen = model.chosen(tokens.gather(1, at + 1), at + 1)
+        with attending_by_node(model, model.gamma):
+            visible = self._visible(at, tokens.shape[1], model.gamma)
+            return model.stream_pass(h, chosen, at.to(torch.int32), visible, context)
 
-    def _visible(self, at: Tensor, width: int) -> Masks:
-        """Masks by window: streams of the node in row i see the rows 0..i that are in the window of their position."""
-        gamma = self.model.gamma
+    def _run_drafts(self, h: Tensor, at: Tensor, tokens: Tensor, context: list[list[KeyValue]]) -> Tensor:
+        """``run_streams`` of own layers, where every draft follows the right tokens."""
+        model, found = self.model, list[Tensor]()
+        masks, same = self._visible(at, tokens.shape[1], 1), torch.eye(at.shape[1], dtype=torch.bool, device=at.device)
+        own = additive(same, model.backbone.mask_value).expand(len(at), 1, -1, -1)
+        for j in range(model.gamma):
+            ahead = (at + (j + 1)).to(torch.int32)
+            token = tokens.gather(1, (at + (j + 1)).clamp(max=tokens.shape[1] - 1))
+            masks = {w: torch.cat([mask, own], dim=3) for w, mask in masks.items()}
+            start, rope = model.draft_start(h, token, ahead, j), model.backbone.rope(ahead)
+            with attending_by_node(model, 1):
+                h, rows = model.backbone.run(*model.drafting, start, rope, masks, context)
+            for runs, row in zip(context[model.first_msa :], rows, strict=True):
+                runs.append(row)
+            found.append(h)
+        return torch.stack(found, dim=2).flatten(1, 2)
+
+    def _visible(self, at: Tensor, width: int, gamma: int) -> Masks:
+        """Masks by window: γ streams of the node in row i see the rows 0..i that are in the window of their position."""
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
         position = stream_positions(at, gamma)[..., None]
@@ -225,13 +258,13 @@ def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tenso
 
 
 @contextmanager
-def attending_by_node(model: StreamModel) -> Iterator[None]:
-    """In this context ``model.stream_pass`` with one run of main rows computes the same with less work.
+def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
+    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost less work.
 
     The default computes every stream's scores against every stream of the batch, and masks all but γ of them.
     """
     backbone, before = model.backbone, model.backbone.operators
-    backbone.operators = replace(before, attention=partial(attend_by_node, gamma=model.gamma))
+    backbone.operators = replace(before, attention=partial(attend_by_node, gamma=gamma))
     try:
         yield
     finally:
@@ -239,8 +272,8 @@ def attending_by_node(model: StreamModel) -> Iterator[None]:
 
 
 def attend_by_node(asked: Attending, gamma: int) -> Tensor:
-    """``attend`` for streams: the runs are main rows and γ rows per node."""
-    (past_keys, own_keys), (past_values, own_values) = asked.keys, asked.values
+    """``attend`` for streams: the runs are main rows and, once or more, γ rows per node."""
+    (past_keys, *own_keys), (past_values, *own_values) = asked.keys, asked.values
     batch, heads, rows, dim = asked.query.shape
     kv_heads, past = past_keys.shape[1], past_keys.shape[2]
     groups, nodes = heads // kv_heads, rows // gamma
@@ -257,15 +290,18 @@ def attend_by_node(asked: Attending, gamma: int) -> Tensor:
 
     q = asked.query * asked.scale
     seen = torch.matmul(q.reshape(batch, kv_heads, groups * rows, dim), past_keys.transpose(2, 3))
-    own = by_row(torch.matmul(by_node(q), by_node(own_keys).transpose(3, 4)))
-    scores = torch.cat([seen, own], dim=-1).reshape(batch, kv_heads, groups, rows, past + gamma)
+    own = [by_row(torch.matmul(by_node(q), by_node(keys).transpose(3, 4))) for keys in own_keys]
+    every = past + gamma * len(own)
+    scores = torch.cat([seen, *own], dim=-1).reshape(batch, kv_heads, groups, rows, every)
     if asked.softcap is not None:
         scores = torch.tanh(scores / asked.softcap) * asked.softcap
-    block = asked.mask[:, :, :gamma, past : past + gamma].repeat(1, 1, nodes, 1)  # the same for every node
+    first = [asked.mask[:, :, :gamma, at : at + gamma] for at in range(past, asked.mask.shape[-1], rows)]
+    block = torch.cat(first, dim=-1).repeat(1, 1, nodes, 1)  # the same for every node
     mask = torch.cat([asked.mask[..., :past], block], dim=-1)
     weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(q.dtype)
-    weights = weights.reshape(batch, kv_heads, groups * rows, past + gamma)
+    weights = weights.reshape(batch, kv_heads, groups * rows, every)
     out = torch.matmul(weights[..., :past], past_values)
-    mine = weights[..., past:].reshape(batch, kv_heads * groups, rows, gamma)
-    out = out + by_row(torch.matmul(by_node(mine), by_node(own_values)))
+    for mine, values in zip(weights[..., past:].split(gamma, dim=-1), own_values, strict=True):
+        mine = mine.reshape(batch, kv_heads * groups, rows, gamma)
+        out = out + by_row(torch.matmul(by_node(mine), by_node(values)))
     return out.reshape(asked.query.shape).transpose(1, 2)

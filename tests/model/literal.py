@@ -30,6 +30,10 @@ class Literal:
         self.window = getattr(hf, "sliding_window", None) or math.inf
         self.weights = {name: value.double() for name, value in weights.items()}
         self.streams = {name: value.double() for name, value in streams.items()}
+        for i in range(config.draft_layers):
+            ours, theirs = f"own.layers.{i}.", f"model.layers.{hf.num_hidden_layers + i}."
+            own = {name.removeprefix(ours): value for name, value in self.streams.items() if name.startswith(ours)}
+            self.weights |= {theirs + name: value for name, value in own.items()}
 
     def linear(self, layer: int, name: str, x: Tensor, stream: bool) -> Tensor:
         """W x, and on stream rows in lossless mode W x + B A x."""
@@ -40,7 +44,10 @@ class Literal:
         return y
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        return self.weights[f"model.{name}.weight"] * x / (x.pow(2).mean() + self.hf.rms_norm_eps).sqrt()
+        return self.scaled(self.weights[f"model.{name}.weight"], x)
+
+    def scaled(self, weight: Tensor, x: Tensor) -> Tensor:
+        return weight * x / (x.pow(2).mean() + self.hf.rms_norm_eps).sqrt()
 
     def rotate(self, heads: Tensor, position: int) -> Tensor:
         """Each pair (i, i + dim/2) of a head turned by position * theta_i."""
@@ -106,6 +113,8 @@ class Literal:
         for layer in range(first, self.hf.num_hidden_layers):
             final = self.layer(layer, final, positions, sees, t + 1)
         embedding = self.weights["model.embed_tokens.weight"][int(self.head(final[t]).argmax())]
+        if self.config.draft_layers:
+            return self.head(final[t]), self.own_logits(tokens, embedding)
         for j in range(1, self.config.gamma + 1):
             start = h[t]
             if self.config.init_rank:
@@ -127,6 +136,34 @@ class Literal:
         for row in h[t + 1 :]:
             logits.append(self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]))
         return logits[0], torch.stack(logits[1:])
+
+    def own_logits(self, tokens: Sequence[int], embedding: Tensor) -> Tensor:
+        """Logits ``[γ, V]`` of own layers: draft j of row t is a row at t + j, after the rows 1..t of fused states."""
+        t, last = len(tokens) - 1, self.hf.num_hidden_layers
+        h = [self.weights["model.embed_tokens.weight"][token] for token in tokens]
+        positions, sees = list(range(t + 1)), [set(range(i + 1)) for i in range(t + 1)]
+        states = []
+        for layer in range(last):
+            h = self.layer(layer, h, positions, sees, t + 1)
+            states.append(h)
+        taps = [states[round(last * share) - 1] for share in (0.27, 0.63, 1.0)]
+        fuse, embed, scales = (self.streams[f"own.{name}.weight"] for name in ("fuse", "embed", "embed_norm"))
+        read = [
+            fuse @ torch.cat([self.scaled(self.streams[f"own.norms.{i}.weight"], tap[r]) for i, tap in enumerate(taps)])
+            for r in range(t + 1)
+        ]
+        state, logits = read[t], list[Tensor]()
+        for j in range(1, self.config.gamma + 1):
+            read.append(state + embed @ self.scaled(scales, embedding) + self.streams["identifiers"][j - 1])
+            positions.append(t + j)
+            sees.append(set(range(t + j + 1)))
+            out = read
+            for layer in range(last, last + self.config.draft_layers):
+                out = self.layer(layer, out, positions, sees, t + 1)
+            state = out[-1]
+            logits.append(self.weights["lm_head.weight"] @ self.scaled(self.streams["own.norm.weight"], state))
+            embedding = self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]
+        return torch.stack(logits)
 
     def head(self, row: Tensor, before: Tensor | None = None) -> Tensor:
         """Logits of a final state; ``before`` embeds the token before the one that a stream guesses."""

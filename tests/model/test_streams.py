@@ -41,6 +41,8 @@ CONFIGS = {
     ),
     "heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
     "following heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
+    "draft layers": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1),
+    "two draft layers": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=2),
 }
 
 
@@ -90,7 +92,7 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
     given[0][1], given[1][1] = first, second
     after, expected_next = literal.stream_logits([*PROMPT, root, first, second])
 
-    for schedule in [Schedule.DEFERRED] if CONFIGS[name].token_rank else Schedule:
+    for schedule in [Schedule.DEFERRED] if CONFIGS[name].waits else Schedule:
         driver = TorchDriver(model, TREE, K, schedule, CONTEXT, chunk=4)
         for at in range(0, len(PROMPT), 4):
             prefilled = driver.prefill(PROMPT[at : at + 4], at)

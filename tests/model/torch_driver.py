@@ -28,7 +28,7 @@ class TorchDriver:
         self.plain_module = StepModule(StreamModel(backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
         self.prefill_module = PrefillModule(model, chunk, k)
         rows = context + max(chunk, tree.emitted)
-        shape = (backbone.num_layers, 2, 1, backbone.kv_heads, rows, backbone.head_dim)
+        shape = (len(backbone.layers), 2, 1, backbone.kv_heads, rows, backbone.head_dim)
         self.cache = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(9))
 
     def past(self) -> list[KeyValue]:
