@@ -78,7 +78,7 @@ def compare_logits(model: StreamModel, expected: Expected, whose: str) -> None:
 def our_logits(model: StreamModel, tokens: Sequence[int], first: int) -> Tensor:
     """Logits ``[n, V]`` at ``tokens[first:]``: prefill in chunks of those before, then a step with them as drafts."""
     backbone = model.backbone
-    size = (backbone.num_layers, 2, 1, backbone.kv_heads, first + CHUNK, backbone.head_dim)
+    size = (len(backbone.layers), 2, 1, backbone.kv_heads, first + CHUNK, backbone.head_dim)
     cache, prefill = Cache(torch.zeros(size)), PrefillModule(model, CHUNK, 1)
     root, *drafts = tokens[first:]
     step, given = StepModule(model, Tree.chain(len(drafts)), 1, Schedule.DEFERRED), torch.tensor(drafts).int()[:, None]

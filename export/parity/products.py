@@ -125,6 +125,7 @@ class Follower:
     _paused: bool = False
     _rounded: list[Array] = field(default_factory=list)
     _waiting: dict[int, list[Product]] = field(default_factory=dict)
+    _unused: set[nn.Module] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.names = followed(self.model, self.shown.slotted, self.schedule)
@@ -156,6 +157,10 @@ class Follower:
         for product in call.products:
             if product.weight in self.by_weight:
                 self._waiting.setdefault(self.by_weight[product.weight], []).append(product)
+        # Main rows give the last draft layer keys and values only: what else it makes of them is in no artifact.
+        own = [] if self.model.own is None else [part for part in self.model.own.layers.modules() if part in self.names]
+        times = {part: len(self._waiting.get(id(part), ())) for part in own}
+        self._unused = {part for part in own if times[part] < max(times.values())}
         with ExitStack() as hooks:
             for module in self.names:
                 hooks.enter_context(module.register_forward_pre_hook(self._before, prepend=True))
@@ -166,7 +171,7 @@ class Follower:
             raise ParityError(f"{self.where}: {self._place(left[0])} is multiplied more often than in the model")
 
     def _before(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self._paused:
+        if self._paused or module in self._unused:
             return inputs
         waiting = self._waiting.get(id(module))
         if not waiting:
@@ -194,6 +199,9 @@ class Follower:
 
     def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if self._paused:
+            return output
+        if module in self._unused:
+            self._unused.remove(module)
             return output
         product = self._waiting[id(module)].pop(0)
         theirs = flat(output)

@@ -183,7 +183,7 @@ class StreamModel(nn.Module):
             start = self.draft_start(h, token[None], at, j)
             h, rows = self.backbone.run(*self.drafting, start, self.backbone.rope(at), seen, runs)
             for layer, row in enumerate(rows, self.first_msa):
-                runs[layer].append(row)
+                runs[layer] = [runs[layer][0], joined(*runs[layer][1:], row)]  # targets take one run beside the past
             drafts.append(self.draft_tokens(self._likeliest(self.finish(h), k)))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
@@ -420,6 +420,12 @@ class PrefillModule(nn.Module):
             return Prefill(token, no_drafts(token, model.gamma, self.k), rows)
         drafts = model.draft_after(states.index_select(1, last), token, length, last, past, rows, self.k)
         return Prefill(token, drafts, rows)
+
+
+def joined(*runs: KeyValue) -> KeyValue:
+    """Runs of keys and values as one."""
+    keys, values = zip(*runs, strict=True)
+    return (torch.cat(keys, dim=2), torch.cat(values, dim=2)) if len(runs) > 1 else runs[0]
 
 
 def no_drafts(token: Tensor, gamma: int, k: int) -> Tensor:
