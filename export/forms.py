@@ -154,8 +154,7 @@ def function_module(name: str, model: StreamModel, geometry: Geometry, schedule:
     if name == PREFILL:
         return PrefillModule(model, g.chunk, g.k)
     if name == PLAIN:
-        plain = StreamModel(model.backbone, model.streams if model.own is not None else None, 0)
-        return StepModule(plain, Tree.root_only(), 1, Schedule.DEFERRED)
+        return StepModule(model.plain(), Tree.root_only(), 1, Schedule.DEFERRED)
     if name == DRAFT:
         return DraftModule(model, g.k)
     return VerifyModule(model, g.tree, g.k) if name == VERIFY else VerifyModule(model, Tree.root_only(), 1)

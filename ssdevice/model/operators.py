@@ -55,14 +55,14 @@ def under(model: StreamModel, operators: Operators) -> StreamModel:
     made = copy.deepcopy(model, shared)
     made.backbone.operators = operators
     if operators.norm is not None:
-        _replace_norms(made.backbone, operators.norm)
+        _replace_norms(made, operators.norm)
     if operators.rotary is not None:
         _hook_rotary(made.backbone, operators.rotary)
     return made
 
 
-def _replace_norms(backbone: Backbone, norm: Callable[[nn.Module], nn.Module | None]) -> None:
-    for parent in list(backbone.modules()):
+def _replace_norms(model: StreamModel, norm: Callable[[nn.Module], nn.Module | None]) -> None:
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = norm(child)
             if replacement is not None:

@@ -17,6 +17,7 @@ from ssdevice.config import Schedule
 from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone, Masks
+from ssdevice.model.draft_layers import DraftLayers
 from ssdevice.model.streams import Streams
 from ssdevice.model.ties import argmax
 from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
@@ -64,9 +65,17 @@ class StreamModel(nn.Module):
         self.streams = streams
         self.gamma = gamma
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
-        self.own = streams.own if streams is not None else None
         self.draft_head: nn.Linear | None = None
         self.take_draft_rows()
+
+    def plain(self) -> StreamModel:
+        """The same model without drafts; own layers still write their rows."""
+        return StreamModel(self.backbone, self.streams if self.own is not None else None, 0)
+
+    @property
+    def own(self) -> DraftLayers | None:
+        """The layers of their own that draft; None where streams do, or nothing."""
+        return self.streams.own if self.streams is not None else None
 
     def take_draft_rows(self) -> None:
         """Copy the LM head's rows of the draft vocabulary. Call this whenever the vocabulary changes."""

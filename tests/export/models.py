@@ -61,7 +61,7 @@ def write_adapter(
     model = build(hf, config, 128)
     assert model.streams is not None
     for name, value in model.streams.named_parameters():
-        if name.endswith("up.weight"):
+        if name.endswith("up.weight") or (name.startswith("own.") and value.dim() > 1):
             torch.nn.init.normal_(value, std=0.1)
     write_streams(folder, model.streams, AdapterSettings("app", config, BaseIdentity.of(base, hf.config), "Do it."))
     return folder

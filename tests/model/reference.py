@@ -38,7 +38,7 @@ class Reference:
     ) -> None:
         self.model, self.tree, self.context, self.chunk = model, tree, context, chunk
         self.step = StepModule(model, tree, k, schedule)
-        plain_model = StreamModel(model.backbone, None, 0)
+        plain_model = model.plain()
         self.step_plain = StepModule(plain_model, Tree.root_only(), 1, Schedule.DEFERRED)
         self.prefill = PrefillModule(model, chunk, k)
 
@@ -46,7 +46,7 @@ class Reference:
         """An empty cache for one conversation."""
         rows = self.context + max(self.chunk, self.tree.emitted)
         backbone = self.model.backbone
-        return Cache(torch.zeros(backbone.num_layers, 2, 1, backbone.kv_heads, rows, backbone.head_dim))
+        return Cache(torch.zeros(len(backbone.layers), 2, 1, backbone.kv_heads, rows, backbone.head_dim))
 
     @torch.no_grad()
     def start(self, prompt: Sequence[int], cache: Cache) -> tuple[int, Tensor]:

@@ -25,7 +25,7 @@ class TorchDriver:
         self.vocab = int(backbone.config.vocab_size)
         self.windows = [window for window in backbone.windows() if window is not None]
         self.step_module = StepModule(model, tree, k, schedule)
-        self.plain_module = StepModule(StreamModel(backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
+        self.plain_module = StepModule(model.plain(), Tree.root_only(), 1, Schedule.DEFERRED)
         self.prefill_module = PrefillModule(model, chunk, k)
         rows = context + max(chunk, tree.emitted)
         shape = (len(backbone.layers), 2, 1, backbone.kv_heads, rows, backbone.head_dim)

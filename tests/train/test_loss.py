@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from ssdevice.config import Mode, StreamConfig
 from ssdevice.model.loading import build
-from ssdevice.model.step import StreamModel
+from ssdevice.model.step import StreamModel, joined
 from ssdevice.model.visibility import additive
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.batches import collate
@@ -18,7 +18,11 @@ from ssdevice.train.optimization import MainRows
 GAMMA = 3
 
 
-def tiny_model(mode: Mode = Mode.SHARED, **ranks: int) -> StreamModel:
+OWN = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1}
+KINDS = {"shared": (Mode.SHARED, {}), "lossless": (Mode.LOSSLESS, {}), "draft layers": (Mode.LOSSLESS, OWN)}
+
+
+def tiny_model(mode: Mode = Mode.SHARED, **sizes: int) -> StreamModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -33,8 +37,11 @@ def tiny_model(mode: Mode = Mode.SHARED, **ranks: int) -> StreamModel:
         max_position_embeddings=256,
     )
     hf = LlamaForCausalLM(config).eval()
-    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, msa_layers=2, adapter_rank=4, **ranks), 128)
+    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, **{"msa_layers": 2, "adapter_rank": 4, **sizes}), 128)
     assert model.streams is not None
+    if model.own is not None:
+        for linear in (model.own.fuse, model.own.embed):
+            torch.nn.init.normal_(linear.weight, std=0.3)
     for term in (*model.streams.adapters.values(), model.streams.follow):
         if term is not None:
             torch.nn.init.normal_(term.up.weight, std=0.3)
@@ -110,12 +117,57 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(
     torch.testing.assert_close(total, means[0] + 0.1 * sum(means[1:]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_segments_change_neither_loss_nor_gradients(mode: Mode) -> None:
+@pytest.mark.parametrize(("by_reach", "soft"), [(False, 0.0), (True, 0.3)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_loss_of_draft_layers_is_the_sum_over_nodes_of_drafts_after_right_tokens(
+    layers: int, by_reach: bool, soft: float
+) -> None:
+    model = tiny_model(Mode.LOSSLESS, **{**OWN, "draft_layers": layers})
+    tokens, prompts, lengths = batch()
+    weights = LossWeights(0.0, 1.0, by_reach, soft)
+    total, per_stream = StreamingLoss(model, weights, nodes=8)(tokens, prompts, lengths)
+    backbone, losses, weighted = model.backbone, [[] for _ in range(GAMMA)], [[] for _ in range(GAMMA)]
+    with torch.no_grad():
+        final = StreamingLoss(model, weights).run_main(tokens)[1]
+        own = torch.softmax(backbone.head(final), -1)
+        for row in range(2):
+            for t in range(int(prompts[row]) - 1, int(lengths[row]) - 1):
+                at = torch.arange(t + 1, dtype=torch.int32)[None]
+                causal = {None: additive((at[0][:, None] >= at[0][None])[None, None], backbone.mask_value)}
+                past = [(torch.zeros(1, 2, 0, 8), torch.zeros(1, 2, 0, 8)) for _ in backbone.layers]
+                h, read, _ = model.run_main_layers(backbone.embed(tokens[row : row + 1, : t + 1], at), at, causal, past)
+                states = model.states(read)
+                _, rows = model.run_top_layers(h, states, at, causal, past)
+                runs = [*past[:3], *rows]
+                state, reach = states[:, -1:], 1.0
+                for j in range(GAMMA):
+                    if t + 2 + j >= int(lengths[row]):
+                        break
+                    ahead = at[:, -1:] + (j + 1)
+                    state = model.draft_start(state, tokens[row, t + 1 + j][None, None], ahead, j)
+                    everything = {None: torch.zeros(1, 1, 1, t + 2 + j)}
+                    state, new = backbone.run(
+                        3, 3 + layers, state, backbone.rope(ahead), everything, [[r] for r in runs]
+                    )
+                    runs[3:] = [joined(old, mine) for old, mine in zip(runs[3:], new, strict=True)]
+                    logits = model.draft_logits(model.finish(state))[0]
+                    losses[j].append(cross_entropy(logits, tokens[row, t + 2 + j][None]))
+                    taught = -(own[row, t + 1 + j] * torch.log_softmax(logits[0], -1)).sum()
+                    weighted[j].append((torch.lerp(losses[j][-1], taught, soft)) * (reach if by_reach else 1.0))
+                    reach *= float(torch.softmax(logits[0], -1)[tokens[row, t + 2 + j]])
+    torch.testing.assert_close(
+        per_stream[1:], torch.stack([torch.stack(x).mean() for x in losses]), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(total, sum(torch.stack(x).mean() for x in weighted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_change_neither_loss_nor_gradients(kind: str) -> None:
+    mode, sizes = KINDS[kind]
     weights = LossWeights(0.0 if mode is Mode.LOSSLESS else 1.0, 0.5)
     grads = []
     for nodes in (4, 128):
-        model = tiny_model(mode)
+        model = tiny_model(mode, **sizes)
         total, _ = StreamingLoss(model, weights, nodes)(*batch())
         total.backward()
         assert model.streams is not None
@@ -125,21 +177,26 @@ def test_segments_change_neither_loss_nor_gradients(mode: Mode) -> None:
         torch.testing.assert_close(value, grads[1][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_lossless_training_keeps_no_graph_of_main_rows() -> None:
-    model = tiny_model(Mode.LOSSLESS)
-    model.backbone.requires_grad_(False)
+@pytest.mark.parametrize("sizes", [{}, OWN])
+def test_lossless_training_keeps_no_graph_of_main_rows(sizes: dict[str, int]) -> None:
+    model = tiny_model(Mode.LOSSLESS, **sizes)
+    model.backbone.layers[:3].requires_grad_(False)
+    model.backbone.embed_tokens.requires_grad_(False)
+    model.backbone.lm_head.requires_grad_(False)
     total, _ = StreamingLoss(model, LossWeights(0.0, 1.0))(*batch())
     total.backward()
-    assert all(p.grad is None for n, p in model.backbone.named_parameters() if "adapter" not in n)
+    assert all(p.grad is None for n, p in model.backbone.layers[:3].named_parameters() if "adapter" not in n)
+    assert model.own is None or all(p.grad is not None for p in model.own.parameters())
     assert model.streams is not None and model.streams.identifiers.grad is not None
 
 
-def test_kept_main_rows_give_the_same_loss_and_gradients() -> None:
+@pytest.mark.parametrize("sizes", [{}, OWN])
+def test_kept_main_rows_give_the_same_loss_and_gradients(sizes: dict[str, int]) -> None:
     tokens, prompts, lengths = batch()
     rows = zip(tokens.tolist(), lengths.tolist(), prompts.tolist(), strict=True)
     samples = [Sample(tuple(row[:length]), prompt) for row, length, prompt in rows]
-    model = tiny_model(Mode.LOSSLESS)
-    model.backbone.requires_grad_(False)
+    model = tiny_model(Mode.LOSSLESS, **sizes)
+    model.backbone.layers[:3].requires_grad_(False)
     assert model.streams is not None
     loss = StreamingLoss(model, LossWeights(0.0, 1.0))
     kept = MainRows(loss, 1 << 20)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssdevice.config import Schedule
+from ssdevice.config import Mode, Schedule
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.evaluation import stream_ranks
 from ssdevice.tree import MISS, Tree, count_paths, tokens_per_step
 from tests.model.reference import Reference
-from tests.train.test_loss import GAMMA, tiny_model
+from tests.train.test_loss import GAMMA, OWN, tiny_model
 
 
 def test_a_perfect_chain_emits_depth_plus_one_tokens() -> None:
@@ -23,10 +23,16 @@ def test_paths_end_before_the_first_miss() -> None:
     assert count_paths([[[0, MISS, 0], [1, 2, MISS]]]) == {(0,): 1, (1, 2): 1}
 
 
-@pytest.mark.parametrize("follow_rank", [0, 5])
-@pytest.mark.parametrize("tree", [Tree.chain(GAMMA), Tree.full(4, 2), Tree.full(6, 1)])
-def test_simulation_equals_decoding(tree: Tree, follow_rank: int) -> None:
-    model = tiny_model(follow_rank=follow_rank).eval()
+TREES = Tree.chain(GAMMA), Tree.full(4, 2), Tree.full(6, 1)
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [(tree, {"follow_rank": rank}) for tree in TREES for rank in (0, 5)]
+    + [(tree, OWN) for tree in TREES if tree.is_chain],
+)
+def test_simulation_equals_decoding(tree: Tree, kind: dict[str, int]) -> None:
+    model = tiny_model(Mode.LOSSLESS if kind is OWN else Mode.SHARED, **kind).eval()
     reference = Reference(model, tree, tree.width, Schedule.DEFERRED, 96, chunk=16)
     emitted = steps = 0
     samples = []
