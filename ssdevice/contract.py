@@ -124,7 +124,8 @@ class FunctionSpec:
 class Geometry(Ruled):
     """The constants of an export.
 
-    ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``, ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k``
+    ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``, ``vocab``: the
+    model's. ``gamma``: γ, the number of streams, with ``k``
     candidates each for ``tree``, in JSON a list of the rank paths below the root, breadth first. ``context``: tokens
     that a conversation may hold. ``chunk``: C, prompt tokens per prefill call. ``hidden``: D, the width of a state; 0
     without functions for a caller that chooses. Raises ConfigError for sizes out of their bounds, or that contradict

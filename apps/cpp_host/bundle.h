@@ -131,10 +131,11 @@ class Bundle {
   void check_functions() {
     const Json& model = manifest_.at("model");
     const int64_t msa_layers = manifest_.at("msa_layers");
-    if (model.at("layers") != geometry_.layers || model.at("vocab") != geometry_.vocab) {
+    const int64_t layers = model.at("layers");  // the geometry also has those that draft
+    if (layers > geometry_.layers || (layers < geometry_.layers && !streams()) || model.at("vocab") != geometry_.vocab) {
       refuse("model and geometry have other layers or vocabularies");
     }
-    if ((streams() && !geometry_.gamma) || (msa_layers && !streams()) || msa_layers >= geometry_.layers) {
+    if ((streams() && !geometry_.gamma) || (msa_layers && !streams()) || msa_layers >= layers) {
       refuse("geometry.gamma, msa_layers and mode contradict each other or the layers");
     }
     const Json sampling = manifest_.value("sampling", Json());

@@ -22,7 +22,8 @@ from ssdevice.train.options import FIXED, UNFINISHED, Objective, Recipe, TrainOp
 
 OF_STREAMS = (
     "--recipe", "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank",
-    "--stream-mlp", "--draft-layers", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels", "--segment",
+    "--stream-mlp", "--draft-layers", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels",
+    "--segment",
 )  # fmt: skip
 TOKEN_RANK = 256
 """Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""

@@ -166,7 +166,7 @@ class Backbone(nn.Module):
         layer = copy.deepcopy(self.layers[index])
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = len(self.layers)
+                setattr(part, "layer_idx", len(self.layers))  # noqa: B010  # modules have no such attribute for mypy
         self.layers.append(layer)
         self.layer_types.append(self.layer_types[index])
         return layer

@@ -99,8 +99,8 @@ class Streams(nn.Module):
     In lossless mode the constructor wraps linears and MLPs, as ``stream_mlp`` says, of the top ``msa_layers`` layers of
     ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a draft
     sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the last
-    hidden state instead, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the tokens that streams choose among,
-    ascending; only with ``config.draft_vocabulary``.
+    hidden state instead, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the tokens that streams
+    choose among, ascending; only with ``config.draft_vocabulary``.
     """
 
     draft_ids: Tensor

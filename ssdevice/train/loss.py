@@ -230,7 +230,7 @@ class StreamingLoss(nn.Module):
         return torch.stack(found, dim=2).flatten(1, 2)
 
     def _visible(self, at: Tensor, width: int, gamma: int) -> Masks:
-        """Masks by window: γ streams of the node in row i see the rows 0..i that are in the window of their position."""
+        """Masks by window: γ streams of the node in row i see the rows 0..i in the window of their position."""
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
         position = stream_positions(at, gamma)[..., None]
@@ -301,7 +301,7 @@ def attend_by_node(asked: Attending, gamma: int) -> Tensor:
     weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(q.dtype)
     weights = weights.reshape(batch, kv_heads, groups * rows, every)
     out = torch.matmul(weights[..., :past], past_values)
-    for mine, values in zip(weights[..., past:].split(gamma, dim=-1), own_values, strict=True):
+    for mine, values in zip(torch.split(weights[..., past:], gamma, dim=-1), own_values, strict=True):
         mine = mine.reshape(batch, kv_heads * groups, rows, gamma)
         out = out + by_row(torch.matmul(by_node(mine), by_node(values)))
     return out.reshape(asked.query.shape).transpose(1, 2)

@@ -169,6 +169,9 @@ def test_stream_config_round_trip(config: StreamConfig) -> None:
         ({"lora_rank": -1}, "lora_rank"),
         ({"mode": "lossless", "adapter_rank": 0}, "adapter_rank"),
         ({"msa_layers": 0, "adapter_rank": 0}, "adapter_rank"),
+        ({"draft_layers": 1}, "draft_layers need lossless mode"),
+        ({"draft_layers": 1, "mode": "lossless", "adapter_rank": 0}, "msa_layers is 4: draft layers do without"),
+        ({"draft_layers": 9}, "draft_layers is 9"),
         ({"stream_mlp": "base"}, "not one of adapter-only, adapter, base\\+adapter"),
     ],
 )

@@ -42,9 +42,8 @@ CONTEXT, CHUNK = 40, 3
 class TorchEngine(Engine):
     """The functions of the contract in torch, over one state."""
 
-    def __init__(self, name: str, mode: Mode, stacked: bool, schedule: Schedule = Schedule.DEFERRED) -> None:
+    def __init__(self, name: str, config: StreamConfig, stacked: bool, schedule: Schedule = Schedule.DEFERRED) -> None:
         hf = tiny_model(name)
-        config = StreamConfig(mode, gamma=3, msa_layers=1, adapter_rank=4, token_rank=2 if mode is Mode.LOSSLESS else 0)
         model = build(hf, config, CONTEXT, TREE.depth).eval()
         torch.manual_seed(0)
         with torch.no_grad():
@@ -52,7 +51,7 @@ class TorchEngine(Engine):
                 value.copy_(torch.randn_like(value) * 0.3)
         backbone = model.backbone
         g = Geometry(
-            backbone.num_layers, backbone.kv_heads, backbone.head_dim, VOCAB, TREE.depth, TREE.width, TREE, CONTEXT,
+            len(backbone.layers), backbone.kv_heads, backbone.head_dim, VOCAB, TREE.depth, TREE.width, TREE, CONTEXT,
             CHUNK, hf.config.hidden_size,
         )  # fmt: skip
         super().__init__(g, frozenset(FUNCTIONS + CHOOSING), Path("torch"))
@@ -93,7 +92,15 @@ class TorchCache(Cache):
         return rows_of_state(*(part.numpy() for part in held), start, end)
 
 
-@pytest.fixture(params=[(Mode.SHARED, True), (Mode.LOSSLESS, False)], ids=["shared-stacked", "lossless-by layer"])
+SHARED = StreamConfig(gamma=3, msa_layers=1)
+CONFIGS = {
+    "shared-stacked": (SHARED, True),
+    "lossless-by layer": (StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=1, adapter_rank=4, token_rank=2), False),
+    "draft layers": (StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=0, adapter_rank=0, draft_layers=1), True),
+}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def engine(request: pytest.FixtureRequest) -> TorchEngine:
     return TorchEngine("mistral", *request.param)
 

@@ -158,6 +158,28 @@ def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, var
     assert same >= len(drafts[0]) - 1
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_draft_layers_of_every_family_decode_as_plain_decoding(name: str) -> None:
+    config = StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1)
+    model = build(copy.deepcopy(BASES[name]), config, CONTEXT).eval()
+    base, own, seen = wrapped(name, None), model.own, list[list[list[int]]]()
+    assert own is not None
+    with torch.no_grad():
+        for linear in (own.fuse, own.embed):
+            linear.weight.copy_(0.4 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(2)))
+    for each in (base, model):
+        driver = TorchDriver(each, TREE, K, Schedule.DEFERRED, CONTEXT, CHUNK)
+        if each is model:
+            facts = drive(driver, PROMPT, seed=1)
+            check(facts, driver, row_tolerance=ROWS * facts.row_size, perturbation_tolerance=0.0)
+        token, tokens = driver.prefill(PROMPT[:CHUNK], 0)[0], []
+        for i in range(4):
+            token = driver.plain(token, CHUNK + i)
+            tokens.append([token])
+        seen.append(tokens)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[1] != "shared"])
 @torch.no_grad()
 def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:

@@ -34,6 +34,7 @@ from tests.export.models import write_adapter
 from tests.export.onnx import forms
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
+CASES = ["fp32", "int8", "int4", "heads", "following", "own"]
 
 
 def export(base: Path, out: Path, *flags: str) -> list[str]:
@@ -51,19 +52,23 @@ def bundles(
     folder = tmp_path_factory.mktemp("bundles")
     heads = write_adapter(folder / "heads-adapter", base, Mode.LOSSLESS, msa_layers=0, follow_rank=5)
     following = write_adapter(folder / "following-adapter", base, follow_rank=65)
+    own = write_adapter(folder / "own-adapter", base, Mode.LOSSLESS, msa_layers=0, adapter_rank=0, draft_layers=1)
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a b c", "completion": "d e f g"}\n{"prompt": "h i", "completion": "j"}\n')
     cases = {
         "fp32": (*("--adapter", f"app={adapter}"), "--quant", "fp32", "--tree", TREE),
         "int8": (*("--adapter", f"app={lossless}"), "--quant", "int8", "--tree", TREE, "--schedule", "fused"),
         "int4": (*("--adapter", f"app={waiting}"), "--quant", "int4"),
         "heads": (*("--adapter", f"app={heads}"), "--quant", "int8"),
         "following": (*("--adapter", f"app={following}"), "--quant", "int8", "--schedule", "fused"),
+        "own": (*("--adapter", f"app={own}"), "--quant", "int4", "--calibrate", str(rows)),
     }
     for name, flags in cases.items():
         assert main(export(base, folder / name, *flags)) == 0
     return {name: Bundle.open(folder / name) for name in cases}
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
+@pytest.mark.parametrize("name", CASES)
 def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], name: str) -> None:
     manifest = bundles[name].manifest
     assert manifest.parity["counts"] == bundles[name].geometry.tree.emitted
@@ -75,7 +80,7 @@ def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], 
     assert manifest.apps[0].instruction == "Do it."
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
+@pytest.mark.parametrize("name", CASES)
 def test_weights_are_stored_once_and_graphs_name_no_path(
     bundles: dict[str, Bundle], base: Path, repository: Path, name: str
 ) -> None:
@@ -93,7 +98,7 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
     assert bool(bundle.manifest.notes) == (name != "fp32")
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4", "heads", "following"])
+@pytest.mark.parametrize("name", CASES)
 def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
     bundle = bundles[name]
     g = bundle.geometry

@@ -103,14 +103,17 @@ public struct Manifest: Decodable, Sendable {
     }
 
     private func check() throws {
-        guard model.layers == geometry.layers, model.vocab == geometry.vocab else {
+        // The geometry also has the layers that draft.
+        guard mode == nil ? model.layers == geometry.layers : model.layers <= geometry.layers,
+            model.vocab == geometry.vocab
+        else {
             throw BundleError.damaged("model and geometry have other layers or vocabularies")
         }
         guard [0, model.hiddenSize].contains(geometry.hidden ?? 0) else {
             throw BundleError.damaged("model and geometry have other hidden sizes")
         }
         let streams = mode != nil
-        guard !streams || geometry.gamma > 0, streams || msaLayers == 0, msaLayers < geometry.layers else {
+        guard !streams || geometry.gamma > 0, streams || msaLayers == 0, msaLayers < model.layers else {
             throw BundleError.damaged("geometry.gamma, msa_layers and mode contradict each other or the layers")
         }
         let shares = [\Sampling.temperature, \.topP, \.minP, \.typicalP, \.repetitionPenalty]
