@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 from ssdevice.bundle.folder import Bundle  # noqa: E402
 from ssdevice.bundle.manifest import Precision  # noqa: E402
 from ssdevice.cli import main  # noqa: E402
-from ssdevice.config import Mode, Schedule  # noqa: E402
+from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.data import read_examples  # noqa: E402
 from ssdevice.errors import SSDeviceError  # noqa: E402
 from ssdevice.export.calibration.calibrate import calibrate  # noqa: E402
@@ -26,13 +26,15 @@ from ssdevice.export.onnx.quantization import INT4_GRID  # noqa: E402
 from ssdevice.export.onnx.reference import simulated  # noqa: E402
 from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
-from ssdevice.model.loading import load  # noqa: E402
+from ssdevice.model.loading import build, load  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
 from ssdevice.model.tokenizer import open_tokenizer  # noqa: E402
 from ssdevice.text.tokenizer import Sample  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
 from tests.export.deep import VOCAB, deep_model  # noqa: E402
 from tests.model.reference import Reference  # noqa: E402
+from tests.model.tiny import VOCAB as TINY_VOCAB  # noqa: E402
+from tests.model.tiny import tiny_model  # noqa: E402
 
 BASE = Path(__file__).resolve().parents[3] / "models" / "base-7m"
 WORDS = "abcdefghijklmnopqrstuvwxyz"
@@ -79,6 +81,27 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
         assert int(model.backbone.head(passing.main[0])[0, -1].argmax()) == token
         at = torch.tensor([len(prompt) - 1], dtype=torch.int32)
         assert torch.equal(model.best(streams, torch.tensor([token]), at, 1), drafts)
+
+
+@torch.no_grad()
+def test_rows_pass_draft_layers_as_in_prefill() -> None:
+    """Main rows give the base's token, and the first draft of the last prompt token is prefill's."""
+    config = StreamConfig(Mode.LOSSLESS, gamma=2, msa_layers=0, adapter_rank=0, draft_layers=1)
+    model = build(tiny_model("mistral"), config, 64).eval()
+    assert model.own is not None
+    for linear in (model.own.fuse, model.own.embed):
+        torch.nn.init.normal_(linear.weight, std=0.3)
+    prompt = rows(1, TINY_VOCAB)[0].ids
+    reference = Reference(model, Tree.chain(2), 1, Schedule.DEFERRED, 64, chunk=len(prompt))
+    token, drafts = reference.start(prompt, reference.new_cache())
+    passing = Rows(model, [Sample((*prompt, token), len(prompt))])
+    for layer in range(len(model.backbone.layers)):
+        passing.run(layer, advance=True)
+        if layer == model.backbone.num_layers - 1:
+            assert int(model.backbone.head(passing.main[0])[0, -2].argmax()) == token
+    first = passing.streams[0]
+    assert first is not None
+    assert int(model.draft_logits(model.finish(first))[0, 0].argmax()) == int(drafts[0, 0])
 
 
 def loss(model: StreamModel, held: list[Sample], exact: list[Tensor]) -> float:
