@@ -191,16 +191,18 @@ class Recycling(Drafter):
 
 
 def top(logits: Logits, k: int) -> list[list[int]]:
-    """The ``k`` likeliest ids of each row, likeliest first, by blocks of 64 ids: only k blocks hold any of them."""
+    """The ``k`` likeliest ids of each row, likeliest first. They are in the k columns with the highest maximum."""
     rows, vocab = logits.shape
-    blocks = np.pad(logits, ((0, 0), (0, -vocab % 64)), constant_values=-np.inf).reshape(rows, -1, 64)
-    k = min(k, vocab)
-    some = np.argpartition(-blocks.max(axis=2), min(k, blocks.shape[1]) - 1, axis=1)[:, :k]
-    ids = (some[:, :, None] * 64 + np.arange(64)).reshape(rows, -1)
-    scores = np.take_along_axis(blocks, some[:, :, None], 1).reshape(rows, -1)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    best: list[list[int]] = np.take_along_axis(ids, order, 1).tolist()
-    return best
+    folds, k = 64, min(k, vocab)
+    columns = -(-vocab // folds)
+    if vocab % folds:
+        logits = np.pad(logits, ((0, 0), (0, -vocab % folds)), constant_values=-np.inf)
+    best = logits.reshape(rows, folds, columns).max(axis=1)
+    likely = np.argpartition(-best, min(k, columns) - 1, axis=1)[:, :k]
+    ids = (likely[:, :, None] + columns * np.arange(folds)).reshape(rows, -1)
+    order = np.argsort(-np.take_along_axis(logits, ids, 1), axis=1, kind="stable")[:, :k]
+    found: list[list[int]] = np.take_along_axis(ids, order, 1).tolist()
+    return found
 
 
 class Lookahead(Drafter):
