@@ -98,10 +98,10 @@ class Chooser:
         for parent in range(tree.size) if s.typical_acceptance else ():
             children = [node for node in range(parent + 1, tree.size) if tree.parents[node] == parent]
             if parent in likely and children:
-                found, entropy = probabilities(logits[parent], s)
+                found, entropy = probabilities(logits[parent], [held[node] for node in children], s)
                 least = min(s.typical_acceptance, math.sqrt(s.typical_acceptance) * math.exp(-entropy))
-                taken = ((node, float(found[held[node]])) for node in children)
-                likely |= {node: likely[parent] + math.log(own) for node, own in taken if own > least}
+                own = zip(children, found, strict=True)
+                likely |= {node: likely[parent] + math.log(each) for node, each in own if each > least}
         best = max(likely, key=lambda node: (tree.depths[node], likely[node]))
         path = list(tree.path_table[best][: tree.depths[best] + 1])
         for parent, node in pairwise(path):
@@ -167,15 +167,18 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
-def probabilities(logits: Scores, s: Sampling) -> tuple[Scores, float]:
-    """Those of sampling from processed ``logits [V]``, and their entropy in nats; not numbers if these are none."""
-    scores, kept = truncated(logits / np.float32(s.temperature), s)
-    below = np.maximum(scores - np.max(scores), np.float32(-MUCH))
+def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list[float], float]:
+    """Those of ``ids`` when sampling from processed ``logits [V]``, and the entropy of all in nats.
+
+    They are not numbers if the logits are none.
+    """
+    below, kept = truncated(logits / np.float32(s.temperature), s)
+    below -= np.max(below)
+    np.maximum(below, np.float32(-MUCH), out=below)
     weight = np.exp(below)
-    total = np.sum(weight)
-    found = np.zeros_like(logits)
-    found[slice(None) if kept is None else kept] = weight / total
-    return found, float(np.log(total) - weight @ below / total)
+    total = float(np.sum(weight))
+    found = [float(weight[i] if kept is None else np.sum(weight[kept == i])) / total for i in ids]
+    return found, math.log(total) - float(weight @ below) / total
 
 
 def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
