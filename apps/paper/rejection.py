@@ -149,18 +149,24 @@ def multi_round(p: list[Array], q: list[Array], k: int) -> tuple[Array, float]:
 
 
 def product(
-    p: list[Array], q: list[Array], k: int, draws: int, epsilon: float = 0.0, drafted: bool = True
+    p: list[Array], q: list[Array], k: int, draws: int, epsilon: float = 0.0, drafts: str = "drawn"
 ) -> tuple[Array, float]:
-    """The joint's frequencies in ``draws`` answers of the product's code, a seed each, and tokens per step."""
+    """The joint's frequencies in ``draws`` answers of the product's code, a seed each, and tokens per step.
+
+    ``drafts``: "drawn" from the streams, their "likeliest" k tokens, as the product's are, or "none".
+    """
     depth, tree, rng = len(q), Tree.full(k, len(q)), np.random.default_rng(0)
     logits = [np.log(each).astype(np.float32) for each in p]
-    drafts = np.stack([rng.choice(V, (draws, k), p=each) for each in q], 1).astype(np.int32)
+    if drafts == "likeliest":
+        held = np.broadcast_to(np.argsort(-np.stack(q), 1, kind="stable")[:, :k], (draws, depth, k)).astype(np.int32)
+    else:
+        held = np.stack([rng.choice(V, (draws, k), p=each) for each in q], 1).astype(np.int32)
     counts, emitted = np.zeros([V] * (depth + 1)), 0
     for seed in range(draws):
         chooser = Chooser(Sampling(temperature=1.0, seed=seed, typical_acceptance=epsilon), [0], [], V)
         text: list[int] = []
-        if drafted:
-            ranks, own = tree.paths, drafts[seed]
+        if drafts != "none":
+            ranks, own = tree.paths, held[seed]
             rows = [logits[len(path)][tuple(own[d, rank] for d, rank in enumerate(path))] for path in ranks]
             taken = chooser.typical(tree, own, np.stack(rows))
             text = walk(tree, own, lambda node: chooser(rows[node]), taken)[1]  # noqa: B023
@@ -198,7 +204,8 @@ def main() -> None:
     print(f"\n{args.draws} answers by the product's code, depth 2, the first model")
     p, q = random_model(0, 2)
     for name, k, asked in (
-        ("without drafts", 1, {"drafted": False}), ("k = 1", 1, {}), ("k = 3", 3, {}),
+        ("no drafts", 1, {"drafts": "none"}),
+        *((f"{drafts} drafts, k = {k}", k, {"drafts": drafts}) for drafts in ("drawn", "likeliest") for k in (1, 3)),
         *((f"typical acceptance, k = {k}", k, {"epsilon": args.epsilon}) for k in (1, 3)),
     ):  # fmt: skip
         frequencies, emitted = product(p, q, k, args.draws, **asked)  # type: ignore[arg-type]

@@ -69,9 +69,9 @@ def test_multi_round_rejection_is_exact(k: int) -> None:
 
 def test_the_products_rule_gives_the_same_texts_with_any_drafts() -> None:
     p, q = rules.random_model(5, 2)
-    plain, _ = rules.product(p, q, 1, DRAWN, drafted=False)
-    for k in (1, 3):
-        found, emitted = rules.product(p, q, k, DRAWN)
+    plain, _ = rules.product(p, q, 1, DRAWN, drafts="none")
+    for k, drafts in ((1, "drawn"), (2, "likeliest"), (3, "drawn")):
+        found, emitted = rules.product(p, q, k, DRAWN, drafts=drafts)
         assert np.array_equal(found, plain) and emitted > 1
     assert chisquare(plain.ravel() * DRAWN, rules.joint(p).ravel() * DRAWN).pvalue > 1e-4
     typical, more = rules.product(p, q, 3, DRAWN, epsilon=0.09)
