@@ -14,7 +14,7 @@ import argparse
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print a row for each method; the last columns are how much faster than plain decoding by the kind of prompts.
+    """Print a row for each method; the last columns: how much faster than plain decoding of the same prompts, by kind.
 
     A method's call of a number of rows counts as the fastest quarter of them took, for other work on a machine delays
     the rest.
@@ -171,27 +171,38 @@ def table(args: argparse.Namespace) -> None:
         for rows, ms in zip(line["rows"], line["ms"], strict=True):
             costs[line["method"], rows].append(ms)
     cost = {key: float(np.quantile(times, 0.25)) for key, times in costs.items()}
-    sums: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for line in found:
-        ms = sum(cost[line["method"], rows] for rows in line["rows"])
-        for kind in {"", line["kind"]}:
-            count = {"tokens": len(line["tokens"]) - 1, "steps": len(line["rows"]), "rows": sum(line["rows"])}
-            sums[line["method"], kind].update(count, ms=ms, prompts=1)
+    spent = {
+        (line["method"], line["prompt"]): Counter(
+            tokens=len(line["tokens"]) - 1,
+            steps=len(line["rows"]),
+            rows=sum(line["rows"]),
+            ms=sum(cost[line["method"], rows] for rows in line["rows"]),
+        )
+        for line in found
+    }
+    kind_of = {line["prompt"]: line["kind"] for line in found}
 
-    def speed(name: str, kind: str) -> float:
-        return 1e3 * sums[name, kind]["tokens"] / sums[name, kind]["ms"]
+    def total(name: str, prompts: Iterable[int]) -> Counter[str]:
+        return sum((spent[name, prompt] for prompt in prompts), Counter())
 
-    kinds = sorted({kind for _, kind in sums} - {""})
+    kinds = sorted({*kind_of.values()} - {""})
     columns = ["method", "prompts", "β", "rows a step", "ms a step", "tokens/s", "over plain", *kinds]
     print("|", *(f"{column} |" for column in columns), "\n" + "|---" * len(columns) + "|")
-    for name in [name for name in METHODS if (name, "") in sums]:
-        mine = sums[name, ""]
-        steps = mine["steps"]
+    for name in [name for name in METHODS if any(name == method for method, _ in spent)]:
+        prompts = [prompt for method, prompt in spent if method == name]
+        mine, over = total(name, prompts), []
+        for kind in ("", *kinds):
+            some = [prompt for prompt in prompts if kind in ("", kind_of[prompt])]
+            over.append(f"{_speed(total(name, some)) / _speed(total('plain', some)):.2f}x |" if some else "|")
         print(
-            f"| {name} | {mine['prompts']} | {mine['tokens'] / steps:.2f} | {mine['rows'] / steps:.1f} "
-            f"| {mine['ms'] / steps:.1f} | {speed(name, ''):.0f} |",
-            *(f"{speed(name, kind) / speed('plain', kind):.2f}x |" for kind in ("", *kinds) if (name, kind) in sums),
+            f"| {name} | {len(prompts)} | {mine['tokens'] / mine['steps']:.2f} | {mine['rows'] / mine['steps']:.1f} "
+            f"| {mine['ms'] / mine['steps']:.1f} | {_speed(mine):.0f} |",
+            *over,
         )
+
+
+def _speed(spent: Counter[str]) -> float:
+    return 1e3 * spent["tokens"] / spent["ms"]
 
 
 def _named(text: str) -> list[str]:
