@@ -24,8 +24,9 @@ class Conversation:
     the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
     them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
     from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
-    place of drafts; ``allows``: whether it could choose a token next. ``cancelled``: the answer ends before the next
-    call. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
+    place of drafts; ``allows``: whether it could choose a token next; ``typical``: see ``Chooser``. ``cancelled``: the
+    answer ends before the next call. ``beside``: a conversation whose memory this one may use, see
+    ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
@@ -47,6 +48,7 @@ class Conversation:
         self.chooser: Callable[[NDArray[np.float32]], int] | None = None
         self.forced: Callable[[], Sequence[int]] = tuple
         self.allows: Callable[[int], bool] = lambda token: True
+        self.typical: Callable[..., Sequence[int]] = lambda tree, drafts, logits: (0,)
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def chosen_by(self, chooser: Chooser | None) -> None:
@@ -54,6 +56,7 @@ class Conversation:
         self.chooser = chooser
         self.forced = chooser.forced if chooser else tuple
         self.allows = chooser.allows if chooser else lambda token: True
+        self.typical = chooser.typical if chooser else lambda tree, drafts, logits: (0,)
 
     def prefill(self, chunk: Sequence[int]) -> int:
         """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""
@@ -77,7 +80,8 @@ class Conversation:
             for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):
                 self.propose(depth, token)
             logits = self.verify(last)
-            path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]))
+            taken = self.typical(self.geometry.tree, self.verified, logits)
+            path, chosen = walk(self.geometry.tree, self.verified, lambda node: choose(logits[node]), taken)
             self.keep(path, chosen)
             return chosen
         self._inputs[contract.ROOT][0] = last

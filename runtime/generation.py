@@ -66,7 +66,8 @@ class Generation:
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
     ``logprobs``: those of each token, if they were asked for. ``dropped``: the oldest turns that the conversation lost,
     so that it fits the context. ``cached_tokens``: those of the prompt that were not computed again.
-    ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it runs.
+    ``inexact``: typical acceptance may have changed the tokens. ``native_seconds``: the part of ``decode_seconds``
+    inside the target's runtime. ``reason``: None while it runs.
     """
 
     prompt_tokens: int
@@ -80,6 +81,7 @@ class Generation:
     logprobs: list[Logprobs] = field(default_factory=list)
     dropped: int = 0
     cached_tokens: int = 0
+    inexact: bool = False
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
         """Add a run and the time of its call; the first run is that of prefill."""

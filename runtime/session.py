@@ -90,7 +90,8 @@ class Session(OpenBundle):
 
         What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
         ``stop``: strings, also special tokens, that end the answer and are not part of it. ``sampling``: how tokens are
-        chosen, None for greedily. The answer is the same with and without ``speculate``. Raises InputError for an empty
+        chosen, None for greedily. The answer is the same with and without ``speculate``, unless the sampling has
+        typical acceptance. Raises InputError for an empty
         prompt, ContextOverflowError for one that does not fit.
         """
         ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
@@ -189,6 +190,7 @@ class Session(OpenBundle):
         check_prompt(self.engine.geometry, prompt[shared:], shared)
         conversation, output = self._conversation, self.tokenizer.output(stop)
         chooser = self._chooser(prompt, mode, sampling)
+        inexact = sampling is not None and bool(sampling.typical_acceptance) and mode in (SPECULATIVE, ADAPTIVE)
 
         def runs() -> Generator[Run, None, None]:
             if self._conversation is not conversation or (
@@ -199,7 +201,7 @@ class Session(OpenBundle):
             if turn is None or turn.before is None:
                 self._chat = Chat()
             answer = self._last = self._running = Generation(
-                len(prompt), cached_tokens=begun, dropped=turn.dropped if turn else 0
+                len(prompt), cached_tokens=begun, dropped=turn.dropped if turn else 0, inexact=inexact
             )
             conversation.chosen_by(chooser)
             conversation.cancelled = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,18 +75,43 @@ class Chooser:
 
         Raises BundleError for logits with NaN, InputError if every token is forbidden.
         """
-        s, grammar = self.sampling, self._grammar
+        grammar = self._grammar
         scores = self._processors(logits) if self._processed else logits
         best = self._best(scores, logits, unmasked=grammar is not None)
         if grammar is not None and (best is None or not grammar.allows(best)):
             best = self._best(grammar.masked(scores), logits)
         assert best is not None
-        if s.logprobs is not None:
-            self.logprobs.append(self._log_probabilities(logits, best, min(s.logprobs, len(logits))))
-        self._processors.accept(best)
+        self._accept(logits, best)
         if grammar is not None:
             grammar.accept(best)
         return best
+
+    def typical(self, tree: Tree, drafts: NDArray[np.int32], logits: NDArray[np.float32]) -> list[int]:
+        """The path, root first, of the drafts that typical acceptance takes; they then belong to the text.
+
+        ``drafts [γ, k]``, ``logits [T, V]``. Without typical acceptance it is the root. A draft is taken if its parent
+        is, and its probability is above ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row; of the longest paths
+        the likeliest one (2401.10774 section 2.3.1), of equally likely ones the lowest node's.
+        """
+        s, likely = self.sampling, {0: 0.0}  # node -> the logarithm of its path's probability
+        held = [-1, *(int(drafts[len(ranks) - 1, ranks[-1]]) for ranks in tree.paths[1:])]
+        for parent in range(tree.size) if s.typical_acceptance else ():
+            children = [node for node in range(parent + 1, tree.size) if tree.parents[node] == parent]
+            if parent in likely and children:
+                found, entropy = probabilities(logits[parent], [held[node] for node in children], s)
+                least = min(s.typical_acceptance, math.sqrt(s.typical_acceptance) * math.exp(-entropy))
+                own = zip(children, found, strict=True)
+                likely |= {node: likely[parent] + math.log(each) for node, each in own if each > least}
+        best = max(likely, key=lambda node: (tree.depths[node], likely[node]))
+        path = list(tree.path_table[best][: tree.depths[best] + 1])
+        for parent, node in pairwise(path):
+            self._accept(logits[parent], held[node])
+        return path
+
+    def _accept(self, logits: Scores, token: int) -> None:
+        if (most := self.sampling.logprobs) is not None:
+            self.logprobs.append(self._log_probabilities(logits, token, min(most, len(logits))))
+        self._processors.accept(token)
 
     def _best(self, scores: Scores, logits: Scores, unmasked: bool = False) -> int | None:
         """The token of a row of processed ``logits``.
@@ -141,6 +167,20 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
     return scores, ids
 
 
+def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list[float], float]:
+    """Those of ``ids`` when sampling from processed ``logits [V]``, and the entropy of all in nats.
+
+    They are not numbers if the logits are none.
+    """
+    below, kept = truncated(logits / np.float32(s.temperature), s)
+    below -= np.max(below)
+    np.maximum(below, np.float32(-MUCH), out=below)
+    weight = np.exp(below)
+    total = float(np.sum(weight))
+    found = [float(weight[i] if kept is None else np.sum(weight[kept == i])) / total for i in ids]
+    return found, math.log(total) - float(weight @ below) / total
+
+
 def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
     """Whether truncation certainly leaves a token of a row, whichever others a structure excludes; else unknown.
 
@@ -182,13 +222,16 @@ def _typical(scores: Scores, mass: float) -> Integers:
     return np.flatnonzero(far <= far[order[last]])
 
 
-def walk(tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int]) -> tuple[list[int], list[int]]:
+def walk(
+    tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int], taken: Sequence[int] = (0,)
+) -> tuple[list[int], list[int]]:
     """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit.
 
     ``choose``: the token after a node. A child that holds it is entered (the lowest node first); where none does, the
-    token is emitted and the path ends.
+    token is emitted and the path ends. ``taken``: how the path begins, whatever is chosen.
     """
-    path, tokens = [0], []
+    path = list(taken)
+    tokens = [int(drafts[len(tree.paths[node]) - 1, tree.paths[node][-1]]) for node in path[1:]]
     while True:
         token = choose(path[-1])
         tokens.append(token)

@@ -17,7 +17,7 @@ Processor = Callable[[Sequence[int], Scores], Scores]
 """``(ids, scores [V]) -> scores [V]``, after all other processors and before the temperature; see ``Sampling``."""
 MAX_LOGPROBS = 1000
 PART: Rule = {"exclusiveMinimum": 0, "maximum": 1}
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "typical_acceptance")
 """Fields of Sampling that ask for sampling, unless the temperature is 0."""
 
 
@@ -37,7 +37,11 @@ class Sampling(Ruled):
     and before the temperature.
 
     ``logprobs``: how many log-probabilities to report for each token, None for none; they are of the model's own
-    logits. Raises InputError for a value outside of its range.
+    logits.
+
+    ``typical_acceptance``: **inexact**. ε of typical acceptance (2401.10774), 0 for none: steps also take drafts that
+    are likely enough, whatever the noise says, so drafts change the text and its distribution; the smaller ε, the more.
+    It goes with a temperature and truncations only. Raises InputError for this, and for a value outside of its range.
     """
 
     temperature: float = field(default=0.0, metadata=within(0, 100))
@@ -59,6 +63,7 @@ class Sampling(Ruled):
     logprobs: int | None = field(default=None, metadata=within(0, MAX_LOGPROBS))
     processors: tuple[Processor, ...] = ()
     structure: Structure | None = None
+    typical_acceptance: float = field(default=0.0, metadata=within(0, 1))
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -74,6 +79,11 @@ class Sampling(Ruled):
             raise InputError(f"structure is {type(self.structure).__name__}, expected Structure")
         if not all(self.bad_words):
             raise InputError("bad_words has a sequence without tokens")
+        if self.typical_acceptance and (not self.temperature or self.processed or self.structure is not None):
+            raise InputError(
+                "typical_acceptance goes with a temperature above 0 and truncations, not with a structure or what else "
+                "changes logits"
+            )
 
     @classmethod
     def sampled(cls, model: ModelSampling | None, **asked: Any) -> Sampling:
@@ -108,6 +118,6 @@ class Sampling(Ruled):
                 raise InputError(f"token {token!r} is not one of the model's {vocab}")
 
 
-_AFTERWARDS = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs", "structure"))
+_AFTERWARDS = frozenset((*DRAWING, "logprobs", "structure"))
 _PROCESSED = tuple(each.name for each in fields(Sampling) if each.name not in _AFTERWARDS)
 _PLAIN = Sampling()

@@ -209,8 +209,9 @@ def _cells(name: str, arm: Json) -> list[str]:
 
 
 def differences(report: Json) -> list[str]:
-    """Which modes gave other tokens than plain decoding, and where, one sentence each."""
-    return [
+    """Which modes gave other tokens than plain decoding, and where, one sentence each; before them, if it is meant."""
+    inexact = "typical_acceptance" in (report["sampling"] or {})
+    return ["Inexact: typical acceptance changes the text"] * inexact + [
         f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
         for name, prompts in report["differing_prompts"].items()
     ]

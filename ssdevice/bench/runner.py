@@ -190,9 +190,14 @@ class BenchResult:
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts."""
+        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts.
+
+        Where their answers differ, it is the time by token.
+        """
         if SPECULATIVE not in self.modes or self.baseline is None:
             return None
+        if self.modes[SPECULATIVE].differing(self.baseline):
+            return self.modes[SPECULATIVE].over(self.baseline)
         plain, speculative = self.baseline.seconds(), self.modes[SPECULATIVE].seconds()
         return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
 

@@ -106,6 +106,7 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
         "ttft_seconds": round(answer.prefill_seconds, 6),
         "prompt_tokens": answer.prompt_tokens,
         "reason": answer.reason,
+        **({"inexact": True} if answer.inexact else {}),
         **({"logprobs": [asdict(each) for each in answer.logprobs]} if answer.logprobs else {}),
     }
 
@@ -119,7 +120,7 @@ def summary(answer: Generation) -> str:
             f"{answer.tokens_per_step:.2f} tokens per step",
             f"{answer.tokens_per_second:.1f} tokens/s",
         ]
-    return f"[{', '.join(parts)}; {answer.reason}]"
+    return f"[{', '.join(parts)}; {answer.reason}{'; inexact: typical acceptance' if answer.inexact else ''}]"
 
 
 def _examples(args: argparse.Namespace) -> list[Example]:

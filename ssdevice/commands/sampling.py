@@ -29,6 +29,7 @@ HELP = {
     "min_new_tokens": (int, "no answer is shorter"),
     "min_length": (int, "prompt and answer together are not shorter"),
     "seed": (int, "the same seed gives the same answer, in every mode (default 0)"),
+    "typical_acceptance": (float, "INEXACT, changes the text: accept drafts by Medusa's threshold, such as 0.09"),
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
 
@@ -86,6 +87,8 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     given["structure"] = _structure_of(args)
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     model = bundle.manifest.sampling if bundle is not None else None
+    if getattr(args, "no_speculate", False):
+        refuse_ignored(args, "--no-speculate accepts no drafts", flag("typical_acceptance"))
     if args.temperature == 0:
         refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, DRAWING[1:]))
     elif args.sample or Sampling.draws(asked):

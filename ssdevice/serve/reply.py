@@ -32,6 +32,7 @@ class Reply:
             "model": request.app,
             "system_fingerprint": fingerprint,
             **({"seed": request.sampling["seed"]} if request.samples else {}),
+            **({"inexact": True} if request.sampling.get("typical_acceptance") else {}),
         }
         self._style = request.style(tokenizer.chat.template)
         # Special tokens are no text, but a call may begin with one: tokens are searched, not the text.

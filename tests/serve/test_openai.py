@@ -81,6 +81,14 @@ def test_what_asks_for_sampling_without_a_temperature_samples_at_1(client: opena
     assert said(top_p=0.7) == said(temperature=1, top_p=0.7)
 
 
+def test_what_typical_acceptance_may_have_changed_is_marked(client: openai.OpenAI) -> None:
+    inexact = {"extra_body": {"typical_acceptance": 0.1}}
+    assert ask(client, temperature=1, **inexact).inexact is True
+    assert not hasattr(ask(client, temperature=1), "inexact")
+    with pytest.raises(openai.BadRequestError, match="typical_acceptance goes with a temperature above 0"):
+        ask(client, temperature=0, **inexact)
+
+
 def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
