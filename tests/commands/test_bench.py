@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ssdevice.bench.machine import LOADED, Load, LoadWatch
-from ssdevice.bench.runner import Acceptance, BenchOptions, BenchResult, measure
+from ssdevice.bench.runner import Acceptance, BenchOptions, BenchResult, Measured, measure
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError
-from ssdevice.runtime.generation import accepted_path
+from ssdevice.runtime.generation import Generation, accepted_path
 from ssdevice.tree import Tree
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
@@ -178,3 +178,22 @@ def test_what_would_fail_after_the_measurement_fails_before_it(
     data.write_text('{"prompt": "hello"}\n', "utf-8")
     assert call("bench", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--metric", "exact_match") == 2
     assert "example 1" in capsys.readouterr().err
+
+
+def test_where_answers_differ_speeds_are_compared_by_token() -> None:
+    """As with typical acceptance: a mode that ends sooner is no faster for that."""
+
+    def measured(name: str, answers: list[tuple[list[int], float]]) -> Measured:
+        found = Measured(name)
+        for tokens, seconds in answers:
+            found.add(0, Generation(3, tokens=tokens, accepted=[1] * (len(tokens) - 1), decode_seconds=seconds))
+        return found
+
+    def speedup(speculative: list[tuple[list[int], float]]) -> float:
+        modes = [measured("plain", [([1, 2, 3], 2.0), ([1, 2, 3], 2.0)]), measured("speculative", speculative)]
+        result = BenchResult([], {mode.name: mode for mode in modes}, Acceptance(), Load(0.0, (0, 0, 0), (0, 0, 0)), 0)
+        assert result.speedup is not None
+        return result.speedup.estimate
+
+    assert speedup([([1, 2, 3], 1.0), ([1, 2, 3], 1.0)]) == pytest.approx(2)
+    assert speedup([([1, 4], 1.0), ([1, 4], 1.0)]) == pytest.approx(1)
