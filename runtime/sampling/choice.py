@@ -94,8 +94,10 @@ class Chooser:
         the likeliest one (2401.10774 section 2.3.1), of equally likely ones the lowest node's.
         """
         s, likely = self.sampling, {0: 0.0}  # node -> the logarithm of its path's probability
+        if not s.typical_acceptance:
+            return [0]
         held = [-1, *(int(drafts[len(ranks) - 1, ranks[-1]]) for ranks in tree.paths[1:])]
-        for parent in range(tree.size) if s.typical_acceptance else ():
+        for parent in range(tree.size):
             children = [node for node in range(parent + 1, tree.size) if tree.parents[node] == parent]
             if parent in likely and children:
                 found, entropy = probabilities(logits[parent], [held[node] for node in children], s)
