@@ -43,7 +43,8 @@ ZERO = {
     "--threads",  # all cores
     "--port",  # any free one
     "--queue",  # nobody waits
-    "--msa-layers", "--init-rank", "--draft-layers", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
+    "--draft-layers",  # streams
+    "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
     "--alpha-stream", "--soft-labels", "--seed",
 }  # fmt: skip
