@@ -29,7 +29,7 @@ class DraftLayers(nn.Module):
     def __init__(self, backbone: Backbone, count: int) -> None:
         super().__init__()
         width = int(backbone.config.hidden_size)
-        self.after = [round(backbone.num_layers * share) for share in TAPS]
+        self.after = [max(1, round(backbone.num_layers * share)) for share in TAPS]
         self.norms = nn.ModuleList(copy.deepcopy(backbone.norm) for _ in TAPS)
         self.embed_norm, self.norm = copy.deepcopy(backbone.norm), copy.deepcopy(backbone.norm)
         self.fuse = nn.Linear(len(TAPS) * width, width, bias=False)

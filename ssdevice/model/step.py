@@ -83,8 +83,11 @@ class StreamModel(nn.Module):
             self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
     def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, Tensor, Rows]:
-        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``: their states ``[B, R, D]``,
-        what drafts read of them (these states, or with own layers several ``[B, R, n D]``), and new rows."""
+        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``.
+
+        Returns their states ``[B, R, D]``, what drafts read of them (these states, or with own layers several
+        ``[B, R, n D]``), and new rows.
+        """
         backbone, runs = self.backbone, [[kv] for kv in past]
         rope, read, rows = backbone.rope(positions), list[Tensor](), list[KeyValue]()
         for first, last in pairwise((0, *(self.own.after if self.own is not None else (self.first_msa,)))):
@@ -106,8 +109,11 @@ class StreamModel(nn.Module):
         return final if self.own is None else h, rows
 
     def draft_start(self, h: Tensor, token: Tensor, at: Tensor, j: int) -> Tensor:
-        """Draft j (from 0) of own layers before these: ``h [B, n, D]`` are the states of the rows or drafts before it,
-        ``token [B, n]`` what follows these, ``at [B, n]`` its positions."""
+        """Draft j (from 0) of own layers before these, ``[B, n, D]``.
+
+        ``h [B, n, D]``: the states of the rows or drafts before it. ``token [B, n]``: what follows these, at the
+        positions ``at [B, n]``.
+        """
         assert self.own is not None and self.streams is not None
         return self.own.start(h, self.backbone.embed(token, at)) + self.streams.identifiers[j].to(h.dtype)
 
@@ -235,8 +241,10 @@ class StreamModel(nn.Module):
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Main rows of a tree's nodes before the MSA layers: ``h`` and ``states [1, T, D]``, from which drafts start, and
-    new rows of the layers below."""
+    """Main rows of a tree's nodes before the MSA layers, and new rows of the layers below.
+
+    ``h``, ``states [1, T, D]``: the latter are what drafts start from, see ``StreamModel.states``.
+    """
 
     tokens: Tensor
     positions: Tensor

@@ -131,8 +131,10 @@ class StreamingLoss(nn.Module):
         return read, final, rows
 
     def run_own(self, read: Tensor, rows: list[KeyValue]) -> tuple[Tensor, list[KeyValue]]:
-        """From the first and last of ``run_main``: what drafts start from, and the rows that they see. Own layers,
-        which are trained, run here."""
+        """What drafts start from and the rows that they see, from what ``run_main`` gives first and last.
+
+        Own layers, which are trained, run here.
+        """
         states = self.model.states(read)
         if self.model.own is not None:
             _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
