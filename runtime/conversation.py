@@ -45,18 +45,15 @@ class Conversation:
         }
         self.drafts = self.verified = self._inputs[contract.DRAFTS]
         self.text: list[int] = []
-        self.chooser: Callable[[NDArray[np.float32]], int] | None = None
-        self.forced: Callable[[], Sequence[int]] = tuple
-        self.allows: Callable[[int], bool] = lambda token: True
-        self.typical: Callable[..., Sequence[int]] = lambda tree, drafts, logits: (0,)
+        self.chosen_by(None)
         self.cache: Cache = engine.new_cache(self._inputs, beside.cache if beside is not None else None)
 
     def chosen_by(self, chooser: Chooser | None) -> None:
         """Let a chooser choose the tokens of the next answer; None: the graph does."""
-        self.chooser = chooser
-        self.forced = chooser.forced if chooser else tuple
-        self.allows = chooser.allows if chooser else lambda token: True
-        self.typical = chooser.typical if chooser else lambda tree, drafts, logits: (0,)
+        self.chooser: Callable[[NDArray[np.float32]], int] | None = chooser
+        self.forced: Callable[[], Sequence[int]] = chooser.forced if chooser else tuple
+        self.allows: Callable[[int], bool] = chooser.allows if chooser else lambda token: True
+        self.typical: Callable[..., Sequence[int]] = chooser.typical if chooser else lambda tree, drafts, logits: (0,)
 
     def prefill(self, chunk: Sequence[int]) -> int:
         """Write the rows of 1..C prompt tokens from ``length`` on and return the next token. Sets ``drafts``."""

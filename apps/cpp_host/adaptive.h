@@ -44,7 +44,7 @@ class Adaptive {
     const double start = clock_();
     const Ids tokens = lookup.step(conversation, last);
     if (tokens.empty()) {
-      steps_ = std::min<decltype(steps_)>(steps_, 1);
+      steps_ = std::min<size_t>(steps_, 1);
       return tokens;
     }
     time(true, start);

@@ -93,9 +93,9 @@ class Chooser:
         is, and its probability is above ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row; of the longest paths
         the likeliest one (2401.10774 section 2.3.1), of equally likely ones the lowest node's.
         """
-        s, likely = self.sampling, {0: 0.0}  # node -> the logarithm of its path's probability
-        if not s.typical_acceptance:
+        if not (s := self.sampling).typical_acceptance:
             return [0]
+        likely = {0: 0.0}  # node -> the logarithm of its path's probability
         held = [-1, *(int(drafts[len(ranks) - 1, ranks[-1]]) for ranks in tree.paths[1:])]
         for parent in range(tree.size):
             children = [node for node in range(parent + 1, tree.size) if tree.parents[node] == parent]

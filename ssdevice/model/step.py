@@ -161,7 +161,7 @@ class StreamModel(nn.Module):
         rope = backbone.rope(stream_positions(positions, self.gamma))
         start = streams.start(h, self.gamma, chosen)
         with streams.rows_after(0):
-            s, _ = backbone.run(self.first_msa, backbone.num_layers, start, rope, masks, context)
+            s, _ = backbone.run(*self.drafting, start, rope, masks, context)
         return s
 
     def draft_after(
@@ -199,7 +199,7 @@ class StreamModel(nn.Module):
             h, rows = self.backbone.run(*self.drafting, start, self.backbone.rope(at), seen, runs)
             for layer, row in enumerate(rows, self.first_msa):
                 runs[layer] = [runs[layer][0], joined(*runs[layer][1:], row)]  # targets take one run beside the past
-            drafts.append(self.draft_tokens(self._likeliest(self.finish(h), k)))
+            drafts.append(self._candidates(self.finish(h), k))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
 
@@ -211,12 +211,12 @@ class StreamModel(nn.Module):
         """
         finished = self.finish(s)
         if self.streams is None or self.streams.follow is None:
-            return self.draft_tokens(self._likeliest(finished, k))
+            return self._candidates(finished, k)
         drafts: list[Tensor] = []
         for j in range(self.gamma):
             before = self.backbone.embed(token[None], node_at[None] + (j + 1))
             row = self.streams.after(finished[:, j : j + 1], before)
-            drafts.append(self.draft_tokens(self._likeliest(row, k)))
+            drafts.append(self._candidates(row, k))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
 
@@ -224,9 +224,9 @@ class StreamModel(nn.Module):
         """What the head reads, ``[.., W]``, of the final states of streams or drafts, ``[.., D]``."""
         return self.backbone.finish(s) if self.own is None else self.backbone.project_out(self.own.norm(s))
 
-    def _likeliest(self, finished: Tensor, k: int) -> Tensor:
-        """The k likeliest rows of the streams' head, ``[1, n, W] -> [n, k]``."""
-        return self.backbone.operators.top_k(self.draft_logits(finished)[0], k)
+    def _candidates(self, finished: Tensor, k: int) -> Tensor:
+        """The k likeliest tokens of each row, ``[1, n, W] -> [n, k]``."""
+        return self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(finished)[0], k))
 
     def draft_tokens(self, rows: Tensor) -> Tensor:
         """The tokens of rows of the streams' head, in any shape."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
-from ssdevice.model.visibility import additive, causal, stream_positions
+from ssdevice.model.visibility import additive, causal, own_streams, stream_positions
 
 IGNORE = -100
 
@@ -217,11 +217,11 @@ class StreamingLoss(nn.Module):
     def _run_drafts(self, h: Tensor, at: Tensor, tokens: Tensor, context: list[list[KeyValue]]) -> Tensor:
         """``run_streams`` of own layers, where every draft follows the right tokens."""
         model, found = self.model, list[Tensor]()
-        masks, same = self._visible(at, tokens.shape[1], 1), torch.eye(at.shape[1], dtype=torch.bool, device=at.device)
-        own = additive(same, model.backbone.mask_value).expand(len(at), 1, -1, -1)
+        own = additive(own_streams(at.shape[1], 1, at.device), model.backbone.mask_value).expand(len(at), 1, -1, -1)
+        masks = self._visible(at, tokens.shape[1], 1)
         for j in range(model.gamma):
-            ahead = (at + (j + 1)).to(torch.int32)
-            token = tokens.gather(1, (at + (j + 1)).clamp(max=tokens.shape[1] - 1))
+            at = at + 1
+            token, ahead = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at.to(torch.int32)
             masks = {w: torch.cat([mask, own], dim=3) for w, mask in masks.items()}
             start, rope = model.draft_start(h, token, ahead, j), model.backbone.rope(ahead)
             with attending_by_node(model, 1):

@@ -106,15 +106,17 @@ class Literal:
         h = [self.weights["model.embed_tokens.weight"][token] for token in tokens]
         positions = list(range(t + 1))
         sees = [set(range(i + 1)) for i in range(t + 1)]
+        states = []
         for layer in range(first):
             h = self.layer(layer, h, positions, sees, t + 1)
+            states.append(h)
         # S_tj at layer N - N_s = f(M_t) + P_j (+ g of the chosen token), at position t + j (eq. 3 and 4).
         final = h
         for layer in range(first, self.hf.num_hidden_layers):
             final = self.layer(layer, final, positions, sees, t + 1)
         embedding = self.weights["model.embed_tokens.weight"][int(self.head(final[t]).argmax())]
         if self.config.draft_layers:
-            return self.head(final[t]), self.own_logits(tokens, embedding)
+            return self.head(final[t]), self.own_logits(states, embedding)
         for j in range(1, self.config.gamma + 1):
             start = h[t]
             if self.config.init_rank:
@@ -137,15 +139,13 @@ class Literal:
             logits.append(self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]))
         return logits[0], torch.stack(logits[1:])
 
-    def own_logits(self, tokens: Sequence[int], embedding: Tensor) -> Tensor:
-        """Logits ``[γ, V]`` of own layers: draft j of row t is a row at t + j, after the rows 1..t of fused states."""
-        t, last = len(tokens) - 1, self.hf.num_hidden_layers
-        h = [self.weights["model.embed_tokens.weight"][token] for token in tokens]
+    def own_logits(self, states: Sequence[Sequence[Tensor]], embedding: Tensor) -> Tensor:
+        """Logits ``[γ, V]`` of own layers: draft j of row t is a row at t + j, after the rows 1..t of fused states.
+
+        ``states``: those of the rows after each of the base's layers.
+        """
+        t, last = len(states[0]) - 1, len(states)
         positions, sees = list(range(t + 1)), [set(range(i + 1)) for i in range(t + 1)]
-        states = []
-        for layer in range(last):
-            h = self.layer(layer, h, positions, sees, t + 1)
-            states.append(h)
         taps = [states[round(last * share) - 1] for share in (0.27, 0.63, 1.0)]
         fuse, embed, scales = (self.streams[f"own.{name}.weight"] for name in ("fuse", "embed", "embed_norm"))
         read = [
