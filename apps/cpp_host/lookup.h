@@ -1,7 +1,7 @@
 // Drafts that repeat the text: runtime/lookup.py in C++, which has the reasons for the numbers.
 #pragma once
 
-#include <array>
+#include <map>
 
 #include "conversation.h"
 
@@ -30,15 +30,15 @@ class Lookup {
   }
 
  private:
-  static constexpr size_t kShortest = 3, kLongest = 16, kRecent = 8;
+  static constexpr size_t kShortest = 3, kAlone = 2, kLongest = 16, kRecent = 8;
   static constexpr int kStart = -2, kMost = 8, kFar = -16, kRest = 1024;
-  using NGram = std::array<int32_t, kShortest>;
 
   void draft(Conversation& conversation, int32_t last) {
     Ids& text = conversation.text;  // what follows the committed tokens is undefined, and the next call replaces it
     text.resize(conversation.length);
     text.push_back(last);
-    for (size_t end = std::max(indexed_, kShortest); end < text.size(); ++end) ends_[before(text, end)].push_back(end);
+    shortest_ = conversation.streams ? kShortest : kAlone;
+    for (size_t end = std::max(indexed_, shortest_); end < text.size(); ++end) ends_[before(text, end)].push_back(end);
     indexed_ = text.size(), differing_ = false;
     for (size_t depth = 0; depth * conversation.candidates < conversation.drafts.size(); ++depth) {
       int32_t best = conversation.drafts[depth * conversation.candidates];
@@ -50,11 +50,11 @@ class Lookup {
     }
   }
 
-  static NGram before(const Ids& text, size_t end) { return {text[end - 3], text[end - 2], text[end - 1]}; }
+  Ids before(const Ids& text, size_t end) const { return {text.begin() + (end - shortest_), text.begin() + end}; }
 
   // Where the token stands that followed the longest match of the text's end; the last of those wins a tie. 0 without one.
   size_t match(const Ids& text) const {
-    if (text.size() < kShortest) return 0;
+    if (text.size() < shortest_) return 0;
     const auto found = ends_.find(before(text, text.size()));
     if (found == ends_.end()) return 0;
     const std::vector<size_t>& ends = found->second;
@@ -69,9 +69,10 @@ class Lookup {
   }
 
   int lead_ = kStart, rest_ = 0;
-  std::map<NGram, std::vector<size_t>> ends_;  // where a tuple of tokens ends and another token follows
-  size_t indexed_ = 0;                         // tokens of the text whose tuples are in there
-  bool differing_ = false;                     // whether a draft differed from the streams'; then the first one's depth, and both tokens
+  std::map<Ids, std::vector<size_t>> ends_;  // where the shortest match ends and another token follows
+  size_t shortest_ = kShortest;              // tokens that must have occurred before
+  size_t indexed_ = 0;                       // tokens of the text whose matches are in there
+  bool differing_ = false;                   // whether a draft differed from the streams'; then the first one's depth, and both tokens
   size_t depth_ = 0;
   int32_t looked_up_ = 0, streamed_ = 0;
 };

@@ -1,6 +1,6 @@
 /** Drafts that repeat the text: `runtime/lookup.py` in JavaScript, which has the reasons for the numbers. */
 
-const [SHORTEST, LONGEST, RECENT] = [3, 16, 8];
+const [SHORTEST, ALONE, LONGEST, RECENT] = [3, 2, 16, 8];
 const [START, MOST] = [-2, 8];
 const [FAR, REST] = [-16, 1024];
 
@@ -8,9 +8,10 @@ const [FAR, REST] = [-16, 1024];
 export class Lookup {
   #lead = START; // how much more often lookup was right than the first candidate of a stream, where the two differed
   #rest = 0;
-  /** @type {Map<string, number[]>} where a tuple of SHORTEST tokens ends and another token follows */
+  /** @type {Map<string, number[]>} where the shortest match ends and another token follows */
   #ends = new Map();
-  #indexed = 0; // tokens of the text whose tuples are in there
+  #shortest = SHORTEST; // tokens that must have occurred before
+  #indexed = 0; // tokens of the text whose matches are in there
   /** @type {{depth: number, found: number, streamed: number} | null} the first draft that is not the streams' */
   #differing = null;
 
@@ -28,7 +29,7 @@ export class Lookup {
    */
   async step(conversation, last) {
     if (!conversation.streams) {
-      this.#lead = MOST;
+      [this.#lead, this.#shortest] = [MOST, ALONE];
       this.#draft(conversation, last);
       return this.#differing?.depth === 0 ? conversation.step(last) : [];
     }
@@ -52,8 +53,8 @@ export class Lookup {
     const { drafts } = conversation;
     const { gamma, k } = conversation.geometry;
     const text = [...conversation.text.slice(0, conversation.length), last];
-    for (let end = Math.max(this.#indexed, SHORTEST); end < text.length; end++) {
-      const key = before(text, end);
+    for (let end = Math.max(this.#indexed, this.#shortest); end < text.length; end++) {
+      const key = before(text, end, this.#shortest);
       const ends = this.#ends.get(key);
       if (ends) ends.push(end);
       else this.#ends.set(key, [end]);
@@ -73,7 +74,7 @@ export class Lookup {
 
   /** @param {number[]} text the token that followed the longest match of its end; the last occurrence wins a tie */
   #next(text) {
-    const ends = this.#ends.get(before(text, text.length)) ?? [];
+    const ends = this.#ends.get(before(text, text.length, this.#shortest)) ?? [];
     let [best, longest] = [/** @type {number | undefined} */ (undefined), 0];
     for (const end of ends.slice(-RECENT).reverse()) {
       let size = 0;
@@ -84,7 +85,7 @@ export class Lookup {
   }
 }
 
-/** @param {number[]} text @param {number} end a name for the SHORTEST tokens before it */
-function before(text, end) {
-  return text.slice(Math.max(0, end - SHORTEST), end).join();
+/** @param {number[]} text @param {number} end @param {number} count a name for so many tokens before it */
+function before(text, end, count) {
+  return text.slice(Math.max(0, end - count), end).join();
 }

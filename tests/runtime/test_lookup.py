@@ -131,6 +131,17 @@ def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(t
     assert sum(size > 1 for size in sizes) > sizes[len(TURN) :].count(1)
 
 
+def test_two_tokens_that_occurred_before_are_enough_without_streams() -> None:
+    """Beside streams, which guess open text better than so short a match, three are needed."""
+    engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams)
+    for lookup, drafted in ((LookupOnly(), [7, 9, 5]), (Lookup(), [0, 0, 0])):
+        lookup.lead = MOST
+        conversation = engine.new_conversation()
+        conversation.text, conversation.length = [5, 6, 7, 9, 5], 5
+        lookup._draft(conversation, 6)
+        assert conversation.drafts[:, 0].tolist() == drafted
+
+
 @settings(deadline=None)
 @given(
     words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), prompt=st.lists(st.integers(0, 5), min_size=1)

@@ -3,6 +3,8 @@
 struct Lookup {
     /// Tokens that must have occurred before, and how many are compared to find the occurrence with the longest match.
     static let (shortest, longest) = (3, 16)
+    /// The fewest without streams.
+    static let alone = 2
     /// Occurrences that are compared, the last ones first.
     static let recent = 8
     /// The lead that lookup begins with, and the largest that it can have.
@@ -13,15 +15,16 @@ struct Lookup {
     /// How much more often lookup was right than the first candidate of a stream, where the two differed.
     private var lead: Int
     private var resting = 0
+    private let shortest: Int
     /// Where `shortest` tokens end and another follows.
     private var ends: [[Int32]: [Int]] = [:]
-    /// Tokens of the text whose tuples are in there.
+    /// Tokens of the text whose matches are in there.
     private var indexed = 0
     private var differing: (depth: Int, lookedUp: Int32, streamed: Int32)?
 
     /// `streams`: without them lookup always leads.
     init(streams: Bool) {
-        lead = streams ? Self.start : Self.most
+        (lead, shortest) = streams ? (Self.start, Self.shortest) : (Self.most, Self.alone)
     }
 
     /// Another prompt is answered. What was learned lasts.
@@ -47,8 +50,8 @@ struct Lookup {
     /// Replaces drafts that follow a text.
     private mutating func improve(_ cache: inout Cache, _ text: [Int32]) {
         differing = nil
-        for end in max(indexed, Self.shortest)..<max(indexed, Self.shortest, text.count) {
-            ends[Array(text[end - Self.shortest..<end]), default: []].append(end)
+        for end in max(indexed, shortest)..<max(indexed, shortest, text.count) {
+            ends[Array(text[end - shortest..<end]), default: []].append(end)
         }
         indexed = text.count
         var text = text
@@ -75,7 +78,7 @@ struct Lookup {
 
     /// The token that followed the longest match of the text's end; the last occurrence wins a tie.
     private func next(_ text: [Int32]) -> Int32? {
-        guard text.count >= Self.shortest, let known = ends[Array(text.suffix(Self.shortest))] else { return nil }
+        guard text.count >= shortest, let known = ends[Array(text.suffix(shortest))] else { return nil }
         var (best, length) = (known[0], 0)
         for end in known.suffix(Self.recent).reversed() {
             let most = min(end, Self.longest)
