@@ -32,10 +32,9 @@ class Lookup:
     are looked up while it is positive, and learned from in any case. It lasts from one answer to the next.
     """
 
-    shortest = SHORTEST
+    shortest, lead = SHORTEST, START
 
     def __init__(self) -> None:
-        self.lead = START
         self._rest = 0
         self._text: list[int] = []
         self._ends: dict[NGram, list[int]] = {}  # where so many tokens end and another follows
@@ -102,11 +101,7 @@ class Lookup:
 class LookupOnly(Lookup):
     """Lookup for a model without streams. Where the text does not repeat itself, nothing is drafted."""
 
-    shortest = ALONE
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lead = MOST
+    shortest, lead = ALONE, MOST
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""

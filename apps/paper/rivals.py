@@ -1,0 +1,242 @@
+"""Trains the drafters of other papers beside ours, on one frozen base and the same rows, and counts β.
+
+    python -m apps.paper.rivals --base models/base-7m --data train.jsonl.gz --dev dev.jsonl.gz --out OUT \
+        --instruction "Write the SQL query." --limit 3000 --steps 300
+
+BPD, Medusa-1, Hydra, Hydra++ and EAGLE (``trained.py``) read the same main rows, which run once a batch; ``streams``
+and ``draft layers`` are ``ssdevice train --mode lossless`` on the same batches. Every one has the same seed, optimizer,
+schedule, learning rate and number of steps. Then the base answers the prompts of ``--dev`` greedily, and drafts are
+counted along its answers, as speculative decoding would take them. A run that was stopped goes on; what is finished
+is not run again. On the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+
+from apps.paper.trained import RIVALS, Base, Drafter, losses
+from ssdevice import cli
+from ssdevice.adapters.settings import SETTINGS
+from ssdevice.commands.opening import prepare_frameworks
+from ssdevice.data import read_examples
+from ssdevice.model import loading
+from ssdevice.model.tokenizer import open_tokenizer
+from ssdevice.text.tokenizer import Sample
+from ssdevice.train.batches import BatchOrder, collate, tokenize
+from ssdevice.train.decoding import Decoding
+from ssdevice.train.evaluation import stream_ranks
+from ssdevice.train.job import has_bf16
+from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
+from ssdevice.train.optimization import _Run
+from ssdevice.train.options import UNFINISHED
+from ssdevice.train.trainer import draft_ids
+from ssdevice.tree import MISS, Tree, tokens_per_step
+
+OURS = {"streams": (), "draft layers": ("--draft-layers", "1")}
+"""Options of ``ssdevice train --mode lossless`` for our own."""
+SAVE = 50
+"""Steps between checkpoints."""
+Found = tuple[list[list[list[int]]], list[float]]
+"""For each sample the ranks of its guesses (see AnswerRanks), and the mean loss of each guess in nats."""
+
+
+def train(base: Base, names: Sequence[str], samples: Sequence[Sample], pad: int, args: argparse.Namespace) -> None:
+    """Train these drafters side by side, each into its folder of ``--out``, from where they were."""
+    runs = {name: _Run(new(name, base, args.seed), args, args.steps) for name in names}
+    for name, run in runs.items():
+        (folder(args, name) / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        run.resume(folder(args, name))
+    first = min((run.step for run in runs.values()), default=args.steps)
+    batches = BatchOrder(samples, args.batch_size, args.seed).from_position(first)
+    bf16 = args.precision == "bf16" or (args.precision == "auto" and has_bf16(torch.device("cpu")))
+    for step in range(first, args.steps):
+        batch = collate(next(batches), pad)
+        began = process_time()
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            states = base.states(batch.tokens)
+        shared = process_time() - began
+        for name, run in runs.items():
+            if run.step > step:
+                continue
+            began, random = process_time(), torch.Generator().manual_seed((args.seed << 32) + step)
+            with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+                loss = run.loss.loss(batch, states, random)
+            loss.backward()
+            run.update([loss.item(), shared])
+            run.history[-1].append(process_time() - began)
+            if run.step % SAVE == 0 or run.step == args.steps:
+                run.save(folder(args, name))
+        if (step + 1) % SAVE == 0:
+            print(
+                f"step {step + 1} of {args.steps}", *(f"{r.history[-1][1]:.3f}" for r in runs.values()), file=sys.stderr
+            )
+
+
+def new(name: str, base: Base, seed: int) -> Drafter:
+    """A drafter before training."""
+    torch.manual_seed(seed)
+    return RIVALS[name](base)
+
+
+def folder(args: argparse.Namespace, name: str) -> Path:
+    """Where a method's weights are."""
+    return Path(args.out) / name.lower().replace(" ", "-")
+
+
+@torch.no_grad()
+def counted(drafter: Drafter, samples: Sequence[Sample]) -> Found:
+    """The ranks and losses of a drafter's guesses along the samples' completions."""
+    ranks: list[list[list[int]]] = []
+    total = torch.zeros(2, drafter.base.gamma)
+    for group in (samples[at : at + 4] for at in range(0, len(samples), 4)):
+        batch = collate(group, 0)
+        nodes = completion_rows(batch.prompts, batch.lengths)
+        ahead = drafter.base.ahead(batch, nodes)
+        logits = drafter.guesses(batch.tokens, drafter.base.states(batch.tokens), nodes.clamp(min=0)).float()
+        total += torch.stack([losses(logits, ahead).sum((0, 1)), (ahead != IGNORE).sum((0, 1))])
+        wanted = logits.gather(3, ahead.clamp(min=0)[..., None])
+        lower = torch.arange(logits.shape[-1]) < ahead[..., None]  # ties go to the lowest id
+        better = ((logits > wanted) | ((logits == wanted) & lower)).sum(-1)
+        rows = torch.where(ahead == IGNORE, MISS, better).tolist()
+        ranks += [row[: len(sample.ids) - sample.prompt] for row, sample in zip(rows, group, strict=True)]
+    return ranks, (total[0] / total[1].clamp(min=1)).tolist()
+
+
+@torch.no_grad()
+def counted_ours(adapter: Path, samples: Sequence[Sample], args: argparse.Namespace) -> tuple[int, Found]:
+    """The parameters of our streams or layers, and what ``counted`` gives, by the product's own code."""
+    model = loading.load(Path(args.base), adapter, args.max_length).model
+    assert model.streams is not None
+    probe, total = StreamingLoss(model, LossWeights(0.0, 1.0)), torch.zeros(2, model.gamma)
+    for at in range(0, len(samples), 4):
+        batch = collate(samples[at : at + 4], 0)
+        counts = probe.counts(*batch)[1:]
+        total += torch.stack([probe(*batch)[1][1:] * counts, counts])
+    found = stream_ranks(model, samples), (total[0] / total[1].clamp(min=1)).tolist()
+    return sum(p.numel() for p in model.streams.parameters()), found
+
+
+def train_ours(name: str, args: argparse.Namespace) -> None:
+    """Train ours with the product's command, unless it is done."""
+    out = folder(args, name)
+    if (out / SETTINGS).is_file() and not (out / UNFINISHED).is_dir():
+        return
+    same = {"batch-size": args.batch_size, "instruction": args.instruction, "max-length": args.max_length}
+    same |= {key: getattr(args, key) for key in ("limit", "steps", "lr", "seed", "gamma", "precision", "threads")}
+    same |= {"draft-vocabulary": args.draft_vocabulary, "model": args.base, "app": "rivals", "out": out}
+    options = [part for key, value in same.items() for part in (f"--{key}", str(value))]
+    if cli.main(["train", "--quiet", "--mode", "lossless", "--data", *args.data, *OURS[name], *options]):
+        raise SystemExit(f"{name}: training failed")
+
+
+def answers(base: Base, args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
+    """The base's greedy answers to the prompts of ``--dev`` that leave half of ``--max-length`` to them."""
+    examples = read_examples(args.dev, args.dev_limit, require_completion=False)
+    every = (tokenizer.prompt_ids(e.prompt, instruction=args.instruction, system=e.system) for e in examples)
+    prompts = [ids for ids in every if len(ids) <= args.max_length // 2]
+    most = [args.max_length - len(ids) for ids in prompts]
+    found = dict(Decoding(base.backbone, prompts, set(tokenizer.stop_ids), most))
+    return [Sample((*ids, *found[i]), len(ids)) for i, ids in enumerate(prompts)]
+
+
+def line(name: str, parameters: int, seconds: float, found: Found) -> dict[str, Any]:
+    """What ``results.jsonl`` keeps of a method; β of chains of 1 to γ."""
+    ranks, nats = found
+    beta = [tokens_per_step(ranks, Tree.chain(depth)) for depth in range(1, len(nats) + 1)]
+    return {"method": name, "parameters": parameters, "seconds": seconds, "beta": beta, "losses": nats}
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train and count every method that has no line yet, and yield their lines."""
+    tokenizer = open_tokenizer(Path(args.base))
+    samples, _ = tokenize(read_examples(args.data, args.limit), tokenizer, args.instruction, args.max_length)
+    backbone = loading.build(loading.load_hf(Path(args.base)), None, args.max_length).backbone
+    vocab = int(backbone.config.vocab_size)
+    ids = draft_ids(samples, tokenizer.stop_ids, args.draft_vocabulary, vocab) if args.draft_vocabulary else None
+    base = Base(backbone, args.gamma, torch.tensor(ids) if ids else None)
+    dev = answers(base, args, tokenizer)
+    rivals = [name for name in args.methods if name in RIVALS]
+    train(base, rivals, samples, tokenizer.stop_ids[0], args)
+    for name in rivals:
+        trained = _Run(new(name, base, args.seed), args, args.steps)
+        trained.resume(folder(args, name))
+        seconds = sum(shared + own for _, _, shared, own in trained.history)
+        parameters = sum(p.numel() for p in trained.learned.values())
+        yield line(name, parameters, seconds, counted(trained.loss, dev))
+    for name in (name for name in args.methods if name in OURS):
+        began = process_time()
+        train_ours(name, args)
+        seconds = process_time() - began
+        parameters, found = counted_ours(folder(args, name), dev, args)
+        yield line(name, parameters, seconds, found)
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """A row for each method."""
+    gamma = len(found[0]["beta"])
+    head = ["method", "parameters added", "CPU s", f"β, chain:1 to {gamma}", f"loss of guesses 1 to {gamma}, nats"]
+    rows = [
+        [
+            each["method"], f"{each['parameters']:,}", f"{each['seconds']:.0f}",
+            ", ".join(f"{beta:.2f}" for beta in each["beta"]), ", ".join(f"{loss:.2f}" for loss in each["losses"]),
+        ]
+        for each in found
+    ]  # fmt: skip
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The options; raises SystemExit if ``--out`` was made with others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--base", "--dev", "--out"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--data", nargs="+", required=True)
+    parser.add_argument("--instruction", default="")
+    numbers = {"limit": 3000, "dev-limit": 100, "steps": 300, "batch-size": 8, "gamma": 4, "seed": 0, "max-length": 512}
+    for name, default in {**numbers, "draft-vocabulary": 0, "threads": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument(
+        "--methods", type=lambda text: text.split(","), default=[*RIVALS, *OURS], help="some, by commas"
+    )
+    args = parser.parse_args(words)
+    unknown = set(args.methods) - {*RIVALS, *OURS}
+    if unknown:
+        raise SystemExit(f"--methods: there are {', '.join((*RIVALS, *OURS))}, not {', '.join(sorted(unknown))}")
+    kept = Path(args.out) / "options.json"
+    options = json.dumps({name: value for name, value in vars(args).items() if name not in ("out", "methods")})
+    if kept.is_file() and kept.read_text() != options:
+        raise SystemExit(f"{args.out} was made with other options: {kept}; choose another --out")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(options)
+    return args
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Train, count, and print the table of all methods that are done."""
+    args = parse(words)
+    prepare_frameworks(args.threads)
+    results = Path(args.out) / "results.jsonl"
+    done = [json.loads(text) for text in results.read_text().splitlines()] if results.is_file() else []
+    known = {each["method"] for each in done}
+    args.methods = [name for name in args.methods if name not in known]
+    with results.open("a") as file:
+        for each in run(args) if args.methods else ():
+            file.write(json.dumps(each) + "\n")
+            file.flush()
+            done.append(each)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""``apps/paper/trained.py`` and ``rivals.py``: drafters draft, learn and are counted as written out row by row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, silu, smooth_l1_loss
+
+from apps.paper import rivals, trained
+from apps.paper.trained import RIVALS, Base, Drafter
+from ssdevice.model import loading
+from ssdevice.text.tokenizer import Sample
+from ssdevice.train import checkpoint
+from ssdevice.train.batches import collate
+from ssdevice.train.decoding import Decoding
+from ssdevice.tree import Tree, tokens_per_step
+from tests.runtime import tiny_bundle as tiny
+
+GAMMA = 3
+IDS = [*range(20), *range(19, 5, -1), 1, 5, 9, 3]  # longer than the window of 24
+PROMPT = 27
+DRAFTED = [*range(2, 22)]
+
+
+def new_base(ids: Sequence[int] | None = None) -> Base:
+    model = loading.build(loading.load_hf(tiny.base_folder()), None, 96)
+    return Base(model.backbone, GAMMA, torch.tensor(ids) if ids else None)
+
+
+def moved(name: str, base: Base) -> Drafter:
+    """A drafter away from where it begins."""
+    drafter = rivals.new(name, base, 0)
+    with torch.no_grad():
+        for value in drafter.parameters():
+            value += 0.2 * torch.randn_like(value)
+    return drafter
+
+
+@cache
+def library() -> Any:
+    hf = loading.load_hf(tiny.base_folder())
+    hf.config._attn_implementation = "eager"
+    return hf
+
+
+@torch.no_grad()
+def library_states(ids: Sequence[int]) -> Tensor:
+    """What the LM head reads, ``[S, D]``, by the library's own model."""
+    states: Tensor = library().model(torch.tensor([list(ids)])).last_hidden_state[0]
+    return states
+
+
+def eagle_state(drafter: trained.Eagle, states: Tensor, tokens: Sequence[int], j: int) -> Tensor:
+    """The state that EAGLE makes for guess j, all rows of its layer computed again for each."""
+    embedding, known = drafter.base.backbone.embed_tokens.weight, list(states)
+    for _ in range(j + 1):
+        rows = [drafter.fc(torch.cat([embedding[tokens[i + 1]], state])) for i, state in enumerate(known)]
+        positions, masks = drafter.base.causal(len(rows))
+        known.append(drafter.base.layer(drafter.layer, torch.stack(rows)[None], positions, masks)[0][0, -1])
+    return known[-1]
+
+
+def guess(drafter: Drafter, states: Tensor, tokens: Sequence[int], j: int) -> Tensor:
+    """Logits of guess j after the last of ``states [t + 1, D]``, from nothing else; ``tokens``: up to t + 1 + j."""
+    base, h = drafter.base, states[-1]
+    embedding, t = base.backbone.embed_tokens.weight, len(states) - 1
+    width = base.width
+    if isinstance(drafter, trained.BPD):
+        part = slice(j * width, (j + 1) * width)
+        hidden = (drafter.up.weight @ h + drafter.up.bias).clamp(min=0)
+        return base.head.weight @ (h + drafter.down.weight[part] @ hidden + drafter.down.bias[part])
+    if isinstance(drafter, trained.Eagle):
+        return base.head.weight @ eagle_state(drafter, states, tokens, j)
+    if isinstance(drafter, trained.HydraPlusPlus):
+        positions, masks = base.causal(t + 1)
+        h = base.layer(drafter.layer, states[None], positions, masks)[0][0, -1]
+    blocks, head = drafter.blocks[j], drafter.heads[j]
+    if isinstance(drafter, trained.Medusa):
+        return head.weight @ (h + silu(blocks.linear.weight @ h + blocks.linear.bias))
+    first, *deeper = blocks
+    x = torch.cat([h, *(embedding[token] for token in tokens[t + 1 : t + 2 + j])])
+    y = first.skip.weight @ x + first.skip.bias + silu(first.linear.weight @ x + first.linear.bias)
+    for block in deeper:
+        y = y + silu(block.linear.weight @ y + block.linear.bias)
+    return head.weight @ y
+
+
+@torch.no_grad()
+def test_states_are_the_librarys_and_no_drafter_has_weights_of_the_base() -> None:
+    base = new_base()
+    assert torch.allclose(base.states(torch.tensor([IDS]))[0], library_states(IDS), atol=1e-5)
+    of_base = {id(p) for p in base.backbone.parameters() if not p.requires_grad}
+    for name in RIVALS:
+        assert not of_base & {id(p) for p in rivals.new(name, base, 0).parameters()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RIVALS)
+def test_drafts_are_those_made_one_by_one_from_scratch(name: str) -> None:
+    """Rows of any number at once, with the states of later rows there, draft as a row with nothing after it."""
+    base = new_base(DRAFTED)
+    drafter, states = moved(name, base), library_states(IDS)
+    nodes = range(2, len(IDS) - 1, 3)
+    drafted = []
+    for t in nodes:
+        tokens = IDS[: t + 2]
+        for j in range(GAMMA):
+            logits = guess(drafter, states[: t + 1], tokens, j)
+            given = torch.tensor([tokens + [0] * (GAMMA - j)])
+            rows = torch.cat([states[: t + 1], torch.full((given.shape[1] - t - 1, base.width), 7.0)])
+            mine = drafter.guesses(given, rows[None], torch.tensor([[t]]))[0, 0, j]
+            assert torch.allclose(mine, logits, rtol=1e-4, atol=1e-3), (t, j)
+            tokens.append(DRAFTED[int(logits.argmax())])
+        drafted.append(tokens[t + 2 :])
+    assert len(set(map(tuple, drafted))) > 1
+    along = drafter.guesses(torch.tensor([IDS]), states[None], torch.tensor([list(nodes)]))[0]
+    for row, t in zip(along, nodes, strict=True):
+        for j in range(min(GAMMA, len(IDS) - t - 1)):
+            assert torch.allclose(row[j], guess(drafter, states[: t + 1], IDS, j), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_losses_are_those_of_the_papers_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained.Eagle, "NOISE", 0.0)
+    base = new_base(DRAFTED)
+    drafter = moved(name, base)
+    samples = [Sample(tuple(IDS), PROMPT), Sample(tuple(IDS[3:15]), 4)]
+    batch = collate(samples, 0)
+    mine = drafter.loss(batch, base.states(batch.tokens), torch.Generator())
+    weight = {"BPD": [1 / GAMMA] * GAMMA, "Medusa-1": [0.8, 0.64, 0.512]}.get(name, [1.0] * GAMMA)
+    by_guess: list[list[Tensor]] = [[] for _ in range(GAMMA)]
+    of_states: list[Tensor] = []
+    for sample in samples:
+        states = library_states(sample.ids)
+        for t in range(sample.prompt - 1, len(sample.ids) - 1):
+            for j in range(GAMMA if name != "EAGLE" else 1):
+                if t + j + 2 >= len(sample.ids) or (name != "EAGLE" and sample.ids[t + j + 2] not in DRAFTED):
+                    continue
+                logits = guess(drafter, states[: t + 1], sample.ids, j)
+                if name in ("EAGLE", "Hydra++"):
+                    wanted = torch.softmax(base.head.weight @ states[t + j + 1], -1)
+                else:
+                    wanted = torch.tensor(DRAFTED.index(sample.ids[t + j + 2]))
+                by_guess[j].append(cross_entropy(logits, wanted))
+            if isinstance(drafter, trained.Eagle) and t + 2 < len(sample.ids):
+                of_states.append(smooth_l1_loss(eagle_state(drafter, states[: t + 1], sample.ids, 0), states[t + 1]))
+    if name == "EAGLE":
+        expected = torch.stack(of_states).mean() + 0.1 * torch.stack(by_guess[0]).mean()
+    else:
+        expected = sum(w * torch.stack(each).mean() for w, each in zip(weight, by_guess, strict=True))
+    assert float(mine.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
+    mine.backward()  # type: ignore[no-untyped-call]
+    learned = {n for n, p in drafter.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    assert learned == {n for n, _ in drafter.named_parameters()}
+    assert all(p.grad is None for p in base.backbone.parameters() if not p.requires_grad)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Medusa-1", "Hydra"])
+def test_heads_begin_as_the_lm_head(name: str) -> None:
+    base = new_base()
+    drafter, tokens = rivals.new(name, base, 0), torch.tensor([IDS])
+    states = base.states(tokens)
+    guesses = drafter.guesses(tokens, states, torch.arange(len(IDS))[None])
+    for j in range(GAMMA):
+        assert torch.allclose(guesses[:, :, j], base.logits(states), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_counted_along_an_answer_is_what_decoding_takes(name: str) -> None:
+    """A loop that drafts with its own drafts, verifies them with the library's model, and emits the same answer."""
+    base = new_base()
+    prompt, most = IDS[:8], 24
+    ((_, answer),) = Decoding(base.backbone, [prompt], {0}, [most])
+    sample = Sample((*prompt, *answer), len(prompt))
+    drafter = rivals.new(name, base, 0)
+    batch = collate([sample], 0)
+    optimizer, states = torch.optim.Adam(drafter.parameters(), lr=3e-3), base.states(batch.tokens)
+    for _ in range(25):
+        optimizer.zero_grad()
+        drafter.loss(batch, states, torch.Generator().manual_seed(0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    weight = base.backbone.lm_head.weight
+    for depth in range(1, GAMMA + 1):
+        emitted = [int((library_states(prompt)[-1] @ weight.T).argmax())]
+        steps = 0
+        while len(emitted) < len(answer):
+            known = [*prompt, *emitted]
+            before = library_states(known)[:-1]
+            drafts: list[int] = []
+            for j in range(depth):
+                with torch.no_grad():
+                    drafts.append(int(guess(drafter, before, [*known, *drafts], j).argmax()))
+            chosen = (library_states([*known, *drafts])[len(known) - 1 :] @ weight.T).argmax(-1).tolist()
+            right = next((j for j in range(depth) if drafts[j] != chosen[j]), depth)
+            emitted += chosen[: right + 1]
+            steps += 1
+        assert emitted[: len(answer)] == answer
+        ranks, _ = rivals.counted(drafter, [sample])
+        beta = tokens_per_step(ranks, Tree.chain(depth))
+        assert beta == pytest.approx((len(answer) - 1) / steps)
+    assert beta > 1.2, "some drafts were right"
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command on a tiny model with generated rows."""
+    monkeypatch.setitem(rivals.OURS, "streams", ("--msa-layers", "1", "--token-rank", "4"))
+    rows = [{"prompt": text * 2, "completion": text * 3} for text in ("abc", "bca", "hello", "aab", "cab")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = str(tmp_path / "rows.jsonl")
+    made = ["--base", str(tiny.base_folder()), "--data", file, "--dev", file, "--out", str(tmp_path / "out")]
+    return [*made, "--steps", "4", "--batch-size", "2", "--max-length", "64", "--precision", "fp32", "--gamma", "2"]
+
+
+def test_one_command_trains_and_counts_all_and_runs_nothing_twice(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rivals.main([*words, "--draft-vocabulary", "16"])
+    shown = capsys.readouterr().out
+    assert all(f"| {name} |" in shown for name in (*RIVALS, *rivals.OURS))
+    lines = [json.loads(text) for text in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["parameters"] > 0 and 1 <= line["beta"][0] <= line["beta"][1] <= 3 and len(line["losses"]) == 2
+    monkeypatch.setattr(rivals, "run", lambda _: pytest.fail("everything is done"))
+    rivals.main([*words, "--draft-vocabulary", "16"])
+    assert capsys.readouterr().out == shown
+    with pytest.raises(SystemExit, match="other options"):
+        rivals.main(words)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rivals, "SAVE", 1)
+    words = [*words, "--methods", "EAGLE"]
+    rivals.main(words)
+    whole = checkpoint.load(tmp_path / "out" / "eagle")
+    words[words.index(str(tmp_path / "out"))] = str(tmp_path / "again")
+    loss, calls = trained.Eagle.loss, iter(range(2))
+
+    def stops(*given: object) -> Tensor:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return loss(*given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(trained.Eagle, "loss", stops)
+        rivals.main(words)
+    rivals.main(words)
+    again = checkpoint.load(tmp_path / "again" / "eagle")
+    assert whole is not None and again is not None and again["step"] == 4
+    for name, value in whole["weights"].items():
+        assert torch.equal(value, again["weights"][name])
