@@ -98,8 +98,8 @@ def main(words: Sequence[str] | None = None) -> None:
     arms = {
         "identifiers": None,
         "rotation": told_apart(epsilon),
-        "rotation, node's position": told_apart(epsilon, positions=False),
         "positions only": told_apart(0.0),
+        "rotation, node's position": told_apart(epsilon, positions=False),
     }
     print(sweep.table([sweep.finished(args, name, point, arm) for name, arm in arms.items()]))
 
@@ -109,7 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
     batch = collate(every[:8], tokenizer.stop_ids[0])
     with torch.no_grad():
         rows = StreamingLoss(model, LossWeights(1.0, 1.0)).run_main(batch.tokens)[2]
-    values = torch.stack([row[1] for row in rows])[..., None, :].expand(*[-1] * 5, gamma, -1)
+    values = torch.stack([row[1] for row in rows])[..., None, :].expand(*[-1] * 4, gamma, -1)
     print("\n| N | number | unchanged | error / rotation |\n|---|---|---|---|")
     for length in LENGTHS:
         for dtype in (torch.float16, torch.bfloat16):
